@@ -32,6 +32,7 @@ from jaxpar.base.trees import (
     constants_told,
     shape_of,
     vary_over,
+    whole_bytes,
     zeros,
 )
 from jaxpar.data.batches import check_numbers
@@ -158,6 +159,13 @@ class ModelFacts:
     def params(self) -> nnx.State:
         """Shapes of what is trained, all layers of a kind in one stack."""
         return self.split(self.model)[1]
+
+    @property
+    def model_size(self) -> tuple[int, int]:
+        """How many numbers the model's variables have, each layer's once, and their bytes."""
+        _, *variables = self.split(self.model)
+        numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables))
+        return numbers, whole_bytes(variables)
 
     def to_block(self, batch: Any) -> Any:
         """A batch as the model sees it: time before rows."""

@@ -58,6 +58,8 @@ class TrainState(Shown):
       carry: the state of layers between windows: by kind of layer, variables annotated likewise.
       param_rules, opt_rules, carry_rules: what parameters, optimizer state and carry are laid out by.
       opt_memory: kind of memory that holds the optimizer state; None for the devices' own.
+      model_size: how many numbers the model has in `params` and `frozen`, and their bytes. Each layer counts
+        once, on every mesh; empty rows of stacks and the padding of pools do not count.
     """
 
     step: jax.Array
@@ -70,6 +72,7 @@ class TrainState(Shown):
     opt_rules: Rules = dataclasses.field(metadata={"static": True})
     carry_rules: Rules = dataclasses.field(metadata={"static": True})
     opt_memory: str | None = dataclasses.field(metadata={"static": True})
+    model_size: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
 
 def abstract_state(setup: Setup) -> TrainState:
@@ -389,4 +392,5 @@ def _initial_state(setup: Setup, params: nnx.State, frozen: nnx.State) -> TrainS
         opt_rules=layout.opt_rules,
         carry_rules=layout.carry_rules,
         opt_memory=HOST_MEMORY if layout.parallel.update == "host" else None,
+        model_size=layout.facts.model_size,
     )

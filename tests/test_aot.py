@@ -9,9 +9,13 @@ import math
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxpar.analysis import inspect_step
+from jaxpar.analysis import inspect_function, inspect_step
 from jaxpar.analysis.hlo import Module, arrays
 from jaxpar.analysis.program import lower_step
 from jaxpar.base.axes import DATA, STAGE, TENSOR
@@ -26,7 +30,8 @@ from jaxpar.tasks.lm import LM
 
 pytestmark = pytest.mark.aot
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 TASK = LM(
     8, 512, 512, vocab_size=10240, dropout=0.0, batch_size=128, seq_len=32,
@@ -237,6 +242,44 @@ def test_finalists_are_compiled_and_kept(machine, tmp_path, monkeypatch):
     assert [cost.program for cost in again.fitting[:2]] == [cost.program for cost in known]
     assert ranking.best.seconds_text.startswith("~")
     assert not ranking.best.memory_text.startswith("~")
+
+
+def _readme():
+    """The README, whose numbers are of one version of the compiler."""
+    if (found := importlib.metadata.version("libtpu")) != "0.0.50.1":
+        pytest.skip(f"the README's numbers are of libtpu 0.0.50.1, this is {found}")
+    return (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_ranking_of_the_readme_is_what_its_command_prints(capsys):
+    readme = _readme().replace("\\\n", " ")
+    command = re.search(r"python -m jaxpar (plan lm --machine .*?) +#", readme)[1]
+    [shown] = re.findall(r"^```text\n(config .*?)\n```", readme, re.MULTILINE | re.DOTALL)
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out.splitlines()
+    rows = [line for line in printed if line.endswith("compiling it")]
+    assert [line.split() for line in shown.splitlines()[2:5]] == [line.split() for line in rows[:3]]
+    assert shown.splitlines()[-1] in printed
+
+
+def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path):
+    assert "(docs/strategies.svg)" in _readme()
+    page = (ROOT / "docs/parallelism.md").read_text()
+    [command] = re.findall(r"python -m jaxpar (plot strategies .*?) -o docs/strategies.svg", page)
+    assert main([*command.split(), "-o", str(tmp_path / "a.svg")]) == 0
+    assert (tmp_path / "a.svg").read_text() == (ROOT / "docs/strategies.svg").read_text()
+
+
+def test_a_tpu_sends_bfloat16_in_half_the_bytes_of_a_cpu():
+    sent = {}
+    for name in ("v5e:2x2", None):
+        mesh = MeshConfig(tensor=4, devices=(0, 1, 2, 3)).build(name and described_devices(name))
+        split, whole = (NamedSharding(mesh, spec) for spec in (P(None, "tensor"), P()))
+        x = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16, sharding=split)
+        report = inspect_function(jax.jit(lambda x: x * 2, out_shardings=whole), x)
+        sent[name] = report.totals[0].sent_bytes, len(report.notes)
+    assert sent == {"v5e:2x2": (sent[None][0] // 2, 0), None: (sent[None][0], 1)}
 
 
 @pytest.mark.slow

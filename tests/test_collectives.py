@@ -552,7 +552,7 @@ class Ahead:
 
 def test_a_program_for_a_machine_that_is_not_there_is_read_in_the_order_of_the_mesh():
     compiled = compiled_local(lambda x: lax.psum(x, ("data", "tensor")))
-    # As libtpu reports them: what is on the chip counts as temporary, and not to the total.
+    # As libtpu reports them: the program is not in the total, and what is on the chip counts as temporary.
     stats = {
         "argument_size_in_bytes": 500, "output_size_in_bytes": 450, "alias_size_in_bytes": 400,
         "temp_size_in_bytes": 1000, "generated_code_size_in_bytes": 30,
@@ -560,9 +560,9 @@ def test_a_program_for_a_machine_that_is_not_there_is_read_in_the_order_of_the_m
     report = inspect_compiled(Ahead(compiled, **stats, total_allocation_bytes=900))
     assert report.collectives == inspect_compiled(compiled).collectives
     memory = report.memory
-    assert (memory.total, memory.temporary, memory.code) == (900, 320, 30)
+    assert (memory.total, memory.temporary, memory.code) == (930, 350, 30)
     assert str(memory) == (
-        "900 B: arguments 500 B, new outputs 50 B, temporary 320 B, program code 30 B"
+        "930 B: arguments 500 B, new outputs 50 B, temporary 350 B, program code 30 B"
     )
     for unknown in ({}, {"total_allocation_bytes": 0}):
         memory = inspect_compiled(Ahead(compiled, **stats, **unknown), cube()).memory

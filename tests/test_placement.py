@@ -148,20 +148,20 @@ def test_what_training_says_of_the_balance():
         return describe_balance(Setup.of(settings.task, settings.parallel).layout)
 
     assert dict(said((1, 2, 1), head="last")) == {
-        "work": "stage 0: 33%, stage 1: 67%; the head is that of 4.0 layers"
+        "work": "stage 0: ~33%, stage 1: ~67%; the head is that of ~4.0 layers"
     }
     assert dict(said((1, 2, 1), head="last", placement=(2, 6))) == {
-        "work": "stage 0: 17%, stage 1: 83%; the head is that of 4.0 layers",
-        "warning": "stages wait for each other: a tick of placement=(2, 6) takes as long as 10.0 layers, of "
-        "placement=(4, 4) as 8.0; a step would be up to 1.25 times as fast",
+        "work": "stage 0: ~17%, stage 1: ~83%; the head is that of ~4.0 layers",
+        "warning": "stages wait for each other: a tick of placement=(2, 6) takes as long as ~10.0 layers, of "
+        "placement=(4, 4) as ~8.0; a step would be up to ~1.25 times as fast",
     }
     # A stage has the work of all its groups, in the order of the schedule.
     groups = {"placement": (1, 2, 3, 2)}
     work, warning = said((1, 2, 1), schedule="interleaved", num_groups=2, **groups)
-    assert work == ("work", "stage 0: 50%, stage 1: 50%")
+    assert work == ("work", "stage 0: ~50%, stage 1: ~50%")
     assert "stages wait for each other" in warning[1]
     work, _ = said((1, 2, 1), schedule="v", **groups)
-    assert work == ("work", "stage 0: 38%, stage 1: 62%")
+    assert work == ("work", "stage 0: ~38%, stage 1: ~62%")
     assert said((2, 1, 4), head="last") == []
 
 

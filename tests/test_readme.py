@@ -26,7 +26,9 @@ from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
 from jaxpar.config_file import default_settings, to_toml
 from jaxpar.pipeline import make_schedule
+from jaxpar.planning import describe, plan
 from jaxpar.planning.counts import counts_of
+from jaxpar.planning.planner import NUM_FINALISTS
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.sampling import describe_groups
@@ -269,6 +271,27 @@ def test_where_jaxpar_comes_from_is_said_in_one_place():
         said = re.search(r"pip install (-\S+ )*['\"]?jaxpar.*", (ROOT / page).read_text())
         assert said is None, (page, said[0])
     assert "jaxpar is not on PyPI yet" in (ROOT / "README.md").read_text()
+
+
+def test_the_ranking_of_the_readme_is_of_its_command():
+    """Its layouts, and of its numbers what is estimated; `test_aot` compiles for the others."""
+    [command] = [each for each in commands("README.md") if each[0] == "plan"]
+    [shown] = [block for block in blocks("text") if block.startswith("config ")]
+    asked = read_command(command)
+    ranking = plan(asked.task, machine=asked.machine, num_finalists=0)
+    costs = {describe(cost.parallel): cost for cost in ranking.fitting[:NUM_FINALISTS]}
+    row = r"^(.*?)  +~([\d.]+) ms +([\d.]+) (ms|us) +([\d.]+ .B)  compiling it$"
+    rows = re.findall(row, shown, re.MULTILINE)
+    steps = [float(step) for _, step, *_ in rows]
+    assert len(rows) == 3
+    assert steps == sorted(steps)
+    for name, step, waits, unit, _ in rows:
+        parts = {**costs[name].parts, "sending": float(waits) / {"ms": 1e3, "us": 1e6}[unit]}
+        assert float(step) == pytest.approx(1000 * sum(parts.values()), rel=0.01)
+        if name == rows[0][0]:
+            told = re.findall(r"(\w+) (\d+)%", shown.partition("Its estimated time: ")[2])
+            shares = {part: 100 * time / sum(parts.values()) for part, time in parts.items()}
+            assert {part: int(share) for part, share in told} == pytest.approx(shares, abs=1)
 
 
 def test_options_in_the_text_exist(tmp_path):

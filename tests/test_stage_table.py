@@ -143,7 +143,8 @@ def test_the_table_of_many_layers_is_short():
     assert lines[-1].split()[:2] == ["all", "last"]
     assert (
         note
-        == "FLOPs, and bytes kept and sent, of a unit of 8 rows x 2 steps, before tensor splits them"
+        == "estimated for a unit of 8 rows x 2 steps, before tensor splits them: FLOPs of products, bytes "
+        "kept and sent"
     )
 
 

@@ -6,7 +6,7 @@ printer (`hlo_parser.cc`, `replica_group.cc`, `mesh_and_axis.cc` in openxla/xla)
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,10 @@ _IDLE = re.compile(
     r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|partition-id|opt-barrier|send|recv"
     r"|all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all|fusion-done|(?!fusion).*-(start|update|done)"
     r"|AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast|GatherScatterIndicesBitpacked"
+)
+# What gives elements as they are, elsewhere.
+_MOVES = re.compile(
+    r"parameter|bitcast|copy|pad|(dynamic-)?slice|reshape|transpose|convert|.*-done"
 )
 # Whether a loop counts up or down, and what to add to its end if that is included.
 _COUNTS = {"LT": (1, 0), "LE": (1, 1), "GT": (-1, 0), "GE": (-1, -1)}
@@ -137,6 +141,32 @@ class Module:
         """The instructions of a fusion; empty for other instructions."""
         called = _names(instruction, "calls") if instruction.opcode.startswith("fusion") else []
         return [each for name in called for each in self.computations[name]]
+
+    def gathers_to(self, kinds: Collection[str]) -> bool:
+        """Whether an all-gather's result goes, as it is or moved, into instructions of these kinds.
+
+        Args:
+          kinds: opcodes, and targets of custom calls.
+        """
+        for section in self.computations.values():
+            gathered = set[str]()
+            for each in section:
+                is_array = any(dims for _, dims in arrays(each.shape))
+                if each.opcode.startswith("all-gather"):
+                    gathered.add(each.name)
+                elif is_array and gathered.intersection(each.operands):
+                    inside = self._kinds(each)
+                    if inside.intersection(kinds):
+                        return True
+                    if all(map(_MOVES.fullmatch, inside)):
+                        gathered.add(each.name)
+        return False
+
+    def _kinds(self, instruction: Instruction) -> set[str]:
+        """Opcodes and targets of custom calls, of a fusion those in it, without what makes one number."""
+        inside = self.fused(instruction) or [instruction]
+        many = (each for each in inside if any(dims for _, dims in arrays(each.shape)))
+        return {attribute(each, 'custom_call_target="') or each.opcode for each in many}
 
     def _starts_and_ends(self, instruction: Instruction) -> tuple[str, Sequence[str]]:
         """What an instruction starts and what it ends, by name; mostly nothing.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.analysis.collectives import Collective, find_collectives
+from jaxpar.analysis.hlo import Module
 from jaxpar.base.display import Printed, format_bytes
 from jaxpar.base.trees import device_bytes
 from jaxpar.config import Parallel, TrainConfig
@@ -20,6 +21,9 @@ from jaxpar.setup import Setup
 from jaxpar.state import TrainState, abstract_state
 from jaxpar.step import abstract_batch, make_train_step
 from jaxpar.task import Task
+
+# What XLA's compiler for CPUs does on whole arrays alone: opcodes, and the targets of custom calls.
+_WHOLE = {"reduce-window", "TopK"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +94,7 @@ class ProgramReport(Printed):
       flops: floating-point operations by XLA's count, which counts the body of every loop once, however
         often it runs; None where XLA does not count.
       memory: None where XLA does not report it.
-      notes: which settings could not be applied.
+      notes: which settings could not be applied, and where a program for CPUs sends more than others do.
     """
 
     collectives: tuple[Collective, ...]
@@ -177,7 +181,8 @@ def inspect_lowered(setup: Setup, lowered: jax.stages.Lowered) -> ProgramReport:
         f"\nzero_bubble: gradients of the weights of {whole} come out of the backward pass of the inputs, "
         f"and stay in backward units"
     )
-    return dataclasses.replace(report, collectives=collectives, notes=(note,) * bool(whole))
+    notes = report.notes + (note,) * bool(whole)
+    return dataclasses.replace(report, collectives=collectives, notes=notes)
 
 
 def inspect_function(
@@ -220,20 +225,39 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
         order = [*map(places.index, devices)]
     costs: Any = compiled.cost_analysis() or {}
     stats: Any = compiled.memory_analysis()
-    collectives = find_collectives(compiled.as_text() or "", mesh, order)
-    return ProgramReport(collectives, costs.get("flops"), stats and _memory(stats))
+    text = compiled.as_text() or ""
+    collectives = find_collectives(text, mesh, order)
+    is_cpu = bool(places) and places[0].platform == "cpu"
+    notes = tuple(_notes_of_cpu(text, collectives)) if is_cpu else ()
+    return ProgramReport(collectives, costs.get("flops"), stats and _memory(stats), notes)
+
+
+def _notes_of_cpu(text: str, collectives: Sequence[Collective]) -> Iterator[str]:
+    """Where XLA's compiler for CPUs sends more than those for other devices."""
+    has_narrow = re.search(r"\bb?f16\[", text)
+    if has_narrow and any("f32" in each.dtypes for each in collectives):
+        yield (
+            "\nsent: XLA for CPUs sends what is bfloat16 or float16 as float32; a TPU or GPU sends half as "
+            "many bytes for it"
+        )
+    if any(each.op == "all-gather" for each in collectives) and Module(text).gathers_to(_WHOLE):
+        yield (
+            "\nsent: XLA for CPUs gathers whole arrays for top_k and cumulative sums along a split dim; a "
+            "TPU sends parts of them"
+        )
 
 
 def _memory(stats: Any) -> Memory:
-    """Of what XLA says; where JAX has it (since 0.11), the total is the compiler's own number.
+    """Of what XLA says; where JAX has it (since 0.11), temporary memory is from the compiler's own total.
 
-    XLA counts what is in a TPU's memory on the chip as temporary too, and not to that total.
+    That total is of all buffers in the device's main memory, and not of the program. `temp_size_in_bytes`
+    also counts what is in a TPU's memory on the chip.
     """
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
     aliased, code = stats.alias_size_in_bytes, stats.generated_code_size_in_bytes
-    known = arguments + outputs - aliased + code
-    total = getattr(stats, "total_allocation_bytes", 0) or known + stats.temp_size_in_bytes
-    return Memory(arguments, outputs, aliased, total - known, code)
+    known, total = arguments + outputs - aliased, getattr(stats, "total_allocation_bytes", 0)
+    temporary = max(total - known, 0) if total else stats.temp_size_in_bytes
+    return Memory(arguments, outputs, aliased, temporary, code)
 
 
 def _with_purposes(memory: Memory, state: TrainState) -> Memory:

@@ -346,8 +346,8 @@ class Inspect(RunOptions):
     Attributes:
       machine: one that need not be there, to compile for, as of plan.
       json: print it as JSON, with all that is known of each collective.
-      compare: print what arithmetic says beside the compiled program, and a few measured steps where the
-        devices are there.
+      compare: print estimates next to the compiled program, and a few measured steps where the devices are
+        there.
     """
 
     machine: str | None = None
@@ -378,9 +378,10 @@ class Plot(RunOptions):
 
     Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage did
     when in a real step, beside its schedule; "strategies", data, tensor, model and pipeline parallelism on
-    all devices, with the time, memory and bytes of each by arithmetic, as an animation; "bubble", against
-    microbatches and chunks of time; "memory" of a device, by kind, and "bytes" that a device sends, by axis,
-    for each of --meshes. Without a task: "curves", loss and speed of runs (plot curves runs/0001 runs/0002).
+    all devices, each with its estimated time, and with memory and bytes of its compiled step, as an
+    animation; "bubble", against microbatches and chunks of time; "memory" of a device, by kind, and "bytes"
+    that a device sends, by axis, for each of --meshes. Without a task: "curves", loss and speed of runs (plot
+    curves runs/0001 runs/0002).
 
     Attributes:
       output: an .svg or .html, also a .png of the last three that need a task; without one the first three

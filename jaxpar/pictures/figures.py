@@ -2,6 +2,7 @@
 
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,9 @@ def draw_bytes(reports: Mapping[str, ProgramReport]) -> Figure:
     }
     unknown = sum(total.unknown for report in reports.values() for total in report.totals)
     note = f"; not counted: {format_count(unknown, 'collective')} in loops as long as data says"
-    return _draw_bars(sent, f"sent by a device in a step{note * bool(unknown)}", "along ")
+    told = dict.fromkeys(note.strip() for report in reports.values() for note in report.notes)
+    lines = [line for note in told for line in textwrap.wrap(note, 90)]
+    return _draw_bars(sent, f"sent by a device in a step{note * bool(unknown)}", "along ", lines)
 
 
 def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
@@ -128,11 +131,13 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     return figure
 
 
-def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "") -> Figure:
+def _draw_bars(
+    bars: Mapping[str, Mapping[str, int]], what: str, before: str = "", notes: Sequence[str] = ()
+) -> Figure:
     kinds = dict.fromkeys(kind for parts in bars.values() for kind, size in parts.items() if size)
     most = max(sum(parts.values()) for parts in bars.values())
     power = min(4, int(math.log10(max(most, 1)) / 3))
-    figure, [axes] = _figure(height=1.9 + 0.42 * len(bars))
+    figure, [axes] = _figure(height=1.9 + 0.42 * len(bars) + 0.2 * len(notes))
     left = [0.0] * len(bars)
     seen = [kind for kind in kinds if max(p.get(kind, 0) for p in bars.values()) > most / 400]
     unseen = ", ".join(kind for kind in kinds if kind not in seen)
@@ -145,7 +150,8 @@ def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "
     axes.set_xlim(0, 1.1 * max(left) or 1)
     axes.invert_yaxis()
     unit = ("B", "kB", "MB", "GB", "TB")[power]
-    axes.set_xlabel(f"{what} ({unit})" + f"\ntoo small to be seen: {unseen}" * bool(unseen))
+    notes = [f"{what} ({unit})", *[f"too small to be seen: {unseen}"] * bool(unseen), *notes]
+    axes.set_xlabel("\n".join(notes))
     below: Any = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": 8}
     figure.legend(*axes.get_legend_handles_labels(), **below)
     return figure

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jaxpar.base.console import FittingTable
 from jaxpar.base.display import format_bytes, format_shape, show
-from jaxpar.base.trees import device_bytes, whole_bytes
+from jaxpar.base.trees import device_bytes
 from jaxpar.pictures.picture import Picture
 from jaxpar.sharding import array_of, axes_of_spec, base_of, dims_of, named_leaves
 from jaxpar.state import TrainState
@@ -76,7 +76,7 @@ def _table(params: Any, heading: str = "parameter") -> Table:
 
 
 def _bytes_of(state: TrainState) -> str:
-    """Parameters in all, and what a device holds of the state."""
+    """Parameters of the model, and what a device holds of the state."""
     where = "" if state.opt_memory is None else " in host memory"
     trees = {
         "parameters": state.params,
@@ -84,11 +84,10 @@ def _bytes_of(state: TrainState) -> str:
         f"optimizer state{where}": state.opt_state,
         "carried state": state.carry,
     }
-    counted = state.params, state.frozen
-    count, whole = sum(leaf.size for leaf in jax.tree.leaves(counted)), whole_bytes(counted)
+    count, num_bytes = state.model_size
     on_device = ", ".join(
         f"{name} {format_bytes(device_bytes(tree))}"
         for name, tree in trees.items()
         if jax.tree.leaves(tree)
     )
-    return f"{count:,} parameters, {format_bytes(whole)}; per device: {on_device}"
+    return f"{count:,} parameters, {format_bytes(num_bytes)}; per device: {on_device}"

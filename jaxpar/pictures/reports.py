@@ -8,6 +8,7 @@ from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective
 from jaxpar.analysis.program import ProgramReport, Total
+from jaxpar.base.axes import TENSOR
 from jaxpar.base.console import FittingTable
 from jaxpar.base.display import format_bytes, format_count, format_seconds, format_shape, show
 from jaxpar.base.memory import num_cores
@@ -20,6 +21,8 @@ from jaxpar.training.stage_table import stage_table
 NUM_SHOWN, NUM_REFUSED = 12, 4  # of a ranking
 # Of all that benchmarks/planner measured.
 ESTIMATE_ERROR = "measured steps took 0.6 to 12 times as long"
+# What compiled programs need is between these times the estimate, to which a test holds several models.
+MEMORY_ERROR = 0.7, 4
 
 
 @show.register
@@ -42,17 +45,22 @@ def show_report(report: ProgramReport) -> Picture:
 
 @show.register
 def show_cost(cost: StepCost) -> Picture:
-    """What is known of a step by arithmetic, by the compiler and by running it, side by side."""
+    """What of a step is estimated, compiled and measured, side by side.
+
+    Bytes over `tensor` depend on the whole program and its compiler: there is no estimate worth showing.
+    """
     program = cost.program
-    table = FittingTable("", "axes", ">by arithmetic", ">compiled", ">measured")
+    table = FittingTable("", "axes", ">estimated", ">compiled", ">measured")
     sums = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for part in cost.sent:
-        sums[0][part.op, " ".join(part.axes)] += round(part.runs * part.bytes)
+        if TENSOR not in part.axes:
+            sums[0][part.op, " ".join(part.axes)] += round(part.runs * part.bytes)
     for part in program.collectives if program else ():
         sums[1][part.op, " ".join(part.axes)] += (part.count or 0) * part.bytes
     for op, axes in sorted({*sums[0], *sums[1]}):
         texts = [format_bytes(each[op, axes]) for each in sums]
-        table.add_row(op, axes, texts[0], texts[1] if program else "", "")
+        estimated = texts[0] if TENSOR not in axes.split() else ""
+        table.add_row(op, axes, estimated, texts[1] if program else "", "")
     memory = cost.memory_text if program else cost.refusal
     table.add_row("memory", "", format_bytes(sum(cost.held.values())), memory, "")
     measured = cost.seconds_text if cost.measured else ""
@@ -60,17 +68,19 @@ def show_cost(cost: StepCost) -> Picture:
     facts = Table.grid(padding=(0, 2))
     held = (f"{name} {format_bytes(size)}" for name, size in cost.held.items())
     parts = (f"{name} {format_seconds(seconds)}" for name, seconds in cost.parts.items())
-    facts.add_row("memory by arithmetic", ", ".join(held))
-    facts.add_row("step by arithmetic", ", ".join(parts))
+    facts.add_row("estimated memory", ", ".join(held))
+    facts.add_row("estimated step", ", ".join(parts))
     devices, cores = cost.parallel.mesh.num_devices, num_cores()
     if cost.machine.is_here and cost.machine.platform == "cpu" and devices > cores:
         work = (sum(cost.parts.values()) - cost.parts["bubble"]) * devices / cores
         facts.add_row(
             "cores",
-            f"{devices} devices share {cores}: by arithmetic the work of all takes {format_seconds(work)}",
+            f"{devices} devices share {cores}: the work of all takes ~{format_seconds(work)}",
         )
     facts.add_row("ticks", f"{cost.num_ticks}, stages idle in {cost.bubble:.1%} of their turns")
-    return Picture(describe(cost.parallel), "", table, "", facts)
+    return Picture(
+        describe(cost.parallel), "", table, "", facts, *(program.notes if program else ())
+    )
 
 
 @show.register
@@ -78,7 +88,7 @@ def show_ranking(ranking: Ranking) -> Picture:
     """The first of the ranking, and why the first is the first."""
     table = FittingTable("config", ">step", ">waits", ">memory", "known by")
     for cost in ranking.fitting[:NUM_SHOWN]:
-        known = "running it" if cost.measured else "compiling it" if cost.program else "arithmetic"
+        known = "running it" if cost.measured else "compiling it" if cost.program else "an estimate"
         waits = format_seconds(cost.waiting) if cost.program else ""
         words = describe(cost.parallel), cost.seconds_text, waits, cost.memory_text
         table.add_row(*words, known)
@@ -87,7 +97,11 @@ def show_ranking(ranking: Ranking) -> Picture:
         why = cost.refusal or "too large"
         table.add_row(describe(cost.parallel), "", "", cost.memory_text, why)
     number, machine = len(ranking.fitting) + len(ranking.refused), ranking.machine
-    notes = [f"~: an estimate, by arithmetic on a data sheet; {ESTIMATE_ERROR}"]
+    least, most = MEMORY_ERROR
+    notes = [
+        f"~: estimated from a data sheet; {ESTIMATE_ERROR},",
+        f"compiled steps need {least:g} to {most:g} times the estimated memory",
+    ]
     if any(cost.program for cost in ranking.fitting):
         notes.append("waits: for transfers with nothing beside them in the program, an estimate")
     stages: list[Table | str] = []

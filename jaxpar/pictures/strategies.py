@@ -1,33 +1,41 @@
 """Four ways to share a step: a chart that plays by itself, and a table."""
 
 import textwrap
+from collections.abc import Sequence
 
+from jaxpar.analysis.program import Total
 from jaxpar.base.console import FittingTable
 from jaxpar.base.display import format_bytes, format_count, show
 from jaxpar.pictures.chart import IDLE, Chart, Key, Row, round_marks
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.reports import ESTIMATE_ERROR
 from jaxpar.pictures.style import color_of
+from jaxpar.planning.cost import LEAST_BYTES
 from jaxpar.planning.search import describe
 from jaxpar.planning.ways import WORK, Strategies, Strategy
-from jaxpar.training.summary import describe_ends
 
-# Pixels of the longest step, and of a row; letters of a line; seconds in which the time goes by.
-WIDTH, ROW, LETTERS, SECONDS = 340, 15, 90, 8
+# Pixels of the longest step, and of a row; letters of a line, and of a row's name; seconds in which the time
+# goes by.
+WIDTH, ROW, LETTERS, NAME, SECONDS = 340, 15, 90, 44, 8
 COLORS = [color_of(n) for n in (0, 1, 5, 6, 3, 2)]  # of `WORK`
 # What is sent, by the axis along which it is.
 _SENT = {
-    "data": "gradients, once a step",
-    "tensor": "what layers make in parts",
-    "stage": "activations on, their gradients back",
+    "data": "gradients",
+    "tensor": "activations and gradients",
+    "stage": "activations and gradients",
 }
 
 
 @show.register
 def show_strategies(found: Strategies) -> Drawing:
     """A row for each device, in ms; a table of the strategies; and what is left out."""
-    notes = [f"~: an estimate, by arithmetic on a data sheet; {ESTIMATE_ERROR}"]
+    notes = [f"~: estimated from a data sheet; {ESTIMATE_ERROR}"]
     notes += [f"{name} is left out: {why}" for name, why in found.left_out.items()]
+    for why in dict.fromkeys(each.unknown for each in found.drawn if each.unknown):
+        names = ", ".join(each.name for each in found.drawn if each.unknown == why)
+        notes.append(f"memory and bytes sent by {names} are unknown: {why}")
+    programs = [each.cost.program for each in found.drawn if each.cost.program]
+    notes += dict.fromkeys(note.strip() for program in programs for note in program.notes)
     return Drawing(_chart(found, notes), _table(found), "\n" + "\n".join(notes))
 
 
@@ -36,22 +44,37 @@ def _table(found: Strategies) -> FittingTable:
         "strategy", "config", ">step", ">memory", ">weights", "sent by a device", "idle"
     )
     for each in found.drawn:
-        idle = [f"{each.idle_of(d):.0%}" for d in range(len(each.holds))]
+        idle = [f"~{each.idle_of(d):.0%}" for d in range(len(each.holds))]
         table.add_row(
             each.name,
             describe(each.cost.parallel),
             each.cost.seconds_text,
-            each.cost.memory_text,
+            _memory(each),
             format_bytes(each.weight_bytes),
-            _sent(each),
+            _sent(_totals(each)),
             " ".join(idle if len({*idle}) > 1 else idle[:1]),
         )
     return table
 
 
-def _sent(strategy: Strategy) -> str:
-    along = strategy.cost.sent_along.items()
-    return ", ".join(f"{format_bytes(size)} along {' '.join(axes)}" for axes, size in along)
+def _memory(strategy: Strategy) -> str:
+    """What the compiled step needs on a device; "" if that is unknown."""
+    program = strategy.cost.program
+    return format_bytes(program.memory.total) if program and program.memory else ""
+
+
+def _totals(strategy: Strategy) -> list[Total]:
+    """What the compiled step sends, by axes; without sums of the loss and of norms."""
+    totals = strategy.cost.program.totals if strategy.cost.program else ()
+    return [each for each in totals if each.sent_bytes >= LEAST_BYTES or each.unknown]
+
+
+def _sent(totals: Sequence[Total]) -> str:
+    return ", ".join(
+        "at least " * bool(total.unknown)
+        + f"{format_bytes(total.sent_bytes)} along {' '.join(total.axes)}"
+        for total in totals
+    )
 
 
 def _chart(found: Strategies, notes: list[str]) -> Chart:
@@ -66,7 +89,8 @@ def _chart(found: Strategies, notes: list[str]) -> Chart:
             blocks = [
                 b._replace(start=1000 * b.start, cost=1000 * b.cost) for b in each.blocks_of(device)
             ]
-            rows.append(Row(f"{device}: {holds}", top + 0.4, [(0.0, end)], blocks))
+            name = _shorten(f"{device}: {holds}")
+            rows.append(Row(name, top + 0.4, [(0.0, end)], blocks))
             top += 1
         top += 0.9
     used = sorted({block.unit for each in found.drawn for block in each.blocks})
@@ -89,17 +113,19 @@ def _head(strategy: Strategy) -> list[str]:
     cost, idle = strategy.cost, [strategy.idle_of(d) for d in range(len(strategy.holds))]
     units = cost.parallel.num_units
     of = f" of {units} units" * (cost.parallel.mesh.stage > 1 and units > 1)
-    words = [_SENT.get(axis, axis) for axes in cost.sent_along for axis in axes]
-    head = (
-        f"{strategy.name}: {cost.seconds_text} a step{of}, {cost.memory_text} on a device, "
-        f"idle {sum(idle) / len(idle):.0%}"
-    )
-    holds = f"each holds {format_bytes(strategy.weight_bytes)} of weights"
-    sends = (
-        f"sends {_sent(strategy)} ({'; '.join(dict.fromkeys(words))})" if words else "sends nothing"
-    )
-    lines = [head, f"{holds}, {sends}"]
-    for _, ends in describe_ends(cost.layout):
-        if ends.startswith("1/"):
-            lines = [head, f"{holds} (its layers, {ends.partition(';')[0]})", f"each {sends}"]
+    memory = f", {_memory(strategy)} on a device" * bool(_memory(strategy))
+    head = f"{strategy.name}: {cost.seconds_text} a step{of}{memory}, idle ~{sum(idle) / len(idle):.0%}"
+    line, totals = f"each holds {format_bytes(strategy.weight_bytes)} of weights", _totals(strategy)
+    if totals:
+        axes = {axis for total in totals for axis in total.axes}
+        words = dict.fromkeys(what for axis, what in _SENT.items() if axis in axes)
+        line += f", sends {_sent(totals)} ({'; '.join(words)})"
+    elif cost.program:
+        line += ", sends nothing"
+    named = [f"{device}: {holds}" for device, holds in enumerate(strategy.holds)]
+    lines = [head, line, *(name for name in named if name != _shorten(name))]
     return [part for line in lines for part in textwrap.wrap(line, LETTERS)]
+
+
+def _shorten(name: str) -> str:
+    return textwrap.shorten(name, NAME, placeholder=" ...")

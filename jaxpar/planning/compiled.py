@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.analysis.program import ProgramReport, inspect_lowered, lower_step
+from jaxpar.analysis.program import ProgramReport, inspect_lowered, inspect_step, lower_step
 from jaxpar.base.files import cache_folder, whole_file
 from jaxpar.facts import ModelFacts
 from jaxpar.mesh import described_devices
@@ -29,6 +29,8 @@ from jaxpar.step import make_train_step
 from jaxpar.task import Settings
 
 _PACKAGES = ("jaxpar", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+# What is kept of a program, and how it is read; another number where either changes.
+_VERSION = 2
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +53,7 @@ def setup_of(cost: StepCost) -> Setup:
     return setup_on(cost.settings, cost.machine, cost.counts.facts)
 
 
-def compile_step(setup: Setup, machine: Machine) -> ProgramReport | str:
+def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> ProgramReport | str:
     """What the compiled step does; or why the compiler refuses it, in its own words.
 
     A program that was compiled before for a machine that is not there is read from the user's cache folder.
@@ -59,8 +61,11 @@ def compile_step(setup: Setup, machine: Machine) -> ProgramReport | str:
 
     Args:
       setup: of `setup_on`.
+      runs: whether a state and a batch are made on devices that are there; else it is compiled for shapes.
     """
     try:
+        if machine.is_here and not runs:
+            return inspect_step(setup)
         if machine.is_here:
             arguments = init_state(setup), batch_of_run(setup, 0)
             return inspect_lowered(setup, make_train_step(setup).lower(*arguments))
@@ -95,7 +100,7 @@ def _name_of(lowered: jax.stages.Lowered, machine: Machine) -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(importlib.metadata.version(package))
     flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
-    asked = json.dumps([lowered.as_text(), machine.name, versions, flags])
+    asked = json.dumps([lowered.as_text(), machine.name, versions, flags, _VERSION])
     return f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
 
 

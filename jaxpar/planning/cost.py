@@ -15,13 +15,12 @@ import functools
 import itertools
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.analysis.collectives import num_messages, sent_bytes
+from jaxpar.analysis.collectives import Collective, num_messages, sent_bytes
 from jaxpar.analysis.program import ProgramReport
 from jaxpar.base.axes import BATCH, DATA, INPUT, LAYERS, STAGE, TENSOR
 from jaxpar.base.display import Printed, format_bytes, format_seconds
@@ -109,15 +108,6 @@ class StepCost(Printed):
         return Layout(self.counts.facts, self.parallel)
 
     @property
-    def sent_along(self) -> dict[tuple[str, ...], int]:
-        """Bytes that the busiest device sends in a step, by axes, by arithmetic."""
-        along, sizes = Counter[tuple[str, ...]](), self.parallel.mesh.sizes
-        for each in self.sent:
-            devices = math.prod(sizes[axis] for axis in each.axes)
-            along[each.axes] += round(each.runs * sent_bytes(each.op, each.bytes, devices))
-        return dict(along)
-
-    @property
     def estimated_seconds(self) -> float:
         """Of a step, by arithmetic; of a compiled program, with the transfers that it waits for."""
         return sum(self.parts.values()) - self.parts["sending"] + self.waiting
@@ -127,9 +117,12 @@ class StepCost(Printed):
         """Estimated seconds of transfers with nothing beside them; of all, if it was not compiled."""
         if self.program is None:
             return self.parts["sending"]
-        found = (c for c in self.program.collectives if c.waits)
-        sent = (Sent("", c.op, c.axes, c.bytes, c.count or 0) for c in found)
-        return sum(each.seconds(self.machine, self.parallel.mesh.sizes) for each in sent)
+        return sum(self.seconds_of(each) for each in self.program.collectives if each.waits)
+
+    def seconds_of(self, collective: Collective) -> float:
+        """Estimated seconds of all runs of a collective of the program."""
+        sent = Sent("", collective.op, collective.axes, collective.bytes, collective.count or 0)
+        return sent.seconds(self.machine, self.parallel.mesh.sizes)
 
     @property
     def seconds(self) -> float:
@@ -155,7 +148,8 @@ class StepCost(Printed):
     @property
     def memory_text(self) -> str:
         """Of a device; an estimate begins with ~."""
-        return "~" * (self.program is None) + format_bytes(self.memory_bytes)
+        known = self.program and self.program.memory
+        return "~" * (not known) + format_bytes(self.memory_bytes)
 
     def known(self, found: ProgramReport | str) -> "StepCost":
         """With what the compiler says: what the program does, or why it is refused."""

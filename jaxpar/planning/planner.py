@@ -81,18 +81,19 @@ class Ranking(Printed):
         best, counts, (task, parallel, _) = self.best, self.best.counts, self.best.settings
         parts = {**best.parts, "sending": best.waiting}
         names = sorted(parts, key=parts.__getitem__, reverse=True)
+        about = "~" * (not best.measured)
         shares = (f"{name} {parts[name] / sum(parts.values()):.0%}" for name in names)
         lines = [
             f"Use {describe(parallel)}: {best.seconds_text} a step, "
-            f"{counts.counted / best.seconds:,.0f} {task.unit}/s, {best.memory_text} of "
+            f"{about}{counts.counted / best.seconds:,.0f} {task.unit}/s, {best.memory_text} of "
             f"{format_bytes(self.machine.memory_bytes)} on each device.",
-            f"Its time, by arithmetic: {', '.join(shares)}.",
+            f"Its estimated time: {', '.join(shares)}.",
         ]
         alike = [c for c in self.fitting if bool(c.measured) == bool(best.measured)]
         if others := [c for c in alike if c.parallel.mesh != parallel.mesh]:
             more = others[0].seconds / best.seconds - 1
             lines.append(
-                f"The best on another mesh is {describe(others[0].parallel)}: {more:+.0%}."
+                f"The best on another mesh is {describe(others[0].parallel)}: {about}{more:+.0%}."
             )
         if self.refused:
             number = len(self.fitting) + len(self.refused)

@@ -1,10 +1,16 @@
-"""One model's step, shared in four ways: what each device holds, sends and does when, by arithmetic."""
+"""One model's step, shared in four ways: what each device holds and sends, and an estimate of its time.
+
+Bytes sent and memory are those of the compiled programs. Where none can be compiled, they are not known.
+"""
 
 import dataclasses
+import functools
 import itertools
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +21,14 @@ from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.layout import Layout
 from jaxpar.pipeline.lanes import Block
+from jaxpar.planning.compiled import compile_step, setup_on
 from jaxpar.planning.cost import Step, StepCost, estimate
 from jaxpar.planning.counts import Counts, counts_of
 from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.planning.search import cuts
+from jaxpar.setup import Setup
 from jaxpar.task import Task
+from jaxpar.training.summary import ends_by_stage
 
 # What a device does in a block, by `Block.unit`.
 WORK = (
@@ -42,15 +51,17 @@ class Strategy(NamedTuple):
 
     Attributes:
       name: such as "tensor parallelism".
-      cost: of the step, by arithmetic.
-      holds: what of the model and the batch, for each device.
-      weight_bytes: that each device has of the weights.
+      cost: of the step: its time is estimated, its bytes and memory are those of `cost.program`.
+      unknown: why there is no program, and bytes and memory are not known; "" if there is one.
+      holds: all that each device has of the weights, and its rows of the batch.
+      weight_bytes: that each device has of the weights, room for layers of other stages included.
       blocks: what each stage does when, in seconds; `unit` is a number of `WORK`. Without stages all devices
         do the same.
     """
 
     name: str
     cost: StepCost
+    unknown: str
     holds: tuple[str, ...]
     weight_bytes: int
     blocks: tuple[Block, ...]
@@ -61,7 +72,7 @@ class Strategy(NamedTuple):
         return [block for block in self.blocks if block.stage == own]
 
     def idle_of(self, device: int) -> float:
-        """Share of the step in which a device neither computes nor sends."""
+        """Estimated share of the step in which a device neither computes nor sends."""
         busy = sum(block.cost for block in self.blocks_of(device))
         return max(1 - busy / self.cost.seconds, 0.0)
 
@@ -93,14 +104,14 @@ def strategies(
 ) -> Strategies:
     """Data, tensor, model and pipeline parallelism of a task's training step on so many devices.
 
-    Nothing is compiled or run. Model parallelism is layers on devices, through which the batch goes in one
-    piece.
+    Each of the four is compiled for the machine, from shapes; nothing is run. Model parallelism is layers on
+    devices, through which the batch goes in one piece.
 
     Args:
       task, train: as `fit` takes them.
       parallel: its mesh says how many devices, by default all; its pipeline how the last of the four cuts the
-        batch and time, and places layers. One of a single unit is replaced by the quickest, by arithmetic, of
-        up to two units a stage.
+        batch and time, and places layers. One of a single unit is replaced by the one of up to two units a
+        stage with the least estimated time.
       machine: or its text, as of `find_machine`; None: the devices that JAX has.
     Raises:
       ValueError: there is one device, no such machine, or no way at all.
@@ -124,7 +135,7 @@ def strategies(
         "model parallelism": (STAGE, whole),
         "pipeline parallelism": (STAGE, cut),
     }
-    drawn, left_out = list[Strategy](), dict[str, str]()
+    costs, left_out = dict[str, StepCost](), dict[str, str]()
     for name, (axis, pipeline) in ways.items():
         shape = dataclasses.replace(one, **{axis: n})
         speeds = given.speeds if axis == STAGE else None
@@ -132,7 +143,24 @@ def strategies(
             given, mesh=shape, pipeline=pipeline, shares=None, speeds=speeds
         )
         try:
-            drawn.append(_strategy(name, axis, counts, layout, train, machine))
+            costs[name] = _estimate(name, axis, counts, layout, train, machine)
+        except ValueError as error:
+            left_out[name] = str(error)
+    setups, unknown, drawn = dict[str, Setup](), dict[str, str](), list[Strategy]()
+    for name, cost in costs.items():
+        try:
+            setups[name] = setup_on(cost.settings, machine)
+        except ValueError as error:  # no compiler, or too few devices
+            unknown[name] = str(error)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compile_one = functools.partial(compile_step, machine=machine, runs=False)
+        programs = {name: pool.submit(compile_one, setup) for name, setup in setups.items()}
+    for name, cost in costs.items():
+        try:
+            if name in programs:
+                cost = cost.known(programs[name].result())
+            why = unknown.get(name, cost.refusal and f"the compiler says {cost.refusal}")
+            drawn.append(_strategy(name, ways[name][0], cost, why))
         except ValueError as error:
             left_out[name] = str(error)
     if not drawn:
@@ -140,9 +168,14 @@ def strategies(
     return Strategies(counts.facts.task, machine, n, tuple(drawn), left_out)
 
 
-def _strategy(
+def _estimate(
     name: str, axis: str, counts: Counts, parallel: Parallel, train: TrainConfig, machine: Machine
-) -> Strategy:
+) -> StepCost:
+    """The cost of a strategy; of several pipelines, of the one with the least time.
+
+    Raises:
+      ValueError: it is not possible, or makes no difference.
+    """
     facts, n = counts.facts, parallel.mesh.sizes[axis]
     if axis == STAGE and len(facts.kind_of) < n:
         layers = format_count(len(facts.kind_of), "layer")
@@ -158,35 +191,48 @@ def _strategy(
             refused = error
     if not costs:
         raise refused
-    cost = min(costs, key=lambda cost: cost.seconds)
-    step = Step(counts, cost.parallel, train)
+    if axis == TENSOR:
+        step = Step(counts, parallel, train)
+        parts = (step.part(each, step.layout.param_rules) for each in (*step.params, *step.frozen))
+        if not any(TENSOR in sum(part.axes, ()) for part in parts):
+            raise ValueError(
+                f"tensor={n} splits no parameter; name dims of weights (jaxpar.nn.named_param), as the "
+                f"layers of jaxpar.nn do"
+            )
+    return min(costs, key=lambda cost: cost.seconds)
+
+
+def _strategy(name: str, axis: str, cost: StepCost, unknown: str) -> Strategy:
+    task, parallel, train = cost.settings
+    counts = counts_of(task, train.num_steps, cost.machine.platform)
+    step, n = Step(counts, parallel, train), parallel.mesh.sizes[axis]
     rules, weights = step.layout.param_rules, (*step.params, *step.frozen)
     weight_bytes = step.bytes_of(weights, rules)
     whole = sum(math.prod(each.shape) * each.itemsize for each in weights)
-    share = f"{100 * weight_bytes / whole:.3g}% of all layers"
-    share = "all layers" if weight_bytes == whole else share
+    share = f"{100 * weight_bytes / whole:.3g}% of all weights"
+    share = "all weights" if weight_bytes == whole else share
     holds = [share] * n
     if axis == DATA:
-        rows = facts.batch_size // n
+        rows = counts.facts.batch_size // n
         holds = [f"{share}, rows {d * rows}-{(d + 1) * rows - 1}" for d in range(n)]
     elif axis == STAGE:
         holds = _places(step.layout)
-    elif not any(TENSOR in sum(step.part(each, rules).axes, ()) for each in weights):
-        raise ValueError(
-            f"tensor={n} splits no parameter; name dims of weights (jaxpar.nn.named_param), as the layers of "
-            f"jaxpar.nn do"
-        )
-    return Strategy(name, cost, tuple(holds), weight_bytes, tuple(_blocks(step, machine)))
+    return Strategy(name, cost, unknown, tuple(holds), weight_bytes, tuple(_blocks(step, cost)))
 
 
 def _places(layout: Layout) -> list[str]:
-    """What is on each stage alone, such as "first, layers 0-1"."""
+    """What is on each stage, such as "first, layers 0-1, 1/4 of embedding, all of head"."""
     ends = not layout.shares_first, layout.head == "last"
     places = str(NamedPlacement(layout.placement, *ends)).split("|")
     words = [re.sub(r"\d+-", r"layers \g<0>", place.strip()) for place in places]
     words = [re.sub(r"(^|, )(?=\d+(,|$))", r"\1layer ", place) for place in words]
     on = [*zip(layout.route.stages, words, strict=True)]
-    return ["; ".join(w for s, w in on if s == d) for d in range(layout.parallel.mesh.stage)]
+    stages = range(layout.parallel.mesh.stage)
+    layers = ["; ".join(w for s, w in on if s == d) for d in stages]
+    return [
+        ", ".join(filter(None, (own, *more)))
+        for own, more in zip(layers, ends_by_stage(layout), strict=True)
+    ]
 
 
 def _cuts(counts: Counts, parallel: Parallel) -> list[PipelineConfig]:
@@ -211,21 +257,21 @@ def _cuts(counts: Counts, parallel: Parallel) -> list[PipelineConfig]:
     return found
 
 
-def _blocks(step: Step, machine: Machine) -> Iterator[Block]:
+def _blocks(step: Step, cost: StepCost) -> Iterator[Block]:
     """A step of the length of `StepCost.estimated_seconds`.
 
-    Stages run in lockstep. What layers and ticks send is spread evenly over them, with nothing beside it;
-    gradients are summed at the end.
+    Stages run in lockstep. What layers and ticks send is spread evenly over them, with nothing beside it.
+    What is sent once, such as gradients, follows at the end.
     """
+    machine, program = cost.machine, cost.program
     costs, around_T2S = step.work(machine)
     schedule, is_cut = step.schedule, step.parallel.runs_in_units
     halves = np.argwhere((schedule.work_at(*costs) + around_T2S).max(2) > 0).tolist()
     halves *= step.parallel.num_segments
-    once, whole = (
-        sum(each.seconds(machine, step.sizes) for each in sent)
-        for sent in (step.sent_once(), step.sent())
-    )
-    turns = 1
+    once = sum(each.seconds(machine, step.sizes) for each in step.sent_once())
+    if program:
+        once = sum(cost.seconds_of(c) for c in program.collectives if c.waits and not c.in_loop)
+    whole, turns = cost.waiting, 1
     if not is_cut and whole > once:
         turns = min(max(len(step.counts.facts.kind_of), 1), _MOST_TURNS)
     sending = (whole - once) / (len(halves) * turns)

@@ -1,4 +1,7 @@
-"""What every stage has to do, to hold and to send: a row for its parts, equal neighbouring layers in one."""
+"""What every stage has to do, to hold and to send: a row for its parts, equal neighbouring layers in one.
+
+FLOPs, and bytes kept and sent, are estimates; the weights are exact.
+"""
 
 import dataclasses
 import itertools
@@ -19,7 +22,7 @@ class StageRow:
       stage: None is all of them.
       part: `first`, `last`, layers by their numbers, or "" for none.
       number: of parts.
-      forward, backward: FLOPs of one of them for a unit.
+      forward, backward: FLOPs of the matrix products of one of them for a unit.
       weight_bytes: of one of them.
       kept_bytes: that all of them keep of a unit until its backward pass.
       sent_bytes: of a unit, from the last of them to the next stage; cotangents that come back are as large.
@@ -96,7 +99,7 @@ def stage_table(layout: Layout) -> tuple[FittingTable, str]:
     if layout.chunk_len:
         unit += f" x {format_count(layout.chunk_len, 'step')}"
     whole = ", before tensor splits them" * (layout.parallel.mesh.sizes[TENSOR] > 1)
-    return table, f"FLOPs, and bytes kept and sent, of a unit of {unit}{whole}"
+    return table, f"estimated for a unit of {unit}{whole}: FLOPs of products, bytes kept and sent"
 
 
 def _outer_bytes(layout: Layout) -> list[int]:

@@ -86,9 +86,30 @@ def _describe_layers(layout: Layout) -> list[tuple[str, str]]:
 
 def describe_ends(layout: Layout) -> list[tuple[str, str]]:
     """What of the model outside of its layers a stage has a part of, what it has whole, and why."""
-    stages, ends, parts, whole = layout.parallel.mesh.stage, layout.facts.ends, {}, {}
-    if stages == 1:
+    if layout.parallel.mesh.stage == 1:
         return []
+    (parts, whole, alone), ends = _ends(layout), layout.facts.ends
+    told = [parts] * bool(parts)
+    told += [f"{', '.join(own)} on stage {stage} alone" for stage, own in alone.items() if own]
+    for name in whole:
+        why = layout.why_whole(ends[name]) if name in ends else ""
+        told.append(f"all of {name}" + f" ({why})" * bool(why))
+    return [("on a stage", "; ".join(told))] * bool(told)
+
+
+def ends_by_stage(layout: Layout) -> list[list[str]]:
+    """What each stage has of the model outside of its layers."""
+    parts, whole, alone = _ends(layout)
+    shared = [parts, f"all of {', '.join(whole)}" * bool(whole)]
+    return [
+        [f"all of {', '.join(own)}" * bool(own), *shared]
+        for own in (alone.get(stage, ()) for stage in range(layout.parallel.mesh.stage))
+    ]
+
+
+def _ends(layout: Layout) -> tuple[str, list[str], dict[int, list[str]]]:
+    """What of the model is outside of its layers: in parts on all stages, whole on all, on one alone."""
+    stages, parts, whole = layout.parallel.mesh.stage, dict[str, None](), dict[str, None]()
     variables, alone = [], {stage: dict[str, None]() for stage in layout.ends_on}
     for number, state in enumerate((layout.params, layout.frozen)):
         pooled = layout.pooled_names(number)[-2:]
@@ -101,12 +122,8 @@ def describe_ends(layout: Layout) -> list[tuple[str, str]]:
         if LAYERS not in dims:
             split = any(STAGE in layout.rules.axes_of(dim) for dim in dims if dim)
             (parts if split else whole)[name] = None
-    told = [f"1/{stages} of {', '.join(parts)}"] * bool(parts)
-    told += [f"{', '.join(own)} on stage {stage} alone" for stage, own in alone.items() if own]
-    for name in whole:
-        why = layout.why_whole(ends[name]) if name in ends else ""
-        told.append(f"all of {name}" + f" ({why})" * bool(why))
-    return [("on a stage", "; ".join(told))] * bool(told)
+    in_parts = f"1/{stages} of {', '.join(parts)}" * bool(parts)
+    return in_parts, [*whole], {stage: [*names] for stage, names in alone.items()}
 
 
 def describe_pools(layout: Layout) -> list[tuple[str, str]]:
@@ -125,9 +142,9 @@ def describe_pools(layout: Layout) -> list[tuple[str, str]]:
 
 
 def describe_balance(layout: Layout) -> list[tuple[str, str]]:
-    """The share of the work that each stage has, and what a better placement would gain.
+    """The estimated share of the work that each stage has, and what a better placement would gain.
 
-    Where speeds are given it is the share of the time.
+    Work is the FLOPs of matrix products. Where speeds are given it is the share of the time.
     """
     costs, stages = layout.costs, layout.parallel.mesh.stage
     if stages == 1:
@@ -136,11 +153,11 @@ def describe_balance(layout: Layout) -> list[tuple[str, str]]:
     work_S = np.bincount(layout.route.stages, work_P) / work_P.sum()
     layer = float(np.sum(costs.layers)) / len(costs.layers)
     head = sum(costs.last) / layer
-    line = ", ".join(f"stage {stage}: {share:.0%}" for stage, share in enumerate(work_S))
+    line = ", ".join(f"stage {stage}: ~{share:.0%}" for stage, share in enumerate(work_S))
     lines = [
         (
             "time" if costs.speeds else "work",
-            line + f"; the head is that of {head:.1f} layers" * (head >= 0.05),
+            line + f"; the head is that of ~{head:.1f} layers" * (head >= 0.05),
         )
     ]
     best = balanced(costs, len(layout.placement))
@@ -150,8 +167,8 @@ def describe_balance(layout: Layout) -> list[tuple[str, str]]:
             (
                 "warning",
                 f"stages wait for each other: a tick of placement={layout.placement} takes as long as "
-                f"{takes / layer:.1f} layers, of placement={best} as {least / layer:.1f}; a step would be up "
-                f"to {takes / least:.2f} times as fast",
+                f"~{takes / layer:.1f} layers, of placement={best} as ~{least / layer:.1f}; a step would be "
+                f"up to ~{takes / least:.2f} times as fast",
             )
         )
     return lines
