@@ -58,7 +58,6 @@ class _Part(NamedTuple):
     inputs: tuple[Any, Any, Any]
 
 
-@functools.lru_cache(maxsize=8)
 def check_custom_backward(layout: Layout) -> None:
     """Checks backward passes that are not JAX's, by running parts of the model forward and backward.
 
@@ -71,15 +70,18 @@ def check_custom_backward(layout: Layout) -> None:
     facts, parallel = layout.facts, layout.parallel
     if parallel.mesh.data == 1 and not parallel.runs_in_units:
         return
-    functions = _functions(facts)
     begins_with_sum = parallel.runs_in_units and not facts.knows_weight
-    if not functions and not begins_with_sum:
+    done = "backward", begins_with_sum, parallel.num_chunks
+    if done in facts.checked:
         return
-    trial = _Trial(layout)
-    if begins_with_sum:
-        trial.check_weight()
-    for part in trial.parts(functions):
-        trial.check(part, functions[part.what], is_linear=begins_with_sum)
+    functions = _functions(facts)
+    if functions or begins_with_sum:
+        trial = _Trial(layout)
+        if begins_with_sum:
+            trial.check_weight()
+        for part in trial.parts(functions):
+            trial.check(part, functions[part.what], is_linear=begins_with_sum)
+    facts.checked.add(done)
 
 
 def _functions(facts: ModelFacts) -> dict[str, str]:

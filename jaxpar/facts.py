@@ -106,7 +106,7 @@ class ModelFacts:
       block: shapes of a batch as the model sees it.
       looked_at: as the method; each answer is found once.
       is_told: whether `warn_of_resets` has been called.
-      rows_checked: ways in which the model's rows were found to stand alone; see `rows`.
+      checked: what was found to be right of the model, by `rows` and `custom_backward`.
     """
 
     def __init__(self, task: Task, platform: str):
@@ -131,7 +131,7 @@ class ModelFacts:
         self.kinds, self.kind_of, self.unroll = stack.kinds, stack.kind_of, stack.unroll
         self.block = jax.eval_shape(self.to_block, self.batch)
         self.looked_at = functools.cache(self._looked_at)
-        self.rows_checked = set[tuple[Any, ...]]()
+        self.checked = set[tuple[Any, ...]]()
         self.is_told = False
 
     @classmethod

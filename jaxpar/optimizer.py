@@ -68,8 +68,8 @@ def _precise(optimizer: optax.GradientTransformation) -> optax.GradientTransform
     def init(params: Any) -> optax.OptState:
         return optimizer.init(in_float32(params))
 
-    def update(grads: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
-        return optimizer.update(in_float32(grads), state, in_float32(params))
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return optimizer.update(in_float32(updates), state, in_float32(params))
 
     return optax.GradientTransformation(init, update)
 

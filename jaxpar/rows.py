@@ -78,14 +78,14 @@ def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
     """
     num_rows = min(ROWS, layout.facts.batch_size) // 2 * 2
     chunks = 1 if predicts else layout.parallel.num_chunks
-    if num_rows and (predicts, chunks) not in layout.facts.rows_checked:
+    if num_rows and ("rows", predicts, chunks) not in layout.facts.checked:
         batch, special = _rows_of(layout.task, num_rows)
         trial = _Trial(layout, batch, special, num_rows, chunks, predicts=predicts)
         trial.check(trial.first)
         for kind in range(len(layout.facts.kinds)):
             trial.check(trial.layer(kind))
         trial.check(trial.predict() if predicts else trial.last())
-        layout.facts.rows_checked.add((predicts, chunks))
+        layout.facts.checked.add(("rows", predicts, chunks))
 
 
 class _Part(NamedTuple):

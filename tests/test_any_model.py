@@ -615,7 +615,8 @@ def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
         with pytest.raises(ValueError, match=message):
             step(state, wrong)
     with pytest.raises(
-        ValueError, match=r"the batch is a dict of x, those of task Reg.* are a dict of level, "
+        ValueError,
+        match=r"the batch is a dict of x, those of task Reg.* are a dict of lengths, level, ",
     ):
         step(state, {"x": batch["x"]})
 

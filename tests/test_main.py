@@ -286,7 +286,7 @@ def test_inspect_prints_a_table_or_json(text, tmp_path, monkeypatch, capsys):
         r"collective +axes +payload +bytes +runs +in loops +sent +pass +module",
         r"permute +stage +f32 1x4x4 +64 B +9 +9 +576 B +forward +exchange",
         r"all-gather +tensor +f32 4x8 +128 B +4 +4 if +256 B +forward ",
-        r"data +1 +1 ",
+        r"data +2 +2 ",
         r"FLOPs per device +[\d,]+, the body of every loop once",
         r"memory per device +[\d.]+ kB: parameters ",
     ):

@@ -501,7 +501,7 @@ SMALL = {
 def test_what_comes_with_jaxpar_mixes_no_rows(task):
     layout = Setup.of(task, ONE).layout
     check_rows_alone(layout)
-    assert layout.facts.rows_checked
+    assert layout.facts.checked
 
 
 @pytest.mark.parametrize(
@@ -520,7 +520,7 @@ def test_what_comes_with_jaxpar_mixes_no_rows(task):
 def test_what_comes_with_jaxpar_is_the_same_in_chunks_of_time(task):
     layout = Setup.of(task, TWO_CHUNKS).layout
     check_rows_alone(layout)
-    assert layout.facts.rows_checked
+    assert layout.facts.checked
 
 
 def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():

@@ -195,7 +195,8 @@ class Pipeline(Spec):
         units, segments = table.head.unit[0], jnp.arange(self.num_segments, dtype=jnp.int32)
         over_units = jax.vmap(pruned(of_unit, units[0], segments[0]), (0, None))
         parts = jax.vmap(over_units, (None, 0))(units, segments)
-        totals = iter(self._sum([jnp.sum(part) for part in parts], DATA, *self.own_axes))
+        with jax.named_scope("weight"):
+            totals = iter(self._sum([jnp.sum(part) for part in parts], DATA, *self.own_axes))
         leaves = [next(totals) if n else a for n, a in zip(used, leaves, strict=True)]
         return of_sums(jax.tree.unflatten(structure, leaves))
 
