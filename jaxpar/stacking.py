@@ -251,7 +251,9 @@ def _stacked(arrays: Sequence[Any], rows: Sequence[int]) -> np.ndarray:
 
 
 def _equal(a: np.ndarray, b: np.ndarray, has_rows: bool) -> bool:
-    """Whether updates [steps, ...] or [steps, rows, ...] are equal."""
+    """Whether updates [steps, ...] or [steps, rows, ...] are equal, in all steps where they are finite."""
+    is_finite = np.isfinite(b).all(tuple(range(1, b.ndim)))
+    a, b = a[is_finite], b[is_finite]
     with np.errstate(invalid="ignore", over="ignore"):
         largest = np.max(np.abs(b), tuple(range(1 + has_rows, b.ndim)), keepdims=True, initial=0)
         off = ~(

@@ -27,6 +27,8 @@ from jaxpar.nn import GRU
 from jaxpar.training.evaluate import check_reported
 from jaxpar.training.progress import Evaluation
 
+pytestmark = pytest.mark.fresh  # a warning is given once for a setup
+
 N, T = 12, 4
 X = np.random.default_rng(0).normal(size=(N, T, 3)).astype(np.float32)
 LENGTHS = [3, 5, 1, 3]  # of sequences, N steps in all
@@ -109,10 +111,10 @@ class Model(nnx.Module):
         self.task = task
         self.time_major = task.has_time
         make = {True: lambda rngs: GRU(3, rngs=rngs), False: lambda rngs: Same()}[task.has_state]
-        self.layers = Stack([make], rngs=rngs)
+        self.layers, self.scale = Stack([make], rngs=rngs), nnx.Param(jnp.ones(3))
 
     def first(self, batch, at):
-        return batch["x"]
+        return batch["x"] * self.scale[...].reshape((1,) * (batch["x"].ndim - 1) + (3,))
 
     def last(self, y, batch, at):
         return Sums(

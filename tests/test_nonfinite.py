@@ -201,6 +201,7 @@ def test_the_first_module_is_named(setup):
         settings = settings._replace(task=task)
         state = poison(init_state(*settings[:2], mesh=mesh), settings)
         batch = batch_of(settings, mesh, 0, rare_rows=(2,), length=STEPS // 2)
+        batch = batch._replace(lengths=np.full(ROWS, STEPS // 2, np.int32))
         assert (
             str(find_origin(Setup.of(*settings, mesh), state, batch))
             == "the output of first at time step 1, in row 2"

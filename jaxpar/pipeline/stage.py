@@ -206,8 +206,10 @@ class Stage:
 
     def last_of_zeros(self, unit: Unit) -> Any:
         """What `last` gives of a unit if y and all variables are 0; the same on all stages."""
-        params, frozen = (zeros(self.of_end(1, parts)) for parts in (self.params, self.frozen))
-        y, is_shared = zeros(self.x_shape), self.spec.head == "sharded"
+        own = (zeros(self.of_end(1, parts)) for parts in (self.params, self.frozen))
+        # A loop in `last` may begin with an array like y, and add what depends on the batch.
+        params, frozen, y = vary_like((*own, zeros(self.x_shape)), self.group)
+        is_shared = self.spec.head == "sharded"
         y = jax.tree.map(lambda a: a.astype(jnp.float32), y) if is_shared else y
         return self.spec.last(params, frozen, y, self.at(unit, on_all=True))
 
