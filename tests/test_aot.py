@@ -41,7 +41,7 @@ PARALLEL = Parallel("dp2pp2tp2", PipelineConfig(num_microbatches=2, num_chunks=4
 SMALL = LM(2, 128, 128, vocab_size=1024, batch_size=16, seq_len=16)
 # Bytes of a device for this step, by machine and the version of its compiler.
 STORED = {
-    ("v5e:2x4", "libtpu 0.0.50.1"): 86_652_416,
+    ("v5e:2x4", "libtpu 0.0.50.1"): 93_779_968,
     ("h100:1x1x8", "jax-cuda13-plugin 0.12.0.1"): 170_288_605,
 }
 MEMORY_ERROR = 0.02  # the promise: small changes of the step stay below it
@@ -263,6 +263,7 @@ def test_the_ranking_of_the_readme_is_what_its_command_prints(capsys):
     assert shown.splitlines()[-1] in printed
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path):
     assert "(docs/strategies.svg)" in _readme()
     page = (ROOT / "docs/parallelism.md").read_text()

@@ -78,6 +78,8 @@ def make_batch(settings, mesh, seed=0, starts=False, length=None):
     inputs, targets = rng.integers(0, task.vocab_size, (2, *shape), dtype=np.int32)
     targets[rng.random(shape) < 0.1] = -1
     batch = Batch(inputs, targets, starts)
+    if task.reads_lines:
+        batch = batch._replace(lengths=np.full(shape[0], shape[1], np.int32))
     if getattr(task, "window_mean", 0):
         targets[:, :3] = -1
         batch = late(batch)._replace(padding=3, rate=0.5)
