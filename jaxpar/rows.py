@@ -576,7 +576,7 @@ def _rows_of(task: Task, num_rows: int) -> tuple[Any, Any]:
       smallest and the largest that was seen. There are none of other arrays, and of those that jaxpar reads.
     """
     if type(task).example_batch is Task.example_batch:
-        found = [*_first_batches(task.make_batches("train", 0), num_rows)]
+        found = [*_first_batches(task.make_batches("train", 0))]
     else:
         found = [task.example_batch()]
     found = [_padded_first(batch) for batch in found]
@@ -602,13 +602,11 @@ def _rows_of(task: Task, num_rows: int) -> tuple[Any, Any]:
     return jax.tree.map(rows, *found), jax.tree.map_with_path(special, *found)
 
 
-def _first_batches(batches: Any, num_rows: int) -> Iterator[Any]:
-    """The first rows of the first batches, copied: a stream may use its arrays again."""
+def _first_batches(batches: Any) -> Iterator[Any]:
+    """The first batches, copied: a stream may use its arrays again."""
     for step in range(min(BATCHES, batches.num_windows or BATCHES)):
         try:
-            batch = batches.batch(step, slice(num_rows))
-            if part_of(batch, LENGTHS) is not None:  # rows with padding may come later
-                batch = batches.batch(step)
+            batch = batches.batch(step)  # rows with padding may come later
         except EndOfStreamError:
             return
         yield jax.tree.map(np.array, batch)
