@@ -110,7 +110,8 @@ class Setup:
         Raises:
           ValueError: the task makes something else.
         """
-        made = self.task.make_optimizer(self.train.num_steps)
+        with jax.ensure_compile_time_eval():  # it may make arrays, and be asked for within a trace
+            made = self.task.make_optimizer(self.train.num_steps)
         require(
             hasattr(made, "init") and hasattr(made, "update"),
             f"make_optimizer of task {self.task.name} returns {in_words(made)}; let it return an "

@@ -84,7 +84,7 @@ class Net(nnx.Module):
         self.empty = nnx.Param(jnp.zeros((W, 0)))
         self.key = nnx.Variable(jax.random.key(9))
         self.narrow = nnx.Variable(jnp.full(3, 0.5, "float8_e5m2"))
-        self.layers = Stack([Layer] * 3, rngs=rngs)
+        self.layers = Stack([Layer] * 4, rngs=rngs)
 
     def first(self, batch, at):
         return self.embed(batch["x"])
@@ -112,7 +112,6 @@ MESHES = {
     "dp2": Parallel(MeshConfig(data=2)),
     "pp2": Parallel(MeshConfig(stage=2)),
     "fsdp": Parallel(MeshConfig(data=2), fsdp=True),
-    "host": Parallel(MeshConfig(data=2), update="host"),
 }
 
 
@@ -123,7 +122,7 @@ def numbers(leaf):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("dp1", "dp1"), ("dp1", "pp2"), ("pp2", "fsdp"), ("host", "dp2"), ("dp2", "host")],
+    [("dp1", "dp1"), ("dp1", "pp2"), ("pp2", "fsdp"), ("fsdp", "dp2")],
 )
 def test_every_type_is_saved_and_restored(before, after, tmp_path):
     setup, other = (Setup.of(All(), MESHES[name]) for name in (before, after))
@@ -139,11 +138,8 @@ def test_every_type_is_saved_and_restored(before, after, tmp_path):
         )
         assert [path for path, _ in found] == [path for path, _ in target]
         for (path, leaf), (_, was), (_, wanted) in zip(found, expected, target, strict=True):
-            assert (leaf.dtype, leaf.shape, leaf.sharding) == (
-                wanted.dtype,
-                wanted.shape,
-                wanted.sharding,
-            )
+            assert (leaf.dtype, leaf.shape) == (wanted.dtype, wanted.shape)
+            assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
             if "layers" not in jax.tree_util.keystr(path):  # which are in other places
                 np.testing.assert_array_equal(numbers(leaf), numbers(was), str(path))
     make_train_step(other)(restored, batch)
@@ -159,11 +155,12 @@ def test_a_resumed_run_has_the_losses_that_it_would_have_had(mesh, tmp_path):
     parts = fit("parts", 2, "dp1") + fit("parts", 4, mesh, resume=True)
     np.testing.assert_allclose(parts, whole, rtol=1e-6)
     assert len({*whole}) == 4
-    load_run(tmp_path / "parts").export(tmp_path / "model.safetensors")
-    for name, source in (("run", tmp_path / "parts"), ("file", tmp_path / "model.safetensors")):
-        train = TrainConfig(num_steps=1, out_dir=str(tmp_path / name))
-        losses = jaxpar.fit(All(), mesh, train, start=Start(str(source)), quiet=True).losses
-        assert losses[0] < whole[1]  # it goes on with weights that are trained
+    with pytest.raises(ValueError, match="float8_e4m3fn, which safetensors does not have"):
+        load_run(tmp_path / "parts").export(tmp_path / "model.safetensors")
+    train = TrainConfig(num_steps=1, out_dir=str(tmp_path / "begun"))
+    start = Start(str(tmp_path / "parts"))
+    losses = jaxpar.fit(All(), mesh, train, start=start, quiet=True).losses
+    assert losses[0] < whole[1]  # it goes on with weights that are trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +214,7 @@ class HoldsKey(Layer):
 
 def test_a_key_in_a_layer_is_refused():
     with pytest.raises(
-        ValueError, match="layer holdskey has key, a random key, which would be the same"
+        ValueError, match="layer HoldsKey has key, a random key, which would be the same"
     ):
         nnx.eval_shape(lambda: Stack([HoldsKey], rngs=nnx.Rngs(0)))
 

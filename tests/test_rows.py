@@ -352,9 +352,9 @@ class Tagged(Task):
         label = rng.choice([1, 2, 3, 5, 6, 7], (64, 6)[: 1 + self.has_time]).astype(np.int32)
         if self.later is not None:
             label[8:][rng.random(label[8:].shape) < 0.5] = self.later
-        lengths = rng.integers(1, 7, 64).astype(np.int32)
+        num_real = rng.integers(1, 7, 64).astype(np.int32)
         valid = np.ones(label.shape, bool)
-        return ArrayBatches({"id": ids, "label": label, "valid": valid, "lengths": lengths}, 8)
+        return ArrayBatches({"id": ids, "label": label, "valid": valid, "num_real": num_real}, 8)
 
 
 COUNTS = {
@@ -363,7 +363,7 @@ COUNTS = {
     "not 4": lambda batch: batch["label"] != 4,
     "not -100": lambda batch: batch["label"] != -100,
     "valid": lambda batch: batch["valid"],
-    "long": lambda batch: jnp.arange(len(batch["label"]))[:, None] < batch["lengths"][None],
+    "long": lambda batch: jnp.arange(len(batch["label"]))[:, None] < batch["num_real"][None],
 }
 LASTS = {
     "mean": lambda nll, c: Sums(
@@ -601,7 +601,7 @@ def test_a_prediction_that_rounding_decides_is_no_mix():
         return np.float32(len(calls) == 2)
 
     def change(sums, y, batch):
-        right = jax.pure_callback(off_by_one, jnp.float32(0)) + jnp.float32(y.size)
+        right = jax.pure_callback(off_by_one, jnp.float32(0)) + jnp.float32(y.shape[1])
         return sums._replace(metrics={"right": right})
 
     check_rows_alone(Setup.of(task_of(last=last_with(change)), ONE).layout)

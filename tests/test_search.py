@@ -123,9 +123,10 @@ def train_once(task, parallel, length):
     inputs, targets = rng.integers(0, task.vocab_size, shape, dtype=np.int32)
     targets[rng.random(targets.shape) < 0.2] = -1
     targets[0, 0] = 0  # one at least
-    batch = put_batch(
-        Batch(inputs, targets, starts=False), batch_sharding(Setup.of(task, parallel, mesh=mesh))
-    )
+    batch = Batch(inputs, targets, starts=False)
+    if task.reads_lines:
+        batch = batch._replace(lengths=np.full(task.batch_size, length, np.int32))
+    batch = put_batch(batch, batch_sharding(Setup.of(task, parallel, mesh=mesh)))
     state, metrics = make_train_step(task, parallel, mesh=mesh)(state, batch)
     audit(state)
     stored = by_layer(state, Setup.of(task, parallel).layout)

@@ -68,9 +68,9 @@ def test_utilization_is_as_by_hand(monkeypatch):
         for _ in range(3):
             used.add(batch)
         assert used.take(0.5) == pytest.approx(3 * BY_HAND / 0.5 / 4e9)  # of four devices
-        used.add({name: leaf[:, :4] if np.ndim(leaf) else leaf for name, leaf in batch.items()})
-        # Of 16 rows, with 8 numbers a time step and one without time; and one that says where it starts.
-        share = (16 * (4 * 8 + 1) + 1) / (16 * (8 * 8 + 1) + 1)
+        used.add({name: leaf[:, :4] if np.ndim(leaf) > 1 else leaf for name, leaf in batch.items()})
+        # Of 16 rows, with 8 numbers a time step and two without time; and one that says where it starts.
+        share = (16 * (4 * 8 + 2) + 1) / (16 * (8 * 8 + 2) + 1)
         assert used.take(1.0) == pytest.approx(BY_HAND / 4e9 * share)
 
 

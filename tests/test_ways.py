@@ -271,7 +271,7 @@ def test_the_picture_moves_and_stands_still_where_motion_is_not_wanted(tmp_path,
     page = tmp_path / "strategies.html"
     # The moment that is seen: a delay below 0 begins within the animation.
     seen = []
-    for seconds, flags in ((1, []), (6, []), (1, ["--force-prefers-reduced-motion"])):
+    for seconds, flags in ((1, []), (5, []), (1, ["--force-prefers-reduced-motion"])):
         moment = f"animation-delay:-{seconds}s!important;animation-play-state:paused!important"
         picture = show(found).to_svg()
         page.write_text(make_page("moves", f"{picture}<style>.later{{{moment}}}</style>"))
