@@ -251,7 +251,7 @@ ON_MESHES = [
     ("buckets", (1, 1, 1), {}),
     slow("one bucket", (2, 2, 1), {"num_microbatches": 2}),
     slow("one bucket", (1, 1, 2), {}),
-    ("packed", (1, 2, 2), {"num_microbatches": 2}),
+    slow("packed", (1, 2, 2), {"num_microbatches": 2}),
     slow("packed", (1, 1, 1), {}),
     slow("packed", (2, 1, 1), {}),
     slow("series", (2, 2, 1), {}),
