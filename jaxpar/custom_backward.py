@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout, Outer
 from jaxpar.model import Sums, made, run_layer
+from jaxpar.rows import draw_outer, quick_jit
 from jaxpar.trace.bound import bound
 from jaxpar.trace.jaxprs import equations_in
 from jaxpar.trace.places import place_of_equation
@@ -151,7 +151,7 @@ class _Trial:
             x = self.outer.run_first(leaves, frozen, self._at(block, row, step))
             return ((), x, jnp.float32(0)), jnp.float32(0)
 
-        return _Part("`first`", run, (self._draw_outer(self.outer.first), (), ()))
+        return _Part("`first`", run, (draw_outer(self.layout, self.outer.first), (), ()))
 
     def last(self) -> _Part:
         """After the layers."""
@@ -160,7 +160,7 @@ class _Trial:
             return ((), (), self._sums(variables, y, block, row, step).loss), jnp.float32(0)
 
         y = self._random(self.facts.passed)
-        return _Part("`last`", run, (self._draw_outer(self.outer.last), (), y))
+        return _Part("`last`", run, (draw_outer(self.layout, self.outer.last), (), y))
 
     def layer(self, kind: int) -> _Part:
         """The first layer of a kind."""
@@ -181,7 +181,7 @@ class _Trial:
             return (after, y, loss), weight
 
         x = self._random(self.facts.traces.layers[kind][1][2])
-        return _Part(f"layer {name}", run, (*self._jit(draw)(), x))
+        return _Part(f"layer {name}", run, (*quick_jit(self.layout, draw)(), x))
 
     def check_weight(self) -> None:
         """Raises a ValueError if the weight of `last` has a gradient."""
@@ -192,7 +192,7 @@ class _Trial:
             variables, _, y = whole(own)
             return self._sums(variables, y, self.block).weight
 
-        if any(np.any(a) for a in jax.device_get(self._jit(jax.grad(weight))(floats))):
+        if any(np.any(a) for a in jax.device_get(quick_jit(self.layout, jax.grad(weight))(floats))):
             raise ValueError(
                 "the weight of `last` has a gradient, which pipelines and microbatches leave out. "
                 "Fix: return jax.lax.stop_gradient(weight), or compute it from the batch alone."
@@ -268,7 +268,7 @@ class _Trial:
         g = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), out)
         g = *g[:2], np.ones_like(g[2])
         is_short = any(a.dtype == jnp.float16 for a in jax.tree.leaves((floats, g)))
-        quick, found, weight = self._jit(gradients), [], 0.0
+        quick, found, weight = quick_jit(self.layout, gradients), [], 0.0
         for scale in SCALES_OF_FLOAT16 if is_short else SCALES:
             scaled = jax.tree.map(lambda a, scale=scale: (a * scale).astype(a.dtype), g)
             own, weight = jax.device_get(quick(floats, scaled))
@@ -323,26 +323,6 @@ class _Trial:
             return self.rng.standard_normal(few).astype(a.dtype)
 
         return jax.tree.map(draw, shapes)
-
-    def _draw_outer(self, numbers: Any) -> Any:
-        """Variables outside of the layers, by their numbers; the compiler leaves out all others."""
-
-        def draw() -> Any:
-            _, *states = self.facts.split(self.layout.make(0))
-            leaves = map(jax.tree.leaves, states)
-            return [[own[n] for n in of] for own, of in zip(leaves, numbers, strict=True)]
-
-        return self._jit(draw)()
-
-    def _jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`jax.jit`, for what runs a few times; a task's own axes are of size 1."""
-        if axes := self.layout.task.axes:
-            mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.local_devices()[:1])
-            of_one: Any = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
-            function = jax.shard_map(function, **of_one)
-        quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-        is_cpu = jax.default_backend() == "cpu"
-        return jax.jit(function, compiler_options=quick if is_cpu else None)
 
 
 def _floats(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -166,7 +166,7 @@ class _Trial:
             leaves, frozen = variables
             return {"output": self.outer.run_first(leaves, frozen, at)}
 
-        run = self.part_function(first, self.draw_outer(self.outer.first))
+        run = self.part_function(first, draw_outer(self.layout, self.outer.first))
         twice = jax.tree.map(lambda a: np.concatenate([a, a]) if np.ndim(a) else a, batch)
         self.x, x_of_twice = (
             named("first", lambda own=own: run({"batch": own}, by=jax.eval_shape)["output"])
@@ -194,7 +194,7 @@ class _Trial:
         name, number = facts.kinds[kind], facts.kind_of.index(kind)
         maker, like = facts.model.layers.maker(number), facts.traces.layers[kind][1][2]
 
-        @self.quick_jit
+        @functools.partial(quick_jit, self.layout)
         def draw():
             layer = made(maker, 0)
             begins = hasattr(layer, "initial_carry")
@@ -246,7 +246,7 @@ class _Trial:
             )
             return {"gradient": found, **out}
 
-        variables = self.draw_outer(self.outer.last)
+        variables = draw_outer(self.layout, self.outer.last)
         run, piece = (self.part_function(each, variables) for each in (with_gradients, last))
         return _Part("`last`", run, self.draw_y, self.dims, piece)
 
@@ -259,7 +259,7 @@ class _Trial:
             outputs = self.outer.run_last(leaves, frozen, x, at, is_part=False)
             return {shown: outputs[name] for shown, name in names.items()}
 
-        run = self.part_function(predict, self.draw_outer(self.outer.last))
+        run = self.part_function(predict, draw_outer(self.layout, self.outer.last))
         rows = dict.fromkeys(names, int(self.layout.facts.time_major))
         times = dict.fromkeys(names, 0 if self.layout.facts.num_steps else _NOWHERE)
         dims = {"row": self.dims["row"] | rows, "time": self.dims["time"] | times}
@@ -495,7 +495,7 @@ class _Trial:
     def part_function(self, function: Callable[..., Tree], variables: Any) -> Callable[..., Any]:
         """A function (variables, at=..., and inputs by name) as that of a `_Part`."""
 
-        @self.quick_jit
+        @functools.partial(quick_jit, self.layout)
         def run(variables, inputs, row, time, key):
             facts = self.layout.facts
             at = facts.at(facts.to_block(inputs["batch"]), draws=False)
@@ -521,17 +521,6 @@ class _Trial:
 
         return inputs | {"batch": jax.tree.map(fill, inputs["batch"], self.special)}
 
-    def quick_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`jax.jit`, for what runs a few times: a CPU's code takes far longer to be made well."""
-        if axes := self.layout.task.axes:  # which a layer may use by their names: of size 1
-            mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.local_devices()[:1])
-            of_one: Any = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
-            plain = jax.shard_map(lambda args: inner(*args), **of_one)
-            inner, function = function, lambda *args: plain(args)
-        quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-        is_cpu = jax.default_backend() == "cpu"
-        return jax.jit(function, compiler_options=quick if is_cpu else None)
-
     def random_x(self) -> Any:
         """Rows that differ in their means, too: statistics of many equal places would hardly differ."""
 
@@ -546,16 +535,28 @@ class _Trial:
         """Normal numbers."""
         return self.rng.standard_normal(shape.shape).astype(shape.dtype)
 
-    def draw_outer(self, numbers: Sequence[Sequence[int]]) -> Any:
-        """Variables outside of the layers, by their numbers; the compiler leaves out all others."""
 
-        @self.quick_jit
-        def draw():
-            _, *states = self.layout.facts.split(self.layout.make(0))
-            leaves = map(jax.tree.leaves, states)
-            return [[own[n] for n in of] for own, of in zip(leaves, numbers, strict=True)]
+def quick_jit(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit` of a function of arrays, for what runs a few times: a CPU compiles good code far longer."""
+    if axes := layout.task.axes:  # which a layer may use by their names: of size 1
+        mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.local_devices()[:1])
+        of_one: Any = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
+        plain = jax.shard_map(lambda args: inner(*args), **of_one)
+        inner, function = function, lambda *args: plain(args)
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    is_cpu = jax.default_backend() == "cpu"
+    return jax.jit(function, compiler_options=quick if is_cpu else None)
 
-        return draw()
+
+def draw_outer(layout: Layout, numbers: Sequence[Sequence[int]]) -> Any:
+    """Variables outside of the layers, by their numbers; the compiler leaves out all others."""
+
+    def draw() -> Any:
+        _, *states = layout.facts.split(layout.make(0))
+        leaves = map(jax.tree.leaves, states)
+        return [[own[n] for n in of] for own, of in zip(leaves, numbers, strict=True)]
+
+    return quick_jit(layout, draw)()
 
 
 # What to do where rows mix: in what a part gives, or in the gradient of the loss.

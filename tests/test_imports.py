@@ -23,7 +23,8 @@ LAYERS = (
     "model task ends",  # what layers are part of; what is learned; ends in parts
     "facts config_file command",  # what a task's model is; options as files, and of every command
     "layout",  # how it lies on devices
-    "setup rows custom_backward stacking",  # all that a run is made from; what is tried before it
+    "setup rows stacking",  # all that a run is made from; what is tried before it
+    "custom_backward",  # likewise, of backward passes
     "state forward",  # what a run changes; through a model
     "step",  # one step
     "training",  # many
