@@ -124,9 +124,8 @@ def test_a_run_starts_with_fewer_if_there_is_no_room(monkeypatch, capfd):
 
 
 MISTAKES = {
-    "a script": (["--print", "slurm", "--", "train", "lm"], "--print slurm starts none; use one"),
-    "no command": ([], "given nothing to start"),
-    "no process": (["--processes", "0", "--", "train", "lm"], "use at least 1 of each"),
+    "no command": ([], "got no command"),
+    "no process": (["--processes", "0", "--", "train", "lm"], "must be positive"),
     "no folder": (["--elastic", "--", "train", "lm"], r"write train and --train\.out-dir FOLDER"),
     "no package": (["--", "train", "lm"], "--on ray needs the package ray; pip install ray"),
 }

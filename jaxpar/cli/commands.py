@@ -432,17 +432,16 @@ class PlotRuns(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Runs train, evaluate, predict or export in several processes, or prints a script for a cluster.
+    """Runs train, evaluate, predict or export in several processes.
 
     Such as: launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
     Attributes:
       command: after --: the command, such as train lm, and its arguments.
       processes: number of processes.
-      devices_per_process: devices of each: simulated ones here; on a cluster GPUs, or what --platform says.
+      devices_per_process: devices of each: simulated ones, or with --on ray those of --platform.
       on: start them on the Ray cluster that RAY_ADDRESS names, or that this machine is part of.
-      template: start nothing; print a script for sbatch, or a Kubernetes JobSet.
-      platform: what devices the nodes of the cluster have.
+      platform: devices of the nodes of a Ray cluster.
       elastic: when processes die, continue with the others from the last checkpoint; with more at the next
         start.
       min_processes: with fewer than this an elastic run waits for its next start.
@@ -453,7 +452,6 @@ class Launch:
     processes: int = 2
     devices_per_process: int = 1
     on: Literal["ray"] | None = None
-    template: Annotated[Literal["slurm", "jobset"] | None, arg(name="print")] = None
     platform: Literal["gpu", "cpu"] = "gpu"
     elastic: Switch = False
     min_processes: int = 1
@@ -461,29 +459,17 @@ class Launch:
 
     def run(self) -> int:
         """The exit code: 0, or that of the first process that failed."""
-        from jaxpar.hosts.launch import elastic_command, launch
+        from jaxpar.hosts.launch import launch
         from jaxpar.hosts.on_ray import OnRay
-        from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 
-        what = (self.command, self.processes, self.devices_per_process)
-        if self.on and self.template:
-            raise ValueError(
-                f"--on {self.on} starts processes, and --print {self.template} starts none; use one of them"
-            )
-        if self.template is None:
-            place = OnRay(self.platform) if self.on else None
-            return launch(
-                *what, elastic=self.elastic, min_processes=self.min_processes, place=place
-            )
-        if self.elastic:
-            command = elastic_command(self.command, self.processes, self.min_processes)
-            what = (command, *what[1:])
-        if self.template == "jobset":  # which has as many pods at every start
-            print(jobset_manifest(*what, self.platform), end="")
-            return 0
-        min_processes = self.min_processes if self.elastic else None
-        print(slurm_script(*what, self.platform, min_processes), end="")
-        return 0
+        return launch(
+            self.command,
+            self.processes,
+            self.devices_per_process,
+            elastic=self.elastic,
+            min_processes=self.min_processes,
+            place=OnRay(self.platform) if self.on else None,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

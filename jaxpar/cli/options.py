@@ -30,7 +30,7 @@ from tyro.constructors import (
 
 from jaxpar.base.output import PROGRAM
 from jaxpar.config_file import default_settings, option_words, read_config, read_simulated
-from jaxpar.hosts.scripts import OUT_DIR, options_of
+from jaxpar.hosts.launch import OUT_DIR, options_of
 from jaxpar.mesh import MeshConfig, short_name, simulate_devices
 from jaxpar.task import Settings, find_task, spec_of
 

@@ -106,9 +106,8 @@ def start_processes() -> ProcessGroup | None:
         )
     if address is None or count is None or index is None:
         raise ValueError(
-            f"JAX does not find the processes that {group.launcher} has started; set {COORDINATOR_ADDRESS}, "
-            f"{NUM_PROCESSES} and {PROCESS_ID} in each, or {ALONE} (in pods launch --print jobset sets them, "
-            f"or JAX finds them with a package: pip install 'jax[k8s]')"
+            f"JAX does not find the processes that {group.launcher} has started\n"
+            f"Fix: set {COORDINATOR_ADDRESS}, {NUM_PROCESSES} and {PROCESS_ID} in each, or {ALONE}."
         )
     sys.excepthook = _leave_on_error
     _join(address, count, index, seconds, "deactivate" if group.launcher == "hand" else None)

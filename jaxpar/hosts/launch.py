@@ -1,4 +1,4 @@
-"""Starts several processes of `python -m jaxpar` here; `scripts` has those for a cluster.
+"""Starts several processes of `python -m jaxpar` here; `docs/` has scripts for Slurm and Kubernetes.
 
     python -m jaxpar launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
@@ -9,6 +9,7 @@ from the last checkpoint. None outlives the launcher by more than 10 s.
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import secrets
@@ -20,13 +21,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from jaxpar.base import output
 from jaxpar.base.display import format_count
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID, SECRET
-from jaxpar.hosts.scripts import MAX_RESTARTS, OUT_DIR, check_command, how_to_go_on, options_of
 
+Platform = Literal["gpu", "cpu"]
+
+COMMANDS = ("train", "evaluate", "predict", "export")
+OUT_DIR = "--train.out-dir"
+MAX_RESTARTS = 100  # so that a run that always fails ends some day
 # How long a process may take to end after SIGTERM: a run saves its state after the step under way, and those
 # that wait for a dead one never end.
 GRACE_SECONDS = 6.0
@@ -139,7 +144,7 @@ def launch(
         command = elastic_command(command, num_processes, min_processes)
     elif min_processes != 1:
         raise ValueError(
-            f"min_processes={min_processes} needs elastic; use --elastic, or leave it out"
+            f"min_processes={min_processes} needs elastic\nFix: use --elastic, or leave it out."
         )
     least, most, code = min_processes if elastic else num_processes, num_processes, 0
     where = place or Here()
@@ -150,9 +155,9 @@ def launch(
                 return 128 + signals[0]
             if not count and not start:
                 raise ValueError(
-                    f"there is no room for {format_count(least, 'process', 'es')} of "
-                    f"{format_count(devices_per_process, 'device')} each; make some (on Ray: ray start "
-                    f"--address ADDRESS), or start fewer processes"
+                    f"no room for {format_count(least, 'process', 'es')} of "
+                    f"{format_count(devices_per_process, 'device')} each\n"
+                    f"Fix: add nodes (ray start --address ADDRESS), or start fewer processes."
                 )
             if not count:
                 _print(
@@ -181,16 +186,49 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
         minimum is out of range.
     """
     options = options_of(command)
-    if not command or command[0] != "train" or not options.get(OUT_DIR):
+    if command[0] != "train" or not options.get(OUT_DIR):
         raise ValueError(
-            f"--elastic continues a run in its folder; write train and {OUT_DIR} FOLDER after --"
+            f"--elastic continues a run in its folder\nFix: write train and {OUT_DIR} FOLDER after --."
+        )
+    if "--overwrite" in options:
+        raise ValueError(
+            "--overwrite would remove an elastic run at every start\n"
+            "Fix: remove the folder by hand, or name another --train.out-dir."
         )
     if not 1 <= min_processes <= num_processes:
         raise ValueError(
-            f"min_processes={min_processes}: use a number from 1 to processes={num_processes}"
+            f"min_processes={min_processes}: must be from 1 to processes={num_processes}"
         )
     more = ["--elastic"] * ("--elastic" not in options)
-    return [*command, *more, *how_to_go_on(command, options[OUT_DIR])]
+    more += ["--resume-or-begin"] * options.keys().isdisjoint({"--resume", "--resume-or-begin"})
+    return [*command, *more]
+
+
+def check_command(command: Sequence[str], num_processes: int, devices_per_process: int) -> None:
+    """Raises a ValueError if a number is not positive, or the command not one for several processes."""
+    if num_processes < 1 or devices_per_process < 1:
+        raise ValueError(
+            f"processes={num_processes}, devices_per_process={devices_per_process}: must be positive"
+        )
+    if not command or command[0] not in COMMANDS:
+        raise ValueError(
+            f"launch starts {', '.join(COMMANDS)}; got {command[0] if command else 'no command'}\n"
+            f"Fix: write one and its arguments after --, such as launch -- train lm --mesh dp2."
+        )
+    if "--simulate" in options_of(command):
+        raise ValueError(
+            "--simulate after --: launch gives each process its devices\nFix: use --devices-per-process."
+        )
+
+
+def options_of(command: Sequence[str]) -> dict[str, str]:
+    """The options in a command, each with what follows it."""
+    found = {}
+    for argument, following in itertools.zip_longest(command, command[1:], fillvalue=""):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            found[name.replace("_", "-")] = value if equals else following
+    return found
 
 
 class _Watch:

@@ -21,8 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS
-from jaxpar.hosts.launch import GRACE_SECONDS, environs, start_command, start_guard
-from jaxpar.hosts.scripts import Platform
+from jaxpar.hosts.launch import GRACE_SECONDS, Platform, environs, start_command, start_guard
 
 _PLACE_SECONDS = 10  # for Ray to find room; a node that was lost may count for a while
 
@@ -92,7 +91,7 @@ class OnRay:
     """The cluster that RAY_ADDRESS names, or that this machine is part of, as a place for processes.
 
     Args:
-      platform: of the devices, as of `slurm_script`.
+      platform: of the devices: "gpu", or "cpu", whose devices are simulated.
     """
 
     settle_seconds = 15.0  # Ray may know of a lost actor later than that others miss its process
