@@ -373,7 +373,7 @@ def find_devices() -> list[Any]:
     try:
         return jax.devices()
     except RuntimeError as error:
-        raise ValueError(f"JAX starts no devices: {error}; see {PROGRAM} doctor") from error
+        raise ValueError(f"JAX starts no devices: {error}\nFix: see {PROGRAM} doctor.") from error
 
 
 def release_freed_memory() -> None:

@@ -431,7 +431,7 @@ def test_devices_that_jax_cannot_start_are_refused(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2
     assert re.match(
-        r"error: JAX starts no devices: .*'abacus'.*python -m jaxpar doctor", done.stderr
+        r"error: JAX starts no devices: .*'abacus'.*\nFix: see python -m jaxpar doctor", done.stderr
     )
     assert not (tmp_path / "run").exists()
 

@@ -474,7 +474,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Looks at versions, devices, memory and the network, and says what is wrong with them.
+    """Prints the versions, devices and memory of this machine, and what is missing on it.
 
     Attributes:
       debug: print the traceback of an error, not just its message.
