@@ -180,15 +180,10 @@ def test_an_interrupted_start_ends_at_once(number):
 def test_a_port_in_use_is_named():
     """JAX would share it with who has it."""
     with socket.create_server(("127.0.0.1", 0)) as other:
-        for host in ("127.0.0.1", "[::]"):
-            with pytest.raises(
-                OSError, match=rf"cannot listen at .*:{other.getsockname()[1]} \(Address already"
-            ):
-                _check_port(f"{host}:{other.getsockname()[1]}")
-    with pytest.raises(
-        OSError, match=r"at 192\.0\.2\.1:1234 \(.*\); .* give all processes another address"
-    ):
-        _check_port("192.0.2.1:1234")
+        port = other.getsockname()[1]
+        for host in ("127.0.0.1", "0.0.0.0"):
+            with pytest.raises(OSError, match=rf"Address already in use .*{port}"):
+                _check_port(f"{host}:{port}")
 
 
 def test_the_program_is_its_sources_and_packages():

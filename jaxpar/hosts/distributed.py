@@ -126,7 +126,7 @@ def _join(address: str, count: int, index: int, seconds: float, method: str | No
     bind_address = None
     if index == 0:
         bind_address = os.environ.get(BIND_ADDRESS) or listen_on(address)
-        _check_port(bind_address or f"[::]:{split_address(address)[1]}")
+        _check_port(bind_address or f"0.0.0.0:{split_address(address)[1]}")
     joining = ThreadPoolExecutor(1).submit(
         jax.distributed.initialize,
         coordinator_address=address,
@@ -174,19 +174,8 @@ def listen_on(address: str) -> str | None:
 def _check_port(bind_address: str) -> None:
     """Raises an OSError if another program has the port: gRPC would share it with another coordinator."""
     host, port = split_address(bind_address)
-    on_all, is_6 = host == "::", ":" in host and socket.has_dualstack_ipv6()
-    try:
-        socket.create_server(
-            ("" if on_all else host, int(port)),
-            family=socket.AF_INET6 if is_6 else socket.AF_INET,
-            dualstack_ipv6=on_all and is_6,
-        ).close()
-    except OSError as error:
-        raise OSError(
-            f"process 0 cannot listen at {bind_address} ({os.strerror(error.errno or 0)}); end what listens "
-            f"there, such as an earlier run, or give all processes another address of its machine "
-            f"({COORDINATOR_ADDRESS})"
-        ) from error
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    socket.create_server((host, int(port)), family=family).close()
 
 
 def _check_secret(secret: bytes) -> None:
