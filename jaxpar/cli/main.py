@@ -61,9 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         from jaxpar.cli.options import OptionError
 
-        is_box, place = isinstance(error, OptionError), _place_of(error)
-        at_place = f" ({place})" if place not in str(error) else ""
-        print(error if is_box else f"error: {error}{at_place}", file=sys.stderr)
+        is_box = isinstance(error, OptionError)
+        print(error if is_box else _in_words(str(error), _place_of(error)), file=sys.stderr)
         reason = "its options are wrong" if is_box else str(error)
         return _leave(3 if isinstance(error, FloatingPointError) else 2, reason, error)
     except Exception as error:
@@ -72,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         where = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
         text = " ".join([f"{type(error).__name__}:", *str(error).split(), *where])
-        at_place = f" ({place})" if place not in text else ""
-        print(f"error: {text}{at_place}; --debug shows the traceback", file=sys.stderr)
+        print(_in_words(f"{text}\nFix: see the traceback with --debug.", place), file=sys.stderr)
         return _leave(2, text)
 
 
@@ -153,6 +151,13 @@ def _check_encoding(argv: list[str]) -> None:
                 f"{argument!a} is not text in the encoding of this process, "
                 f"{sys.getfilesystemencoding()}; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8), or rename it"
             ) from None
+
+
+def _in_words(text: str, place: str) -> str:
+    """A message, with the line that it came from behind the fact."""
+    fact, newline, remedy = text.partition("\n")
+    at_place = f" ({place})" if place not in text else ""
+    return f"error: {fact}{at_place}{newline}{remedy}"
 
 
 def _place_of(error: BaseException) -> str:
