@@ -289,7 +289,8 @@ class OptimizerConfig:
         "exponential" multiplies the rate by `lr_decay` every `lr_decay_every` steps, all at once.
       warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps.
       hold_steps: steps at the peak after the warm-up, before the rate falls.
-      lr_decay, lr_decay_every: of "exponential".
+      lr_decay: factor of "exponential".
+      lr_decay_every: steps between two decays of "exponential".
       weight_decay: of adamw; of sgd it is added to the gradient (L2). 0 with others.
       momentum: of sgd; 0 with others.
     """

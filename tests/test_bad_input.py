@@ -453,15 +453,15 @@ FILES = {
     ),
     "unknown key": (
         config("[optimizer]\nlerning_rate = 3\n"),
-        r"no key optimizer\.lerning_rate; did you mean optimizer\.learning_rate\?",
+        r"no key optimizer\.lerning_rate Fix: use optimizer\.learning_rate\.",
     ),
-    "unknown table": (config("[optimiser]\n"), r"no key optimiser; did you mean optimizer\?"),
+    "unknown table": (config("[optimiser]\n"), r"no key optimiser Fix: use optimizer\."),
     "settings of another task": (
         config('task = "images"\n'), r"settings of config\.toml are of the task images, not of lm; name no",
     ),
     "settings of no task": (
         (lambda world: (world / "c.toml").write_text("fsdp = true\n"), ["train", "--config", "c.toml"]),
-        r"c\.toml: it names no task; add a line such as task = \"lm\"",
+        r"c\.toml: task=None: must name a task Fix: add task = \"lm\"",
     ),
     "a text for a number": (
         config('hidden_size = "3"\n'), r"hidden_size='3': use a whole number",
@@ -483,7 +483,7 @@ FILES = {
         config("[pipeline]\nplacement = [1, 2.5]\n"),
         r"placement=\(1, 2\.5\): use a string or a list of whole numbers",
     ),
-    "a number for a table": (config("train = 3\n"), r"train=3: write a table \[train\]"),
+    "a number for a table": (config("train = 3\n"), r"train=3: must be a table \[train\]"),
     "infinite": (config("[train]\nclip_norm = inf\n"), r"train\.clip_norm=inf: use a finite number"),
     "no such corpus": (
         train("--corpus", "python-dogs"), "no corpus 'python-dogs'.*did you mean 'python-docs'",

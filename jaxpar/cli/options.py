@@ -4,29 +4,18 @@ They are the keys of files of settings: `--optimizer.learning-rate` is `learning
 """
 
 import contextlib
-import dataclasses
 import inspect
 import io
 import os
 import re
 import shlex
 import sys
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
-from tyro import MISSING
 from tyro.conf import AvoidSubcommands, SuppressFixed
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from jaxpar.base.output import PROGRAM
 from jaxpar.config_file import default_settings, option_words, read_config, read_simulated
@@ -96,11 +85,7 @@ def read_options(
 
 
 def _registry(parse_mesh: Callable[[str], MeshConfig]) -> ConstructorRegistry:
-    """How options become values: a mesh is one text, such as dp2pp2tp2.
-
-    And what is said of the fields of jaxpar's own classes: by their docstrings. tyro would look for it in
-    their source, which takes longer than all else.
-    """
+    """How options become values: a mesh is one text, such as dp2pp2tp2."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule
@@ -115,56 +100,7 @@ def _registry(parse_mesh: Callable[[str], MeshConfig]) -> ConstructorRegistry:
             str_from_instance=lambda mesh: [short_name(mesh)],
         )
 
-    @registry.struct_rule
-    def table(info: StructTypeInfo) -> StructConstructorSpec | None:
-        if not dataclasses.is_dataclass(info.type) or not info.type.__module__.startswith(
-            "jaxpar."
-        ):
-            return None
-        hints, helps = typing.get_type_hints(info.type, include_extras=True), _helps(info.type)
-        fields = [
-            StructFieldSpec(
-                name=field.name,
-                type=_told(hints[field.name]),
-                default=getattr(info.default, field.name, _default_of(field)),
-                helptext=helps.get(field.name),
-            )
-            for field in dataclasses.fields(info.type)
-        ]
-        return StructConstructorSpec(instantiate=info.type, fields=tuple(fields))
-
     return registry
-
-
-def _default_of(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return MISSING if field.default is dataclasses.MISSING else field.default
-
-
-def _told(hint: Any) -> Any:
-    """The same type, such that tyro can tell if a default has it, without the import of typeguard."""
-    if typing.get_origin(hint) is Annotated:
-        kind, *more = typing.get_args(hint)
-        return Annotated[(_told(kind), *more)]
-    if typing.get_origin(hint) is tuple:
-        made = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
-        return Annotated[object, made]
-    if isinstance(hint, types.UnionType):
-        kinds = sorted(typing.get_args(hint), key=lambda kind: kind is not types.NoneType)
-        return Union[tuple(kinds)]  # noqa: UP007
-    return hint
-
-
-def _helps(kind: type) -> dict[str, str]:
-    """What is said of the fields of a class under "Attributes", in its docstring and those of its bases."""
-    helps: dict[str, str] = {}
-    for each in reversed(kind.__mro__):
-        section = inspect.cleandoc(each.__doc__ or "").partition("\nAttributes:")[2]
-        for entry in re.split(r"\n  (?=\w)", section.partition("\n\n")[0])[1:]:
-            names, _, text = entry.partition(": ")
-            helps |= dict.fromkeys(names.split(", "), " ".join(text.split()))
-    return helps
 
 
 # ---- what comes before: a file of settings, a run ----

@@ -98,8 +98,8 @@ def _check_names(task: Task, command: type[TaskOptions], name: str) -> None:
     for field in dataclasses.fields(task):
         if field.name in taken:
             raise ValueError(
-                f"the field {field.name!r} of {type(task).__name__} has the name of an option of {name}; "
-                f"give it another name"
+                f"field {field.name!r} of {type(task).__name__} has the name of an option of {name}\n"
+                f"Fix: give it another name."
             )
 
 
