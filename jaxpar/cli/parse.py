@@ -2,14 +2,13 @@
 
 import dataclasses
 import difflib
-import importlib
+import importlib.metadata
 import inspect
 import sys
 from collections.abc import Sequence
 
 from jaxpar import __version__
 from jaxpar.base.output import PROGRAM
-from jaxpar.base.versions import installed_version
 from jaxpar.cli import commands
 from jaxpar.cli.commands import PICTURES, PICTURES_OF_RUNS, Plot, PlotRuns, TaskOptions, Train
 from jaxpar.cli.options import read_options, read_settings
@@ -30,7 +29,7 @@ def read_command(argv: Sequence[str]) -> Command:
       OSError: a file of settings or of a task cannot be read.
     """
     if argv[:1] == ["--version"]:
-        jax = ", ".join(f"{name} {installed_version(name)}" for name in ("jax", "jaxlib"))
+        jax = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
         print(f"jaxpar {__version__}, {jax}, python {sys.version.split()[0]}")
         raise SystemExit(0)
     known = all_commands()

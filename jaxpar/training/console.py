@@ -16,7 +16,7 @@ from rich.text import Text
 
 from jaxpar.base.console import FittingTable, facts_table, make_console
 from jaxpar.base.display import format_seconds
-from jaxpar.base.output import PROGRAM, dropping
+from jaxpar.base.output import PROGRAM
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.training.history import Curves, sparkline
@@ -186,7 +186,7 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
 
 
 def _make_console() -> Console:
-    return NotebookConsole() if Console().is_jupyter else make_console(dropping(sys.stdout))
+    return NotebookConsole() if Console().is_jupyter else make_console(sys.stdout)
 
 
 def _count(step: int, num_steps: int) -> str:
