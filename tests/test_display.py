@@ -21,7 +21,6 @@ from rich.console import Console
 
 from jaxpar import MeshConfig, Parallel, PipelineConfig, show
 from jaxpar.analysis import inspect_function
-from jaxpar.base.console import FittingTable
 from jaxpar.pictures.chart import FEET
 from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pictures.timeline import GAP, MAX_WIDTH, unit_color
@@ -146,21 +145,6 @@ def test_eight_devices_have_eight_colours():
     assert len(set(map(color_of, range(8)))) == 8
 
 
-def test_no_table_splits_a_word_and_none_is_too_wide():
-    table = FittingTable("config", ">step", ">what it sends")
-    table.add_row("dp2pp4 M=1", "1.95 ms", "13% over stage")
-    shown = {}
-    for width in (80, 40, 24, 12):
-        console = Console(width=width, file=io.StringIO())
-        console.print(table)
-        shown[width] = console.file.getvalue()
-        assert max(map(len, shown[width].splitlines())) <= width
-        words = shown[width].replace(";", "").split()
-        assert {"dp2pp4", "M=1", "step", "1.95", "ms", "what", "sends", "13%", "stage"} <= {*words}
-    assert shown[40].startswith("config ")
-    assert shown[12].startswith("dp2pp4 M=1")
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 130])
 def test_a_line_of_progress_keeps_its_step_and_its_eta(width):
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
@@ -179,9 +163,8 @@ def test_a_line_of_progress_keeps_its_step_and_its_eta(width):
         console.file.truncate(0)
         report._live.refresh()
         line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue()).strip("\0\r\n ")
-        assert re.match(rf"step +{step}/800 .*{eta} [█▁ ]*loss", line), line
+        assert re.match(rf"step +{step}/800 .*{eta} +loss", line), line
         assert len(line) <= width
-    assert ("0:00 █▁ " in line) == (width == 130), "losses, where there is room"
     report.end(400, 800, None)
 
 

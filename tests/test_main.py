@@ -88,27 +88,26 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
 ON_DEVICES = {
     "nothing": (
         [], "8 x cpu (cpu)",
-        "data=8 x stage=1 x tensor=1 (all devices share the batch; --mesh dp4pp2 changes it)", "dp8",
+        "data=8 x stage=1 x tensor=1 (all devices share the batch; --mesh changes it)", "dp8",
     ),
     "rows for some": (
         ["--batch-size", "6"], "6 x cpu (cpu), the first of 8",
-        "data=6 x stage=1 x tensor=1 (the most that 6 rows divide by; --mesh dp3pp2 changes it)", "dp6",
+        "data=6 x stage=1 x tensor=1 (the most that 6 rows divide by; --mesh changes it)", "dp6",
     ),
     "rows for one": (
         ["--batch-size", "11"], "1 x cpu (cpu), the first of 8",
-        "data=1 x stage=1 x tensor=1 (the most that 11 rows divide by; --mesh pp8 changes it)", "dp1",
+        "data=1 x stage=1 x tensor=1 (the most that 11 rows divide by; --mesh changes it)", "dp1",
     ),
     "microbatches": (
         ["--pipeline.num-microbatches", "2"], "4 x cpu (cpu), the first of 8",
-        "data=4 x stage=1 x tensor=1 (the most that 8 rows in 2 microbatches divide by; --mesh dp2pp2 "
-        "changes it)", "dp4",
+        "data=4 x stage=1 x tensor=1 (the most that 8 rows divide by; --mesh changes it)", "dp4",
     ),
     "one device": (["--mesh", "dp1"], "1 x cpu (cpu), the first of 8", "data=1 x stage=1 x tensor=1", "dp1"),
     "stages": (["--mesh", "pp2"], "2 x cpu (cpu), the first of 8", "data=1 x stage=2 x tensor=1", "pp2"),
     "all": (["--mesh", "dp8"], "8 x cpu (cpu)", "data=8 x stage=1 x tensor=1", "dp8"),
     "numbers": (
         ["--devices", "3", "1"], "2 x cpu (cpu)",
-        "data=2 x stage=1 x tensor=1 (all devices share the batch; --mesh pp2 changes it)", None,
+        "data=2 x stage=1 x tensor=1 (all devices share the batch; --mesh changes it)", None,
     ),
 }  # fmt: skip
 

@@ -152,8 +152,8 @@ def test_what_training_says_of_the_balance():
     }
     assert dict(said((1, 2, 1), head="last", placement=(2, 6))) == {
         "work": "stage 0: ~17%, stage 1: ~83%; the head is that of ~4.0 layers",
-        "warning": "stages wait for each other: a tick of placement=(2, 6) takes as long as ~10.0 layers, of "
-        "placement=(4, 4) as ~8.0; a step would be up to ~1.25 times as fast",
+        "warning": "placement=(2, 6): stages wait for each other; a step with placement=(4, 4) would be "
+        "up to ~1.25 times as fast",
     }
     # A stage has the work of all its groups, in the order of the schedule.
     groups = {"placement": (1, 2, 3, 2)}

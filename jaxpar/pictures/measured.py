@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from jaxpar.analysis.measured import PARTS, WEIGHTS, MeasuredStep, Span
-from jaxpar.base.console import FittingTable
+from jaxpar.base.console import make_table
 from jaxpar.base.display import format_count, show
 from jaxpar.pictures.chart import Chart, Key, Row, round_marks
 from jaxpar.pictures.picture import Drawing
@@ -24,7 +24,7 @@ def show_measured(step: MeasuredStep) -> Drawing:
 
 def _table(step: MeasuredStep) -> Table:
     parts = PARTS if step.schedule.weights else PARTS[:-1]
-    table = FittingTable("stage", *(f">{name}, ms" for name in (*parts, "idle")), ">idle")
+    table = make_table("stage", *(f">{name}, ms" for name in (*parts, "idle")), ">idle")
     for stage, busy in enumerate(step.busy_seconds):
         idle = step.loop_seconds - busy
         cells = [*(sum(step.seconds_of(stage, part)) for part in parts), idle]
