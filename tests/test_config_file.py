@@ -162,7 +162,7 @@ def test_a_task_is_as_its_file_is_now(tmp_path, own):
         ("pipeline = 3", r"pipeline=3: must be a table \[pipeline\]"),
         ("train = 3", r"train=3: must be a table \[train\]"),
         ('mesh = "dp2 tp2"', r"cannot read 'dp2 tp2'"),
-        ("[mesh]\ndata = 0", r"mesh data=0: use a positive whole number"),
+        ("[mesh]\ndata = 0", r"mesh data=0: must be positive"),
         ("dropout = 1.5", r"config\.toml: dropout=1\.5: must be at least 0"),
         ("[optimizer]\nlearning_rate = 0", r"optimizer\.learning_rate=0\.0: must be positive"),
         ('simulate = "x"', r"config\.toml: simulate='x': must be a number of devices, 1 or more"),

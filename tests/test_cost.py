@@ -290,7 +290,7 @@ def test_the_devices_that_are_there_are_a_machine():
 )
 def test_machines_that_are_none_are_refused(name):
     with pytest.raises(
-        ValueError, match=rf"machine '{name}': write a TPU slice by its sides in chips"
+        ValueError, match=rf"machine '{name}': must be one of v5e"
     ):
         find_machine(name)
 

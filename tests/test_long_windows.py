@@ -215,7 +215,7 @@ def test_on_gpus_inputs_and_carries_go_to_the_host_and_come_back(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"remat_keeps": "host"}, "remat_keeps='host' without remat"),
+        ({"remat_keeps": "host"}, "remat_keeps='host' needs remat"),
         (
             {"remat": True, "remat_keeps": "carries", "num_chunks": 7},
             "num_chunks=7 with remat_keeps",

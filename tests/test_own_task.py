@@ -288,11 +288,10 @@ MISTAKES = {
     "a file that fails": ("fails.py:Own", r"fails\.py fails when it is run: ZeroDivisionError"),
     "a file that trains": (
         "trains.py:Own",
-        r"fit would train once more: trains\.py is only loaded here, for the task in it; put what it runs "
-        r'besides, such as fit, under `if __name__ == "__main__":` \(trains\.py, line 5\)',
+        r"fit would train once more \(trains\.py, line 5\)\nFix: put fit in trains\.py, which is only loaded",
     ),
     "a file that simulates": (
-        "simulates.py:Own", r"has already started with 8 .*; simulates\.py is only loaded here, .* as sim",
+        "simulates.py:Own", r"already started with 8 .*\n.*put simulate_devices\(3\) in simulates\.py, ",
     ),
     "a field named as an option": (
         "names.py:Own", r"field 'resume' of Own has the name of an option of train",
@@ -398,7 +397,7 @@ WRONG = [
     slow(STACK, f"nnx.List([{STACK}])", r"has no Stack called layers; write self\.layers = jaxpar"),
     (STACK, STACK.replace("lambda r: ", "").replace("=r)", "=rngs)"), "a GRU is a layer already"),
     slow(STACK, STACK.replace("lambda r:", "lambda:").replace("=r)", "=rngs)"), r"takes \(\), and is"),
-    slow(STACK, STACK.replace("GRU(width, rngs=r)", "None"), "maker of a Stack returns=None .*: use an nnx"),
+    slow(STACK, STACK.replace("GRU(width, rngs=r)", "None"), "maker of a Stack returns=None .*: must be"),
     (BATCHES, '{"x": series[:-1]}', "make_batches of task Forecast returns a dict; .* such as jaxpar.Array"),
     slow("split, seed=None", "split", r"make_batches takes \(split\), .* write make_batches\(self"),
     slow("make_model(self, rngs)", "make_model(self)", r"; write make_model\(self, rngs\)"),

@@ -321,22 +321,20 @@ def test_names_by_example(text, placement, shown):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "fair",
-            "placement='fair': 'fair' is not a part of a model; write what is on each stage, such as 'fi",
-        ),
-        ("first, embed | last", "'embed' is not a part of a model"),
-        ("first,, 0", "'' is not a part"),
-        ("first, -1", "'-1' is not a part"),
-        ("", "placement='': layer 0 is missing; name every part, as in 'first, 0-2 |"),
-        ("1 | 2, last", "layer 0 is missing"),
-        ("first, 0-1 | 3", "layer 2 is missing"),
-        ("first, 0-1 | 1-2", "layer 1 stands twice; name every part once"),
-        ("first, 0 | last, last", "last stands twice"),
-        ("first, 2 | 0-1", "layer 0 stands after layer 2; name parts in the order of the data"),
-        ("first, 0, last | 1", "layer 1 stands after last"),
-        ("0, first | 1", "first stands after layer 0"),
-        ("first, 3-1", "'3-1' counts down; write 1-3"),
+        ("fair", "placement='fair': 'fair' is no part of a model"),
+        ("first, embed | last", "'embed' is no part of a model"),
+        ("first,, 0", "'' is no part"),
+        ("first, -1", "'-1' is no part"),
+        ("", "placement='': must name first, all layers from 0 and last in order, each once"),
+        ("1 | 2, last", "must name first, all layers"),
+        ("first | last", "must name first, all layers"),
+        ("first, 0-1 | 3", "must name first, all layers"),
+        ("first, 0-1 | 1-2", "must name first, all layers"),
+        ("first, 0 | last, last", "must name first, all layers"),
+        ("first, 2 | 0-1", "must name first, all layers"),
+        ("first, 0, last | 1", "must name first, all layers"),
+        ("0, first | 1", "must name first, all layers"),
+        ("first, 3-1", "must name first, all layers"),
         (" | first, 0, last", "a stage before first or after last has nothing to do"),
         ("first, 0, last | ", "a stage before first or after last has nothing to do"),
     ],
@@ -353,7 +351,7 @@ def test_names_say_where_the_head_is():
     assert laid_out(8, 96, 2, placement=named, head="sharded").placement == (4, 4)
     for text, head in ((named, "last"), (named + ", last", "sharded")):
         with pytest.raises(
-            ValueError, match=f"head='{head}' with placement='{re.escape(text)}'; name"
+            ValueError, match=f"head='{head}' with placement='{re.escape(text)}', which decides it"
         ):
             PipelineConfig(placement=text, head=head)
 

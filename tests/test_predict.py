@@ -441,19 +441,19 @@ CALLS = {
         r"num_layers=2 is not a size by which task LM reads data; use .*batch_size or seq_len or",
     ),
     "a kind": (lambda run: run.predict("test", layer="gru"), "layer='gru' is not a size by which"),
-    "a size in words": (lambda run: run.predict("test", seq_len="8"), "seq_len='8': use a whole number"),
-    "a number": (lambda run: run.predict(3), r"data=3 \(int\): use a split, such as 'test', or batches, "),
-    "into a number": (lambda run: run.predict("test", 3), r"out=3 \(int\): use a path"),
+    "a size in words": (lambda run: run.predict("test", seq_len="8"), "seq_len='8': must be a whole number"),
+    "a number": (lambda run: run.predict(3), r"data=3 \(int\): must be a split, suc"),
+    "into a number": (lambda run: run.predict("test", 3), r"out=3 \(int\): must be a path"),
     "no targets": (
         lambda run: run.predict(jaxpar.ArrayBatches({"inputs_BT": np.zeros((16, 32), np.int32)}, 16)),
         "the batch is a dict of inputs_BT, weight, those of task LM are a Batch of inputs_BT, targets_BT",
     ),
-    "a mesh of a number": (lambda run: jaxpar.load_run(run.folder.path, 4), r"mesh=4 \(int\): use the shape"),
-    "a run of a number": (lambda run: jaxpar.load_run(3), r"folder=3 \(int\): use a path"),
+    "a mesh of a number": (lambda run: jaxpar.load_run(run.folder.path, 4), r"mesh=4 \(int\): must be"),
+    "a run of a number": (lambda run: jaxpar.load_run(3), r"folder=3 \(int\): must be a path"),
     "a run without a name": (lambda run: jaxpar.load_run(""), "folder='' names nothing; give a path"),
     "a start without a name": (lambda run: jaxpar.Start(""), "start='' names nothing; give a path"),
-    "an export to a number": (lambda run: run.export(3), r"path=3 \(int\): use a path"),
-    "words of a number": (lambda run: run.vocabulary.encode(5), r"text=5 \(int\): use a string, or a list"),
+    "an export to a number": (lambda run: run.export(3), r"path=3 \(int\): must be a path"),
+    "words of a number": (lambda run: run.vocabulary.encode(5), r"text=5 \(int\): must be"),
 }  # fmt: skip
 
 

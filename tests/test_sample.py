@@ -150,15 +150,15 @@ def test_a_run_is_loaded_by_its_folder(run):
         found.logits("a zebra")
     for wrong, named in ([1, 2, 3], "1"), (np.zeros(3), r"0\.0"):
         message = (
-            rf"a word of the text=.*{named}.*: use a string; `decode` makes a text of token ids"
+            rf"a word of the text=.*{named}.*: must be a string; `decode` makes a text of token ids"
         )
         with pytest.raises(ValueError, match=message):
             found.logits(wrong)
-    with pytest.raises(ValueError, match=r"prompt=3 \(int\): use a text, or a list of texts"):
+    with pytest.raises(ValueError, match=r"prompt=3 \(int\): must be a text, or a list of texts"):
         found.sample(3)
-    with pytest.raises(ValueError, match=r"temperature='hot' \(str\): use a number"):
+    with pytest.raises(ValueError, match=r"temperature='hot' \(str\): must be a number"):
         found.sample("the", temperature="hot")
-    with pytest.raises(ValueError, match=r"data=3 \(int\): use a path"):
+    with pytest.raises(ValueError, match=r"data=3 \(int\): must be a path"):
         found.batches(3)
     with pytest.raises(FileNotFoundError, match="nowhere holds no run"):
         jaxpar.load_run("nowhere")

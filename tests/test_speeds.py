@@ -112,11 +112,11 @@ def test_a_cost_goes_by_the_speeds():
 @pytest.mark.parametrize(
     ("speeds", "message"),
     [
-        ((1, 0), r"speeds=\(1, 0\): every stage needs one above 0"),
+        ((1, 0), r"speeds=\(1, 0\): must be positive"),
         ((1, -2.0), r"speeds=\(1, -2.0\): every"),
         ((), r"speeds=\(\): every"),
         ((1, float("inf")), "speeds="),
-        ((1, 2, 3), r"speeds=\(1, 2, 3\) are 3 for stage=2; give one to every stage"),
+        ((1, 2, 3), r"speeds=\(1, 2, 3\): expected 2 \(stage\), got 3"),
     ],
 )
 def test_bad_speeds_are_refused(speeds, message):
