@@ -199,7 +199,7 @@ CALLS = {
     "a picture of an array of NumPy": (
         lambda m: jaxpar.show(np.zeros(3)), r"type ndarray; .* of JAX \(of NumPy's: jax\.numpy\.as",
     ),
-    "a picture of a number": (lambda m: jaxpar.show(3), "no picture of type int; give a MeshConf"),
+    "a picture of a number": (lambda m: jaxpar.show(3), "no picture of type int"),
     "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a sch.* mean '1f1b'"),
     "a schedule of no stage": (lambda m: make_schedule("1f1b", 0, 2), "num_stages=0 is not a count"),
     "stages in words": (lambda m: make_schedule("1f1b", "4", 2), "num_stages='4' is not a count"),

@@ -120,10 +120,10 @@ FLAGS = {
     "no width": (train("--hidden-size"), "value for argument '--hidden-size'. Expected 1"),
     "devices by name": (train("--devices", "gpu"), r"parsing --devices: .*\['gpu'\].*INT"),
     "a start without its file": (
-        train("--start-leave", "a"), "--start-rename and --start-leave are for the names of weights to begin",
+        train("--start-leave", "a"), "--start-rename and --start-leave need --start PATH",
     ),
     "a name without its pattern": (
-        train("--start", "run", "--start-rename", "a"), r"--start-rename a: write PATTERN=NAME, such as 'enc",
+        train("--start", "run", "--start-rename", "a"), r"--start-rename a: must be PATTERN=NAME, such as",
     ),
     "a start of a resumed run": (
         resume("--start", "run"), "start is for a run that begins, and resume for one that goes on",
@@ -296,11 +296,11 @@ FLAGS = {
         train("--batch_sizes", "8"), "options: --batch-sizes, 8 Perhaps you meant: --batch-size INT",
     ),
     "a rate by another name": (
-        train("--lr", "0.1"), r"options: --lr, 0\.1 .* --lr is --optimizer\.learning-rate here$",
+        train("--lr", "0.1"), r"options: --lr, 0\.1 ",
     ),
-    "epochs": (train("--epochs", "3"), r"options: --epochs, 3 .* --epochs is --train\.num-steps here"),
+    "epochs": (train("--epochs", "3"), r"options: --epochs, 3 "),
     "steps": (train("--steps", "3"), r"options: --steps, 3 Perhaps you meant: .* --train\.num-steps INT"),
-    "devices by another name": (train("--gpus", "2"), "options: --gpus, 2 .* --gpus is --mesh here"),
+    "devices by another name": (train("--gpus", "2"), "options: --gpus, 2 "),
     "a table for an option": (
         train("--pipeline", "num-chunks=4"), r"--pipeline, num-chunks=4 .* --pipeline\.num-chunks INT",
     ),
@@ -315,16 +315,16 @@ FLAGS = {
         ["inspect", "run"],
         r"no task 'run'; run is the folder of a run, whose settings --config run/config\.toml gives; use lm,",
     ),
-    "unknown command": (["trian", "lm"], "there is no command 'trian'; did you mean train"),
-    "no command like it": (["go"], "there is no command 'go'; there are train, plan, evaluate"),
+    "unknown command": (["trian", "lm"], "no command 'trian' Fix: use train"),
+    "no command like it": (["go"], "no command 'go' Fix: use train, plan, evaluate"),
     "no task": (
         ["train", "--mesh", "dp8"], r"train what\? .* train lm .* train images .* path/to/file\.py:Name",
     ),
     "no task to plan": (["plan", "--devices", "8"], r"plan what\? Name a task after it: plan lm"),
     "no task to plot": (["plot", "schedule"], r"plot schedule what\? .* plot schedule lm"),
     "unknown task": (["train", "lmm"], "there is no task 'lmm'; did you mean 'lm'"),
-    "no such picture": (["plot", "lm"], "there is no picture 'lm'; write plot KIND TASK with one of sched"),
-    "no picture at all": (["plot", "--mesh", "pp4"], "there is no picture ''; write plot KIND TASK"),
+    "no such picture": (["plot", "lm"], "no picture 'lm' Fix: write plot KIND TASK, with a KIND of sched"),
+    "no picture at all": (["plot", "--mesh", "pp4"], "no picture '' Fix: write plot KIND TASK"),
 }  # fmt: skip
 
 IMAGES = {
@@ -390,10 +390,10 @@ DEVICES = {
         r"none of [\d,]+ configs fits in 1\.0 kB on 8 x cpu; .* use more devices, or a smaller model",
     ),
     "the planner's mesh on some devices": (
-        train("--mesh", "auto", "--devices", "0"), "--mesh auto takes all devices, and --devices names some",
+        train("--mesh", "auto", "--devices", "0"), "--mesh auto takes all devices Fix: leave out --devices",
     ),
     "no size of memory": (
-        train("--memory", "much"), "--memory much: write a number and its unit, such as 16GB",
+        train("--memory", "much"), "--memory much: must be a number and its unit, such as 16GB",
     ),
     "nothing to split parameters over": (
         train("--mesh", "tp2", "--fsdp"), r"fsdp=True splits over data, and mesh tp2 has data=1 Fix: use",
@@ -401,9 +401,9 @@ DEVICES = {
     "nothing to split an update over": (
         train("--mesh", "pp2", "--update", "sharded"), "update='sharded' splits over data, and mesh pp2 ha",
     ),
-    "no unit of memory": (train("--memory", "16"), "--memory 16: write a number and its unit, such as 16GB"),
+    "no unit of memory": (train("--memory", "16"), "--memory 16: must be a number and its unit"),
     "two sizes to infer": (
-        train("--mesh", "data=-1,stage=-1"), "-1 for data and stage; only one",
+        train("--mesh", "data=-1,stage=-1"), "-1 for data and stage: only one",
     ),
     "a mesh in three words": (train("--mesh", "dp2", "pp2", "tp2"), "Unrecognized options: pp2, tp2 "),
     "a mesh of sizes alone": (train("--mesh", "2x2x2"), "cannot read '2x2x2' Fix: write dp2pp2tp2"),
@@ -457,7 +457,7 @@ FILES = {
     ),
     "unknown table": (config("[optimiser]\n"), r"no key optimiser Fix: use optimizer\."),
     "settings of another task": (
-        config('task = "images"\n'), r"settings of config\.toml are of the task images, not of lm; name no",
+        config('task = "images"\n'), r"settings of config\.toml: expected task lm, got images Fix: name no",
     ),
     "settings of no task": (
         (lambda world: (world / "c.toml").write_text("fsdp = true\n"), ["train", "--config", "c.toml"]),
@@ -589,7 +589,7 @@ RUNS = {
     ),
     "a run of another task": (
         ["train", "images", "--resume", "--train.out-dir", "run"],
-        "the settings of run are of the task lm, not of images; name no task, or begin another run",
+        "settings of run: expected task images, got lm Fix: name no task, or begin another run",
     ),
     "no run to evaluate": (["evaluate", "text"], "text holds no run: there is no config"),
     "no run to sample": (["sample", "none"], "none holds no run: there is no config"),
@@ -678,7 +678,7 @@ MISTAKES = FLAGS | IMAGES | DEVICES | FILES | RUNS
 
 
 # With frames where what is printed to may have them.
-BOX = re.compile(r"(╭─)? [\w ]+ ( +|─+╮)\n(│? .*\n)+(╰─+╯\n)?(--\S+ is --\S+ here\n)*")
+BOX = re.compile(r"(╭─)? [\w ]+ ( +|─+╮)\n(│? .*\n)+(╰─+╯\n)?")
 
 
 def one_message(said):

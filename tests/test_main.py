@@ -267,9 +267,9 @@ def test_one_command_begins_a_run_and_goes_on_with_it(text, tmp_path, capsys):
     for more, message in (
         (
             [],
-            r"--resume-or-begin looks for the run in the folder that is named; add --train\.out-dir",
+            r"--resume-or-begin needs a folder\nFix: add one, such as --train\.out-dir",
         ),
-        ([*folder, "--overwrite"], r"--resume-or-begin keeps .* --overwrite removes it; use one"),
+        ([*folder, "--overwrite"], r"--resume-or-begin and --overwrite: must not be used together"),
     ):
         assert main([*command, *more]) == 2
         assert re.search(message, capsys.readouterr().err)

@@ -206,7 +206,7 @@ def test_the_same_task_may_be_named_beside_its_run_and_no_other(here):
     assert "resumed at step 60" in printed
     _, said = jaxpar("train", "lm", *resume, cwd=here, code=2)
     assert re.fullmatch(
-        r"error: the settings of runs/0001 are of the task .*forecast\.py:Forecast, not of lm; .*\n",
+        r"error: settings of runs/0001: expected task lm, got .*forecast\.py:Forecast\n.*\n",
         said,
     )
 

@@ -209,7 +209,7 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
             ["strategies", "lm", "-o", "a.png"],
             "cannot draw strategies into 'a.png'; end its name in .svg, .html",
         ),
-        (["strategies"], "plot strategies what? Name a task after it: plot strategies lm"),
+        (["strategies"], "plot strategies needs a task\nFix: write plot strategies lm"),
         (["strategies", "lm", "--devices", "0"], "one device shares its step with none"),
         (
             ["bytes", "lm", "--machine", "v5e:2x2", "-o", "a.png"],

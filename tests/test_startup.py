@@ -79,7 +79,7 @@ TOLD = {
         f"jaxpar {jaxpar.__version__}, jax {version('jax')}, jaxlib {version('jaxlib')}, "
         f"python {platform.python_version()}\n",
     ),
-    "plna": (2, "there is no command 'plna'; did you mean plan?"),
+    "plna": (2, "no command 'plna'\nFix: use plan."),
     "train --help": (0, "--train.num-steps INT"),
     "train lm --help": (0, "--hidden-size INT"),
     "train images --help": (0, "--channels [INT [INT ...]]"),
@@ -90,7 +90,7 @@ TOLD = {
     "train images --chanels 3": (2, "--channels [INT [INT ...]]"),
     "plan lm --mesh dp2": (2, "--mesh, dp2"),
     "inspect lm --mesh dp2,": (2, "mesh 'dp2,'"),
-    "train": (2, "Name a task after it"),
+    "train": (2, "train needs a task"),
     "evaluate": (2, "RUN_DIR"),
     "sample runs/0001 --lenght 3": (2, "--length INT"),
     "export runs/0001": (2, "--output FILE"),

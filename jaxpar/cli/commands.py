@@ -108,9 +108,7 @@ class Train(RunOptions):
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
         if self.resume_or_begin and self.overwrite:
-            raise ValueError(
-                "--resume-or-begin keeps what is in the folder, --overwrite removes it; use one of them"
-            )
+            raise ValueError("--resume-or-begin and --overwrite: must not be used together")
         from jaxpar.training.console import ConsoleReport
         from jaxpar.training.fit import choose_folder, fit
         from jaxpar.training.trackers import TRACKERS
@@ -138,15 +136,10 @@ class Train(RunOptions):
 
         if self.start is None:
             if self.start_rename or self.start_leave:
-                raise ValueError(
-                    "--start-rename and --start-leave are for the names of weights to begin with; give those "
-                    "with --start PATH"
-                )
+                raise ValueError("--start-rename and --start-leave need --start PATH")
             return None
         if wrong := [pair for pair in self.start_rename if "=" not in pair]:
-            raise ValueError(
-                f"--start-rename {wrong[0]}: write PATTERN=NAME, such as 'encoder\\.(.*)=embedding.\\1'"
-            )
+            raise ValueError(f"--start-rename {wrong[0]}: must be PATTERN=NAME, such as 'a.b=c.d'")
         pairs = (pair.rpartition("=") for pair in self.start_rename)
         return Start(self.start, tuple((old, new) for old, _, new in pairs), self.start_leave)
 
@@ -170,9 +163,7 @@ class Train(RunOptions):
                 update = "host" if parallel.update == "host" else "replicated"
                 parallel = dataclasses.replace(parallel, fsdp=False, update=update)
         elif plans and self.devices is not None:
-            raise ValueError(
-                "--mesh auto takes all devices, and --devices names some; leave out one of the two"
-            )
+            raise ValueError("--mesh auto takes all devices\nFix: leave out --devices.")
         elif plans:
             parallel = _plan(Settings(sized, parallel, train), None, num_bytes).best.parallel
         machine = planning.find_machine(None, num_bytes)
@@ -549,7 +540,7 @@ def _num_bytes(size: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B", size)
     if match is None:
-        raise ValueError(f"--memory {size}: write a number and its unit, such as 16GB")
+        raise ValueError(f"--memory {size}: must be a number and its unit, such as 16GB")
     return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 

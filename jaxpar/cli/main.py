@@ -13,7 +13,6 @@ import io
 import itertools
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -35,8 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         # Tracing makes much that stays: a tenth of a small run's time.
         gc.set_threshold(100_000, 10, 10)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, _leave_imports)
         open_streams()
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):  # a letter that the terminal lacks shall not end a run
@@ -119,17 +116,10 @@ def _use_compile_cache(use: bool) -> None:
 
 
 def _load(module: str) -> None:
-    """Imports what takes long, such as JAX. An interrupt ends the process at once until then."""
+    """Imports what takes long, such as JAX."""
     gc.disable()  # what is imported stays, and the collector would look through all of it again and again
     importlib.import_module(module)
     gc.enable()
-    if signal.getsignal(signal.SIGINT) is _leave_imports:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _leave_imports(_number: int, _frame: object) -> None:
-    os.write(2, b"stopped\n")
-    os._exit(128 + signal.SIGINT)
 
 
 def _leave(code: int, reason: str, error: Exception | None = None) -> int:
@@ -148,8 +138,8 @@ def _check_encoding(argv: list[str]) -> None:
             argument.encode()
         except UnicodeEncodeError:
             raise ValueError(
-                f"{argument!a} is not text in the encoding of this process, "
-                f"{sys.getfilesystemencoding()}; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8), or rename it"
+                f"{argument!a} is not text in {sys.getfilesystemencoding()}\n"
+                f"Fix: set PYTHONUTF8=1, or rename it."
             ) from None
 
 

@@ -27,13 +27,6 @@ if TYPE_CHECKING:
     from jaxpar.training.run_folder import RunFolder
 
 _Command = TypeVar("_Command")
-# What options of training are called by other programs.
-_ELSEWHERE = {
-    "--lr": "--optimizer.learning-rate", "--learning-rate": "--optimizer.learning-rate",
-    "--epochs": "--train.num-steps", "--num-epochs": "--train.num-steps",
-    "--max-steps": "--train.num-steps", "--gpus": "--mesh",
-    "--data": "--corpus", "--output-dir": "--train.out-dir",
-}  # fmt: skip
 
 
 class OptionError(ValueError):
@@ -80,8 +73,7 @@ def read_options(
     except SystemExit as stopped:  # an error that tyro would have printed
         if not stopped.code:
             raise
-        meant = [f"{name} is {_ELSEWHERE[name]} here\n" for name in arguments if name in _ELSEWHERE]
-        raise OptionError("".join([said.getvalue(), *meant]).rstrip()) from None
+        raise OptionError(said.getvalue().rstrip()) from None
 
 
 def _registry(parse_mesh: Callable[[str], MeshConfig]) -> ConstructorRegistry:
@@ -149,19 +141,18 @@ def read_settings(
         elsewhere = out_dir is None and settings.train.out_dir != str(folder)
         if folder is not None and elsewhere:
             raise ValueError(
-                f"{config} says out_dir={settings.train.out_dir!r}, the latest run is {folder}; say "
-                f"which one to continue, such as --train.out-dir {folder}"
+                f"{config} has out_dir={settings.train.out_dir!r}, and the latest run is {folder}\n"
+                f"Fix: name one to continue, such as --train.out-dir {folder}."
             )
     if settings is None:
         what = " ".join(words)
         raise ValueError(
-            f"{what} what? Name a task after it: {what} lm (a language model), {what} images (a network of "
-            f"convolutions), or one of your own, {what} path/to/file.py:Name"
+            f"{what} needs a task\nFix: write {what} lm, or {what} path/to/file.py:Name."
         )
     if task is not None and type(settings.task) is not task:
         raise ValueError(
-            f"the settings of {source} are of the task {spec_of(settings.task)}, not of {spec_of(task())}; "
-            f"name no task, or begin another run without them"
+            f"settings of {source}: expected task {spec_of(task())}, got {spec_of(settings.task)}\n"
+            f"Fix: name no task, or begin another run without them."
         )
     return settings, folder is not None
 
@@ -173,8 +164,7 @@ def _folder_to_resume(given: Mapping[str, str]) -> "RunFolder | None":
     out_dir = given.get(OUT_DIR)
     if "--resume-or-begin" in given and out_dir is None:
         raise ValueError(
-            "--resume-or-begin looks for the run in the folder that is named; add --train.out-dir, such as "
-            "--train.out-dir runs/large"
+            "--resume-or-begin needs a folder\nFix: add one, such as --train.out-dir runs/large."
         )
     folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
     return folder if "--resume" in given or folder.holds_run else None

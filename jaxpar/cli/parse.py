@@ -39,8 +39,7 @@ def read_command(argv: Sequence[str]) -> Command:
     name, *arguments = argv
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        raise ValueError(f"there is no command {name!r}; {remedy}")
+        raise ValueError(f"no command {name!r}\nFix: use {', '.join(near or known)}.")
     command, words = known[name], [name]
     fields: dict[str, object] = {}
     if command is Plot:
@@ -48,9 +47,9 @@ def read_command(argv: Sequence[str]) -> Command:
         if kind in PICTURES_OF_RUNS:
             command = PlotRuns
         elif kind not in (*PICTURES, "KIND"):
+            kinds = ", ".join((*PICTURES, *PICTURES_OF_RUNS))
             raise ValueError(
-                f"there is no picture {kind!r}; write plot KIND TASK with one of "
-                f"{', '.join(PICTURES)}, or plot KIND with one of {', '.join(PICTURES_OF_RUNS)}"
+                f"no picture {kind!r}\nFix: write plot KIND TASK, with a KIND of {kinds}."
             )
         words.append(kind)
     if not issubclass(command, TaskOptions):
