@@ -118,7 +118,7 @@ def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
     assert [int(n) for n in re.findall(r"continuing with (\d) of 3 processes", said)] == expected[
         1:
     ]
-    told = "too few of 3 processes are left, and --min-processes is 2"
+    told = "too few of 3 processes are left, --min-processes is 2"
     assert (told in said) == (case == "too few are left")
 
 

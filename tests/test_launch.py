@@ -62,28 +62,22 @@ GROUPS = {
 INCOMPLETE = {
     "no id": (
         {"JAX_COORDINATOR_ADDRESS": "a:1", "JAXPAR_NUM_PROCESSES": "2"},
-        r"JAX_COORDINATOR_ADDRESS='a:1', JAXPAR_NUM_PROCESSES='2' is set, JAXPAR_PROCESS_ID not; "
-        r"set all three in every process, or JAXPAR_NUM_PROCESSES=1 to run alone",
+        r"JAXPAR_PROCESS_ID not set\nFix: set .* in every process, or JAXPAR_NUM_PROCESSES=1 to run",
     ),
     "id alone": (
-        {"JAXPAR_PROCESS_ID": "0"},
-        r"JAX_COORDINATOR_ADDRESS and JAXPAR_NUM_PROCESSES not; set all three",
+        {"JAXPAR_PROCESS_ID": "0"}, r"JAX_COORDINATOR_ADDRESS and JAXPAR_NUM_PROCESSES not set",
     ),
-    "address alone": (
-        {"JAX_COORDINATOR_ADDRESS": "a:1"}, r"'a:1' is set, but not how many processes",
-    ),
-    "no port": (
-        BY_HAND | {"JAX_COORDINATOR_ADDRESS": "a.b"}, r"'a\.b' has no port; .* such as a\.b:8476",
-    ),
+    "address alone": ({"JAX_COORDINATOR_ADDRESS": "a:1"}, r"JAXPAR_NUM_PROCESSES not set"),
+    "no port": (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "a.b"}, r"'a\.b': must be host:port"),
     "id out of range": (
-        BY_HAND | {"JAXPAR_PROCESS_ID": "4"}, r"JAXPAR_PROCESS_ID='4' .*an id from 0 to one less",
+        BY_HAND | {"JAXPAR_PROCESS_ID": "4"}, r"JAXPAR_PROCESS_ID='4': must be .* an id from 0",
     ),
     "no number": (
-        BY_HAND | {"JAXPAR_NUM_PROCESSES": "two"}, r"JAXPAR_NUM_PROCESSES='two'.*whole number",
+        BY_HAND | {"JAXPAR_NUM_PROCESSES": "two"}, r"JAXPAR_NUM_PROCESSES='two'.*must be a number",
     ),
     "Open MPI 5": (
         {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
-        r"OMPI_COMM_WORLD_SIZE=2 .*use mpirun -x JAX_COORDINATOR_ADDRESS=host:port",
+        r"does not tell where rank 0 is\nFix: use mpirun -x JAX_COORDINATOR_ADDRESS=host:port",
     ),
 }  # fmt: skip
 
@@ -371,16 +365,14 @@ def test_a_reader_that_goes_away_ends_nothing_but_the_printing():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_hangs_is_named_and_ends_all(victim, text, tmp_path):
+def test_a_process_that_hangs_ends_all(victim, text, tmp_path):
     process, children = start_long_run(text, str(tmp_path / "run"))
     began = time.monotonic()
     os.kill(children[victim], signal.SIGSTOP)
     code, _, err = finish(process)
     assert code not in (0, 2)
     assert re.match(
-        rf"error: process {victim} of 2 hung, stopped by a signal, so process {1 - victim} .*; "
-        r"the others were ended",
-        err.splitlines()[-1],
+        rf"error: process {1 - victim} of 2 .*; the others were ended", err.splitlines()[-1]
     ), err
     assert time.monotonic() - began < MINUTE_SECONDS
     assert_gone(children, 0)

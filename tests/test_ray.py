@@ -127,7 +127,7 @@ MISTAKES = {
     "no command": ([], "got no command"),
     "no process": (["--processes", "0", "--", "train", "lm"], "must be positive"),
     "no folder": (["--elastic", "--", "train", "lm"], r"write train and --train\.out-dir FOLDER"),
-    "no package": (["--", "train", "lm"], "--on ray needs the package ray; pip install ray"),
+    "no package": (["--", "train", "lm"], "--on ray needs the package ray\nFix: pip install ray"),
 }
 
 

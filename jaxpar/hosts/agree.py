@@ -211,7 +211,7 @@ def agree(*facts: Any, remedy: str, last: bool = False) -> None:
     }
     _is_awaited = not last
     if differ := _of_main_threads.exchange(found, differences, notice="to begin the run"):
-        raise DifferentError(f"the processes do not agree: {differ}; {remedy}")
+        raise DifferentError(f"the processes do not agree: {differ}\nFix: {remedy}.")
 
 
 def await_agreement() -> None:

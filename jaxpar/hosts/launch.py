@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
 from jaxpar.base import output
@@ -161,8 +160,8 @@ def launch(
                 )
             if not count:
                 _print(
-                    f"error: too few of {num_processes} processes are left, and --min-processes is {least}; "
-                    f"start the same command again when there are more",
+                    f"error: too few of {num_processes} processes are left, --min-processes is {least}\n"
+                    f"Fix: start the same command again when there are more.",
                     sys.stderr,
                 )
                 return code
@@ -245,7 +244,7 @@ class _Watch:
         ]
 
     def wait(self) -> tuple[int, int]:
-        """When all have ended: the exit code, as of `launch`, and how many died or hung by themselves."""
+        """When all have ended: the exit code, as of `launch`, and how many died by themselves."""
         self._watch(until_failure=True)
         if not self._failed:
             self._wait_for_readers()
@@ -299,30 +298,15 @@ class _Watch:
 
         One that misses another may be gone before that other is: a process that was killed takes a while.
         """
-        failed, total = self._failed, len(self._processes)
-        killed = [index for index, code in failed.items() if code < 0 and code != -signal.SIGABRT]
-        first = (killed or list(failed))[0]
-        code = failed[first]
+        killed = [i for i, code in self._failed.items() if code < 0 and code != -signal.SIGABRT]
+        first = (killed or list(self._failed))[0]
+        code, total = self._ends[first], len(self._processes)
         end = f"ended with exit code {code}"
         if code < 0:
             end = f"was killed by {signal.Signals(-code).name}"
             end += ", or its machine was lost" * (not self._processes[first].pid)
-        hung = {index for index in self._running if self._is_stopped(index) and not killed}
-        message = f"error: process {first} of {total} {end}"
-        if hung:
-            who = " and ".join(map(str, sorted(hung)))
-            message = f"error: process {who} of {total} hung, stopped by a signal, so process {first} {end}"
-        if total > 1:
-            message += "; the others were ended"
-        return first, {*killed} or hung or {first}, message
-
-    def _is_stopped(self, index: int) -> bool:
-        """Whether a signal (SIGSTOP) has: it neither runs nor ends, and the others wait for it."""
-        try:
-            stat = Path(f"/proc/{self._processes[index].pid}/stat").read_bytes()
-        except OSError:
-            return False  # it is on another machine
-        return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
+        others = "; the others were ended" * (total > 1)
+        return first, {*killed} or {first}, f"error: process {first} of {total} {end}{others}"
 
     def _send(self, number: int) -> None:
         for index in self._running:

@@ -158,13 +158,14 @@ def connect() -> Any:
     try:
         ray = importlib.import_module("ray")
     except ModuleNotFoundError as error:
-        raise ValueError("--on ray needs the package ray; pip install ray") from error
+        raise ValueError("--on ray needs the package ray\nFix: pip install ray.") from error
     handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces
     try:
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
         raise ValueError(
-            f"--on ray finds no cluster: {error}; start one (ray start --head), or set RAY_ADDRESS=host:port"
+            f"--on ray finds no cluster: {error}\n"
+            f"Fix: start one (ray start --head), or set RAY_ADDRESS=host:port."
         ) from error
     signal.signal(signal.SIGTERM, handler)
     return ray
