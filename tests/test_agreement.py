@@ -268,11 +268,11 @@ def start_two(arguments, *, before="", count=2, folders=(None, None)):
 
 
 def assert_refused(result, out_dir, *messages):
-    """Both ended with 2, with these messages in their last lines, and nothing was begun."""
+    """Both ended with 2, with these messages, and nothing was begun."""
     codes, said = result
     assert codes == [2, 2], said
     for each, message in zip(said, messages, strict=True):
-        assert re.search(message, each.splitlines()[-1]), each
+        assert re.search(message, each, re.MULTILINE), each
     assert not out_dir.exists()
 
 
