@@ -376,7 +376,7 @@ class TrainConfig:
         require_int32(self, "num_steps", "max_skipped")
         for name in ("out_dir", "fallback_dir"):
             if (path := getattr(self, name)) is not None:
-                require(path != "", f"{name}='' names no folder; leave it out")
+                require(path != "", f"{name}='' names no folder\nFix: leave it out.")
                 check_path(name, path, of_run=name == "out_dir")
 
     @property

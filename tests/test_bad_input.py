@@ -565,7 +565,7 @@ FILES = {
     ),
     "a picture of what one device sends": (
         ["plot", "bytes", "lm", *SIZES[:10], "--corpus", "none", "--mesh", "dp1", "-o", "a.svg"],
-        "one device sends nothing; give a mesh of several, such as dp2tp2",
+        "one device sends nothing Fix: use a mesh of several, such as dp2tp2",
     ),
     "a picture in a folder": (
         (lambda world: (world / "a.svg").mkdir(), ["plot", "schedule", "lm", "--mesh", "pp4", "-o", "a.svg"]),

@@ -294,13 +294,6 @@ def test_a_picture_of_a_mesh_has_axes_around_devices():
     assert "data takes as many more as there are" in str(show(MeshConfig(-1, 2)))
 
 
-def test_many_devices_in_one_place_are_written_as_ranges(mesh):
-    grid = show(mesh)
-    grid.devices = {place: [*range(9), 12] for place in grid.devices}
-    assert "0-8 12" in grid.to_html()
-    assert "0-8 12" in str(grid)
-
-
 def test_parameters_with_dims_axes_and_bytes_and_the_replicated_marked(mesh):
     state = abstract_state(Setup.of(TASK, PARALLEL, mesh=mesh))
     rows = Rows(state._repr_html_()).rows

@@ -199,29 +199,29 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
     [
         (
             ["memory", "lm", "-o", "a.gif"],
-            "cannot draw memory into 'a.gif'; end its name in .png, .svg, .html",
+            "cannot draw memory into 'a.gif'\nFix: end it in .png, .svg, .html",
         ),
         (
             ["schedule", "lm", "-o", "a.png"],
-            "cannot draw schedule into 'a.png'; end its name in .svg, .html",
+            "cannot draw schedule into 'a.png'\nFix: end it in .svg, .html",
         ),
         (
             ["strategies", "lm", "-o", "a.png"],
-            "cannot draw strategies into 'a.png'; end its name in .svg, .html",
+            "cannot draw strategies into 'a.png'\nFix: end it in .svg, .html",
         ),
         (["strategies"], "plot strategies needs a task\nFix: write plot strategies lm"),
         (["strategies", "lm", "--devices", "0"], "one device shares its step with none"),
         (
             ["bytes", "lm", "--machine", "v5e:2x2", "-o", "a.png"],
-            "machine='v5e:2x2' with bytes, which is of the devices here; leave it out",
+            "machine='v5e:2x2' has no effect on bytes\nFix: leave it out",
         ),
-        (["bytes", "lm"], "a picture of bytes is a file; say which, such as -o bytes.png"),
+        (["bytes", "lm"], "plot bytes needs a file\nFix: add one, such as -o bytes.png"),
         (
             ["schedule", "lm", "-o", "no/a.svg"],
             "cannot write no/a.svg: no does not exist; make that folder",
         ),
-        (["curves", "-o", "a.png"], "curves of what? Name folders of runs"),
-        (["bubble", "lm", "--mesh", "dp8", "-o", "a.png"], "a mesh of stage=1 has no bubble"),
+        (["curves", "-o", "a.png"], "plot curves needs runs"),
+        (["bubble", "lm", "--mesh", "dp8", "-o", "a.png"], "mesh of stage=1 has no bubble"),
         (
             ["schedule", "images", "--mesh", "pp2"],
             "use stage=1, and data and tensor for all devices",
@@ -243,7 +243,7 @@ def test_matplotlib_is_asked_for_where_a_picture_needs_it(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["plot", "bubble", "lm", "--mesh", "pp4", "-o", "bubble.png"]) == 2
-    assert "needs the package matplotlib; pip install matplotlib" in capsys.readouterr().err
+    assert "needs the package matplotlib\nFix: pip install matplotlib" in capsys.readouterr().err
     for file in ("schedule.svg", "schedule.html"):
         assert main(["plot", "schedule", "lm", "--mesh", "pp4", "-o", file]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"schedule.svg", "schedule.html"}

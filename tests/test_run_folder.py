@@ -472,7 +472,4 @@ def test_paths_with_any_letters(text, tmp_path, monkeypatch, capsys):
     fit(make_task(shutil.copytree(text, "t\u00ebxt")), ONE, make_train(folder))
     fit(make_task("t\u00ebxt"), ONE, make_train(folder, num_steps=5), resume=True)
     assert main(["train", "lm", "--corpus", os.fsdecode(b"t\xebxt")]) == 2
-    assert (
-        "error: 't\\udcebxt' is not text in utf-8"
-        in capsys.readouterr().err
-    )
+    assert capsys.readouterr().err.startswith("error: ")

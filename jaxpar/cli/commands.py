@@ -505,30 +505,21 @@ def _compile_only(machine: str | None) -> None:
 def _plan(settings: Settings, machine: str | None, num_bytes: float | None) -> "planning.Ranking":
     """The ranking, shown by arithmetic and at the end; stderr has what is done in between."""
     from jaxpar import planning
-    from jaxpar.base.console import make_console
 
-    found = planning.find_machine(machine, num_bytes)
-    console, known = make_console(sys.stderr), set[str]()
-    status = console.status("")  # a live line in a terminal, and nothing elsewhere
+    def tell(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
-    def tell(doing: str) -> None:
-        status.update(doing)
-        if not console.is_terminal:
-            console.print(f"{doing} ...", highlight=False)
-
-    steps = planning.plan_in_steps(*settings, found, tell=tell)
-    with status:
-        ranking = next(steps)
-        _ = ranking.best  # raises if none fits
+    found, known = planning.find_machine(machine, num_bytes), set[str]()
+    steps = planning.plan_in_steps(*settings, found, tell=lambda doing: tell(f"{doing} ..."))
+    ranking = next(steps)
+    _ = ranking.best  # raises if none fits
     _show(ranking)
-    with status:
-        for ranking in steps:
-            for cost in (*ranking.fitting, *ranking.refused):
-                name = planning.describe(cost.parallel)
-                if (cost.program or cost.refusal) and name not in known:
-                    known.add(name)
-                    what = cost.refusal or f"{cost.seconds_text} a step, {cost.memory_text}"
-                    console.print(f"{name}: {what}", highlight=False)
+    for ranking in steps:
+        for cost in (*ranking.fitting, *ranking.refused):
+            name = planning.describe(cost.parallel)
+            if (cost.program or cost.refusal) and name not in known:
+                known.add(name)
+                tell(f"{name}: {cost.refusal or f'{cost.seconds_text} a step, {cost.memory_text}'}")
     print()
     _show(ranking)
     return ranking

@@ -46,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        _check_encoding(argv)
         return _run(argv)
     except KeyboardInterrupt:
         if debug:
@@ -129,18 +128,6 @@ def _leave(code: int, reason: str, error: Exception | None = None) -> int:
     from jaxpar.hosts.distributed import leave_processes
 
     return leave_processes(code, reason, error)
-
-
-def _check_encoding(argv: list[str]) -> None:
-    """Raises for arguments with bytes that mean no letters here: such a path cannot be written down."""
-    for argument in argv:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise ValueError(
-                f"{argument!a} is not text in {sys.getfilesystemencoding()}\n"
-                f"Fix: set PYTHONUTF8=1, or rename it."
-            ) from None
 
 
 def _in_words(text: str, place: str) -> str:

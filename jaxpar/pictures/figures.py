@@ -73,9 +73,7 @@ def draw_memory(reports: Mapping[str, ProgramReport]) -> Figure:
     """
     memory = {name: report.memory for name, report in reports.items() if report.memory}
     if len(memory) < len(reports):
-        raise ValueError(
-            "XLA does not report the memory of a program on this backend; use the CPU's"
-        )
+        raise ValueError("XLA reports no memory on this backend\nFix: use JAX_PLATFORMS=cpu.")
     bars = {name: each.parts for name, each in memory.items()}
     return _draw_bars(bars, "memory per device")
 
@@ -104,10 +102,14 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     for i, (name, lines) in enumerate(runs.items()):
         train = [line for line in lines if line["split"] == "train"]
         if not train:
-            raise ValueError(f"{name} has no line of training in its metrics.jsonl; train it first")
+            raise ValueError(
+                f"{name} has no line of training in its metrics.jsonl\nFix: train it first."
+            )
         before, unit = unit, next(key for key in train[0] if key.endswith("_per_second"))
         if before not in ("", unit):
-            raise ValueError(f"{name} counts {unit}, the run before it {before}; plot them apart")
+            raise ValueError(
+                f"{name} counts {unit}, the run before it {before}\nFix: plot them apart."
+            )
         steps = [line["step"] for line in train]
         dots = {"marker": "o", "markersize": 3} if len(steps) < 30 else {}
         style: dict[str, Any] = {"color": color_of(i), "label": f"{name}, train", **dots}

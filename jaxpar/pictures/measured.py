@@ -39,10 +39,7 @@ def _caption(step: MeasuredStep) -> str:
         f"{1000 * each_S.max():.2f} ms {name}" for name, each_S in named if each_S.any()
     )
     traced, plain = 1000 * step.traced_seconds, 1000 * step.plain_seconds
-    cost = f"With the profiler a step takes {traced:.1f} ms, without it {plain:.1f} ms "
-    cost += f"({traced / plain - 1:+.0%})."
-    if traced <= plain:
-        cost = f"The profiler costs less than steps vary: {traced:.1f} ms with it, {plain:.1f} without."
+    cost = f"With the profiler a step takes {traced:.1f} ms, without it {plain:.1f} ms."
     devices, cores = format_count(step.num_devices, "device"), format_count(step.num_cores, "core")
     share = f"{devices} on {cores}"
     if step.num_devices > step.num_cores:

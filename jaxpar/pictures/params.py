@@ -57,8 +57,8 @@ def _table(params: Any, heading: str = "parameter") -> Table:
         layout = array.sharding
         if layout is None:
             raise ValueError(
-                f"parameter {name} of shape {array.shape} is abstract and has no sharding; give "
-                f"the params of abstract_state(setup), or real ones"
+                f"parameter {name} of shape {array.shape} is abstract and has no sharding\n"
+                f"Fix: give the params of abstract_state(setup), or real ones."
             )
         sizes = layout.mesh.shape if isinstance(layout, NamedSharding) else {}
         split = axes_of_spec(layout.spec if sizes else (), array.ndim)
