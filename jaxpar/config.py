@@ -103,7 +103,7 @@ class Parallel:
     """Devices, and how they share a step.
 
     Attributes:
-      mesh: its shape, such as dp2pp2tp2 or data=2,stage=2,tensor=2; without it all devices share the
+      mesh: its shape, such as dp2pp2tp2; without it all devices share the
         batch.
       pipeline: how a batch moves through the stages.
       shares: parts of every batch that each data-parallel group takes, such as (3, 1) for a first one that

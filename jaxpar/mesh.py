@@ -79,12 +79,12 @@ class MeshConfig(Shown):
 
     @classmethod
     def parse(cls, text: str) -> "MeshConfig":
-        """Reads `"data=2,stage=2,tensor=2"` or the short form `"dp2pp2tp2"`; axes left out have size 1.
+        """Reads `"dp2pp2tp2"`; axes left out have size 1.
 
         Other names are axes of one's own: `"dp2pp2context2"`.
 
         Raises:
-          ValueError: the text has neither form, or names an axis twice.
+          ValueError: the text has another form, or names an axis twice.
         """
         require_instance("mesh", text, str, 'the shape of one, such as "dp2pp2tp2"')
         text = text.strip()
@@ -92,19 +92,12 @@ class MeshConfig(Shown):
             text != "auto",
             "mesh 'auto': must be axes and sizes here, such as dp2pp2tp2; only train plans a mesh",
         )
-        if re.fullmatch(rf"({_AXIS}-?\d+)+", text):
-            pairs = re.findall(rf"({_AXIS})(-?\d+)", text)
-        else:
-            pairs = list[tuple[str, str]]()
-            for part in text.split(","):
-                axis, equals, size = (piece.strip() for piece in part.partition("="))
-                if not equals or not re.fullmatch(r"-?\d+", size):
-                    raise ValueError(
-                        f"mesh {text!r}: cannot read {part!r}\nFix: write dp2pp2tp2 or data=2,stage=2."
-                    )
-                pairs.append((axis, size))
+        require(
+            re.fullmatch(rf"({_AXIS}-?\d+)+", text) is not None,
+            f"mesh {text!r}: must be axes and sizes, such as dp2pp2tp2",
+        )
         sizes: dict[str, int] = {}
-        for name, size in pairs:
+        for name, size in re.findall(rf"({_AXIS})(-?\d+)", text):
             axis = SHORT_NAMES.get(name, name)
             if axis in sizes:
                 raise ValueError(f"mesh {text!r}: {axis!r} must be named once")
@@ -137,7 +130,7 @@ class MeshConfig(Shown):
                 known = (*MESH_AXES, *axes)
                 near = difflib.get_close_matches(axis, (*known, *SHORT_NAMES), n=1, cutoff=0.4)
                 raise ValueError(
-                    f"mesh {short_name(self)}: unknown axis {axis!r} of task {task}\n"
+                    f"mesh {self}: unknown axis {axis!r} of task {task}\n"
                     f"Fix: use {', '.join(near or known)}."
                 )
         return dataclasses.replace(self, axes=tuple((a, dict(self.axes).get(a, 1)) for a in axes))
@@ -217,7 +210,7 @@ class MeshConfig(Shown):
         )
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        return short_name(self)
 
 
 def short_name(mesh: MeshConfig) -> str:

@@ -305,7 +305,6 @@ def test_chunks_of_time_and_unequal_shares_are_refused():
     ("text", "axes", "written"),
     [
         ("dp2pp2context2", (("context", 2),), "dp2pp2context2"),
-        ("data=2,stage=2,context=2", (("context", 2),), "dp2pp2context2"),
         ("expert4", (("expert", 4),), "expert4"),
     ],
 )

@@ -142,7 +142,7 @@ CALLS = {
     "a mesh of a fraction": (lambda m: MeshConfig(2.0), r"mesh data=2\.0 \(float\): must be a whole number"),
     "a mesh of nothing": (lambda m: MeshConfig(0), "mesh data=0: must be positive, or -1"),
     "a mesh read from a number": (lambda m: MeshConfig.parse(8), r"mesh=8 \(int\): must be the shape of one"),
-    "a mesh read from an empty text": (lambda m: MeshConfig.parse(""), "cannot read ''\nFix: write dp2"),
+    "a mesh read from an empty text": (lambda m: MeshConfig.parse(""), "mesh '': must be axes and sizes"),
     "a layout of a number": (lambda m: Parallel(8), r"mesh=8 \(int\): must be a MeshConfig"),
     "a pipeline of a dict": (lambda m: Parallel("pp8", {}), "pipeline=.*: must be a PipelineConfig"),
     "shares of a number": (lambda m: Parallel("dp8", shares=3), "shares=3 .*: must be a list"),

@@ -403,14 +403,14 @@ DEVICES = {
     ),
     "no unit of memory": (train("--memory", "16"), "--memory 16: must be a number and its unit"),
     "two sizes to infer": (
-        train("--mesh", "data=-1,stage=-1"), "-1 for data and stage: only one",
+        train("--mesh", "dp-1pp-1"), "-1 for data and stage: only one",
     ),
     "a mesh in three words": (train("--mesh", "dp2", "pp2", "tp2"), "Unrecognized options: pp2, tp2 "),
-    "a mesh of sizes alone": (train("--mesh", "2x2x2"), "cannot read '2x2x2' Fix: write dp2pp2tp2"),
+    "a mesh of sizes alone": (train("--mesh", "2x2x2"), "mesh '2x2x2': must be axes and sizes"),
     "an axis that nobody knows": (
         train("--mesh", "dp4xx2"), r"unknown axis 'xx' of task LM Fix: use data, stage, tensor\.$",
     ),
-    "an axis with a slip": (train("--mesh", "data=4,tensr=2"), r"unknown axis 'tensr' .*Fix: use tensor\."),
+    "an axis with a slip": (train("--mesh", "dp4tensr2"), r"unknown axis 'tensr' .*Fix: use tensor\."),
     "fewer devices than are named": (
         train("--mesh", "dp1", "--devices", "2", "3"),
         r"needs 1 device, got 2 Fix: use sizes that multiply to 2, or take 1 of them",
@@ -421,9 +421,9 @@ DEVICES = {
     "shares as a ratio": (train("--mesh", "dp2tp4", "--shares", "3:1"), r"--shares: .*INT.*\['3:1'\]"),
     "a range of devices": (train("--devices", "0-3"), r"parsing --devices: .*INT.*\['0-3'\]"),
     "unknown axis": (
-        train("--mesh", "data=2,tensr=4"), "unknown axis 'tensr'.*Fix: use tensor",
+        train("--mesh", "dp2tensr4"), "unknown axis 'tensr'.*Fix: use tensor",
     ),
-    "no mesh": (train("--mesh", "big"), "mesh 'big': cannot read 'big' Fix: write dp2"),
+    "no mesh": (train("--mesh", "big"), "mesh 'big': must be axes and sizes"),
     "simulated too late": (train("--simulate", "3"), r"simulate_devices\(3\): JAX has already started"),
     "nothing simulated": (train("--simulate", "0"), r"simulate_devices\(0\): must be from 1 to 1024"),
     "evaluation on no such mesh": (

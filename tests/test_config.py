@@ -173,7 +173,7 @@ SIZES = [
         Parallel("pp2", PipelineConfig(placement="first, 0-3 | 4, last")),
         r"placement='first, 0-3 \| 4, last' names 5 layers.*such as 'first, 0-1 \| 2-3, last'",
     ),
-    (Parallel("dp-1"), r"mesh data=-1,stage=1,tensor=1: a size is not inferred yet"),
+    (Parallel("dp-1"), r"mesh dp-1: a size is not inferred yet"),
     (
         Parallel("dp2", shares=(1, 2, 1)),
         r"shares=\(1, 2, 1\): expected 2 \(data\), got 3",
@@ -236,7 +236,7 @@ def test_the_padded_vocabulary_splits_over_any_usual_mesh(num_devices):
     assert VOCAB_MULTIPLE % num_devices == 0
 
 
-@pytest.mark.parametrize("shape", ["dp2pp2tp2", "dp2", "dp1", "data=2,tensor=-1"])
+@pytest.mark.parametrize("shape", ["dp2pp2tp2", "dp2", "dp1", "dp2tp-1"])
 def test_a_mesh_may_be_given_in_words(shape):
     assert Parallel(shape) == Parallel(MeshConfig.parse(shape))
     assert Parallel.of(shape, Parallel(fsdp=True)) == Parallel(shape, fsdp=True)

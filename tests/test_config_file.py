@@ -161,7 +161,7 @@ def test_a_task_is_as_its_file_is_now(tmp_path, own):
         ('"train.num_steps" = 3', r"no key train\.num_steps"),
         ("pipeline = 3", r"pipeline=3: must be a table \[pipeline\]"),
         ("train = 3", r"train=3: must be a table \[train\]"),
-        ('mesh = "dp2 tp2"', r"cannot read 'dp2 tp2'"),
+        ('mesh = "dp2 tp2"', r"mesh 'dp2 tp2': must be axes and sizes"),
         ("[mesh]\ndata = 0", r"mesh data=0: must be positive"),
         ("dropout = 1.5", r"config\.toml: dropout=1\.5: must be at least 0"),
         ("[optimizer]\nlearning_rate = 0", r"optimizer\.learning_rate=0\.0: must be positive"),

@@ -157,7 +157,7 @@ def test_a_run_without_a_mesh_goes_on_with_the_one_that_it_found(text, tmp_path)
 
     refused = resume("--train.num-steps", "6")
     assert refused.returncode == 2
-    assert "data=8,stage=1,tensor=1 needs 8 devices, got 4\nFix: use sizes" in refused.stderr
+    assert "mesh dp8 needs 8 devices, got 4\nFix: use sizes" in refused.stderr
     done = resume("--train.num-steps", "6", "--mesh", "dp-1")
     assert done.returncode == 0, done.stderr
     assert "mesh        data=4 x stage=1 x tensor=1 (all devices share the batch;" in done.stdout

@@ -227,7 +227,7 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
             "use stage=1, and data and tensor for all devices",
         ),
         (["curves", "nowhere", "-o", "a.png"], "nowhere"),
-        (["memory", "lm", "--meshes", "dp3x"], "cannot read 'dp3x'"),
+        (["memory", "lm", "--meshes", "dp3x"], "mesh 'dp3x': must be axes and sizes"),
     ],
 )
 def test_a_picture_that_cannot_be_is_one_message(flags, message, tmp_path, monkeypatch, capsys):

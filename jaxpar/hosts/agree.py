@@ -50,9 +50,9 @@ class Board:
         self._client = global_state.client
         self._folder = f"jaxpar/{kind}/{next(_numbers[kind])}"
 
-    def put(self, name: str, text: str, *, again: bool = False) -> None:
-        """Leaves a text. It is an error if there is one of that name, unless it may be put there again."""
-        self._client.key_value_set(f"{self._folder}/{name}", text, allow_overwrite=again)
+    def put(self, name: str, text: str) -> None:
+        """Leaves a text. It is an error if there is one of that name."""
+        self._client.key_value_set(f"{self._folder}/{name}", text)
 
     def texts(self) -> dict[str, str]:
         """All that are there now."""
