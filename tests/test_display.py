@@ -23,7 +23,7 @@ from jaxpar import MeshConfig, Parallel, PipelineConfig, show
 from jaxpar.analysis import inspect_function
 from jaxpar.pictures.chart import FEET
 from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
-from jaxpar.pictures.timeline import GAP, MAX_WIDTH, unit_color
+from jaxpar.pictures.timeline import MAX_WIDTH, unit_color
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.planning import plan
 from jaxpar.setup import Setup
@@ -102,30 +102,27 @@ def test_the_grey_of_a_schedule_is_its_bubble_and_every_unit_is_drawn_once(args)
 
 def test_a_long_schedule_says_what_it_leaves_out():
     schedule = make_schedule("1f1b", 4, 100, 4)
-    left_out = re.search(r"ticks, (\d+) of them left out where", schedule._repr_html_())
+    left_out = re.search(r"ticks, (\d+) of them left out", schedule._repr_html_())
     assert left_out is not None
-    numbers = re.findall(r"\.\.\. (\d+) ticks left out", str(show(schedule)))
     n = schedule.num_ticks
-    assert [int(number) for number in numbers] == [n - 48]
+    assert f"... {n - 48} ticks left out" in str(show(schedule))
     shown = n - int(left_out[1])
-    assert 20 < shown < 48
+    assert 20 < shown < 60
     chart = show(schedule).chart
-    assert MAX_WIDTH - 200 < chart.width <= MAX_WIDTH + GAP  # and so there is room for every label:
+    assert MAX_WIDTH - 200 < chart.width <= MAX_WIDTH  # and so there is room for every label:
     assert all(chart.fits(b) for row in chart.rows for b in row.blocks)
     titles = re.findall("<title>(.*?)</title>", schedule._repr_html_())
     lanes = (("F", schedule.forward), ("B", schedule.backward))
-    ends = (*range(shown // 2), *range(n - shown // 2, n))
     expected = [
-        schedule.label(f, lane.unit[t, s], 0) for f, lane in lanes for t in ends for s in range(4)
+        schedule.label(f, lane.unit[t, s], 0)
+        for f, lane in lanes
+        for t in range(shown)
+        for s in range(4)
     ]
     assert sorted(titles) == sorted(label for label in expected if label != ".")
-    # The time of what is left out is left out too.
     for row in chart.rows:
-        assert all(
-            any(a <= b.start and b.start + b.cost <= z + 1e-6 for a, z in row.spans)
-            for b in row.blocks
-        )
-        assert len(row.spans) == 2
+        [(begin, end)] = row.spans
+        assert all(begin <= b.start and b.start + b.cost <= end + 1e-6 for b in row.blocks)
 
 
 def test_a_legend_has_a_sample_of_every_kind_of_block():
