@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -128,10 +127,9 @@ class MeshConfig(Shown):
         for axis, _ in self.axes:
             if axis not in axes:
                 known = (*MESH_AXES, *axes)
-                near = difflib.get_close_matches(axis, (*known, *SHORT_NAMES), n=1, cutoff=0.4)
                 raise ValueError(
                     f"mesh {self}: unknown axis {axis!r} of task {task}\n"
-                    f"Fix: use {', '.join(near or known)}."
+                    f"Fix: use {', '.join(known)}."
                 )
         return dataclasses.replace(self, axes=tuple((a, dict(self.axes).get(a, 1)) for a in axes))
 

@@ -19,7 +19,6 @@ import jax
 from jax._src.clusters import ClusterEnv  # there is no public way to what JAX asks a launcher
 
 from jaxpar.base import output
-from jaxpar.base.files import read_file
 from jaxpar.hosts.agree import (
     DifferentError,
     SharedError,
@@ -192,11 +191,7 @@ def program_facts() -> dict[str, str]:
 
 def _flags_of(variable: str) -> Iterator[tuple[str, str]]:
     """The compiler's flags in a variable of the environment that may change a program."""
-    text = os.environ.get(variable, "")
-    if text and not text.lstrip().startswith("-"):  # XLA takes it for the name of a file of flags
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            text = read_file(text).decode()
-    flags = (flag.lstrip("-").partition("=") for flag in text.split())
+    flags = (flag.lstrip("-").partition("=") for flag in os.environ.get(variable, "").split())
     found = {
         name: value if equals else "true" for name, equals, value in flags
     }  # the last of equals

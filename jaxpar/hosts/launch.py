@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal
 
 from jaxpar.base import output
 from jaxpar.base.display import format_count
@@ -49,54 +49,22 @@ _CHATTER = re.compile(
 )
 
 
-class Process(Protocol):
-    """One of those that run a command: `subprocess.Popen`, or what does as that."""
-
-    pid: int
-    stdout: Any
-    stderr: Any
-
-    def poll(self) -> int | None:
-        """Its return code, once it has ended."""
-
-    def send_signal(self, sig: int, /) -> None:
-        """Sends it a signal."""
-
-
-class Place(Protocol):
-    """Where processes run.
+class Place:
+    """Where processes run: on this machine, with simulated devices. `on_ray` derives another one.
 
     Attributes:
       settle_seconds: after a first failure, in which those that failed before it are seen to have done so.
     """
 
-    settle_seconds: float
-
-    def find_room(self, least: int, most: int, devices: int, signals: Sequence[int]) -> int:
-        """For how many processes of so many devices there is room now; 0 for fewer than the least."""
-        ...
-
-    def start(
-        self, command: Sequence[str], count: int, devices: int
-    ) -> contextlib.AbstractContextManager[Sequence[Process]]:
-        """Starts them, and leaves none behind."""
-        ...
-
-
-class Here:
-    """This machine, whose processes have simulated devices."""
-
     settle_seconds = 1.5
 
     def find_room(self, least: int, most: int, devices: int, signals: Sequence[int]) -> int:
-        """There is always room."""
+        """For how many processes of so many devices there is room now; 0 for fewer than the least."""
         return most if most >= least else 0
 
     @contextlib.contextmanager
-    def start(
-        self, command: Sequence[str], count: int, devices: int
-    ) -> Iterator[Sequence[Process]]:
-        """Children of this process; see `Place`."""
+    def start(self, command: Sequence[str], count: int, devices: int) -> Iterator[Sequence[Any]]:
+        """Starts them, as of `subprocess.Popen`, and leaves none behind."""
         processes: list[subprocess.Popen[str]] = []
         guard = start_guard()
         try:
@@ -129,7 +97,7 @@ def launch(
       elastic: when processes die, start the others again with `train --elastic`, which continues from the
         last checkpoint. A number of processes that the run refuses, as no mesh fits it, is skipped.
       min_processes: with fewer the run is not started again.
-      place: where they run; None is `Here`, where what was lost does not come back.
+      place: where they run; None is this machine, where what was lost does not come back.
     Returns:
       0, or the exit code of the first process that failed; 128 and the signal's number if a signal
       ended it.
@@ -146,7 +114,7 @@ def launch(
             f"min_processes={min_processes} needs elastic\nFix: use --elastic, or leave it out."
         )
     least, most, code = min_processes if elastic else num_processes, num_processes, 0
-    where = place or Here()
+    where = place or Place()
     with _receive_signals() as signals:
         for start in range(1 + MAX_RESTARTS):
             count = where.find_room(least, most, devices_per_process, signals)
@@ -233,7 +201,7 @@ def options_of(command: Sequence[str]) -> dict[str, str]:
 class _Watch:
     """Sees processes to their end, whatever it is."""
 
-    def __init__(self, processes: Sequence[Process], signals: Sequence[int], settle_seconds: float):
+    def __init__(self, processes: Sequence[Any], signals: Sequence[int], settle_seconds: float):
         self._processes, self._signals, self._settle_seconds = processes, signals, settle_seconds
         self._num_forwarded = 0
         self._ends: dict[int, int] = {}  # return codes, in the order of ending

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS
-from jaxpar.hosts.launch import GRACE_SECONDS, Platform, environs, start_command, start_guard
+from jaxpar.hosts.launch import GRACE_SECONDS, Place, Platform, environs, start_command, start_guard
 
 _PLACE_SECONDS = 10  # for Ray to find room; a node that was lost may count for a while
 
@@ -87,7 +87,7 @@ class _Remote:
                 yield self._ray.get(line)
 
 
-class OnRay:
+class OnRay(Place):
     """The cluster that RAY_ADDRESS names, or that this machine is part of, as a place for processes.
 
     Args:

@@ -141,9 +141,7 @@ def _draw_bars(
     power = min(4, int(math.log10(max(most, 1)) / 3))
     figure, [axes] = _figure(height=1.9 + 0.42 * len(bars) + 0.2 * len(notes))
     left = [0.0] * len(bars)
-    seen = [kind for kind in kinds if max(p.get(kind, 0) for p in bars.values()) > most / 400]
-    unseen = ", ".join(kind for kind in kinds if kind not in seen)
-    for i, kind in enumerate(seen):
+    for i, kind in enumerate(kinds):
         sizes = [parts.get(kind, 0) / 1000**power for parts in bars.values()]
         axes.barh(list(bars), sizes, left=left, label=before + kind, color=color_of(i), ec="white")
         left = [a + b for a, b in zip(left, sizes, strict=True)]
@@ -152,8 +150,7 @@ def _draw_bars(
     axes.set_xlim(0, 1.1 * max(left) or 1)
     axes.invert_yaxis()
     unit = ("B", "kB", "MB", "GB", "TB")[power]
-    notes = [f"{what} ({unit})", *[f"too small to be seen: {unseen}"] * bool(unseen), *notes]
-    axes.set_xlabel("\n".join(notes))
+    axes.set_xlabel("\n".join([f"{what} ({unit})", *notes]))
     below: Any = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": 8}
     figure.legend(*axes.get_legend_handles_labels(), **below)
     return figure
