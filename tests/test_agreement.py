@@ -37,7 +37,7 @@ def test_differences_name_the_field_and_every_value():
     del facts[3]["data"]
     assert differences(facts) == (
         "train.seed is 0 in processes 0, 2, 3, 7 in process 1; "
-        "data is a in processes 0 to 2, not there in process 3"
+        "data is a in processes 0, 1, 2, not there in process 3"
     )
 
 
@@ -48,7 +48,7 @@ def test_many_differences_are_counted():
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
-    [([3], "process 3"), ([0, 1], "processes 0, 1"), ([0, 1, 2, 5], "processes 0 to 2, 5")],
+    [([3], "process 3"), ([0, 1], "processes 0, 1"), ([0, 1, 2, 5], "processes 0, 1, 2, 5")],
 )
 def test_processes_are_named_in_words(numbers, text):
     assert describe_processes(numbers) == text
@@ -355,7 +355,7 @@ def test_other_data_are_refused(text, tmp_path):
     result = start_two([flags("text", out_dir)] * 2, folders=folders)
     message = (
         r"agree: data\.train\.array is 'int32\[1400\]' in process 0, 'int32\[1403\]' in process 1; data\.tr"
-        r"ain\.checksum is .*; give all of them the same data, task, settings and devices$"
+        r"ain\.checksum is .*\nFix: give all of them the same data, task, settings and devices\.$"
     )
     assert_refused(result, out_dir, message, message)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxpar.training.start import Start
 
 # Pictures of a task's step, and those that need no task.
-PICTURES = ("schedule", "timeline", "strategies", "bubble", "memory", "bytes")
+PICTURES = ("schedule", "timeline", "strategies", "memory", "bytes")
 PICTURES_OF_RUNS = ("curves",)
 
 # What --mesh auto stands for until the planner has chosen.
@@ -370,12 +370,11 @@ class Plot(RunOptions):
     Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage did
     when in a real step, beside its schedule; "strategies", data, tensor, model and pipeline parallelism on
     all devices, each with its estimated time, and with memory and bytes of its compiled step, as an
-    animation; "bubble", against microbatches and chunks of time; "memory" of a device, by kind, and "bytes"
-    that a device sends, by axis, for each of --meshes. Without a task: "curves", loss and speed of runs (plot
-    curves runs/0001 runs/0002).
+    animation; "memory" of a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes.
+    Without a task: "curves", loss and speed of runs (plot curves runs/0001 runs/0002).
 
     Attributes:
-      output: an .svg or .html, also a .png of the last three that need a task; without one the first three
+      output: an .svg or .html, also a .png of the last two that need a task; without one the first three
         are shown here.
       meshes: meshes to compare, such as dp8 tp8 pp4dp2; without them, --mesh.
       machine: of strategies, one that need not be there, as of plan.

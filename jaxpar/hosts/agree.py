@@ -262,15 +262,8 @@ def _by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def describe_processes(numbers: Sequence[int]) -> str:
-    """In words: `process 3`, or `processes 0 to 2, 5`."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][-1] == number - 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    texts = [f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in ranges]
-    return f"process{'es' * (len(numbers) > 1)} {', '.join(texts)}"
+    """In words: `process 3`, or `processes 0, 1`."""
+    return f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def waiting(seconds: float = float("inf")) -> Iterator[float]:

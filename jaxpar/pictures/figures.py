@@ -1,4 +1,4 @@
-"""Figures with matplotlib: bubble, memory, bytes sent, and the curves of a run."""
+"""Figures with matplotlib: memory, bytes sent, and the curves of a run."""
 
 import io
 import math
@@ -15,7 +15,6 @@ from jaxpar.analysis.program import ProgramReport
 from jaxpar.base.display import format_count
 from jaxpar.base.files import whole_file
 from jaxpar.pictures.style import color_of, make_page
-from jaxpar.pipeline.schedules import make_schedule
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -32,37 +31,6 @@ def save_figure(figure: Figure, path: Path) -> Path:
             text = make_page(path.stem, text[text.index("<svg") :])
         file.write_text(text, encoding="utf-8")
     return path
-
-
-def draw_bubble(
-    schedule: str,
-    num_stages: int,
-    num_groups: int = 1,
-    microbatches: Sequence[int] = (1, 2, 4, 8, 16, 32),
-    chunks: Sequence[int] = (1, 2, 4, 8),
-    zero_bubble: bool = False,
-) -> Figure:
-    """The bubble of schedules against the number of microbatches, a line for each number of chunks."""
-    figure, [axes] = _figure()
-    for i, K in enumerate(chunks):
-        schedules = (
-            make_schedule(schedule, num_stages, M, K, num_groups, zero_bubble=zero_bubble)
-            for M in microbatches
-        )
-        bubbles = [100 * schedule.bubble for schedule in schedules]
-        label = f"K = {format_count(K, 'chunk')} of time"
-        axes.plot(microbatches, bubbles, marker="os^Dvp*"[i % 7], color=color_of(i), label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(microbatches, list(map(str, microbatches)))
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("M, microbatches")
-    axes.set_ylabel("bubble (% of stage-time)")
-    groups = f", {num_groups} groups of layers" * (num_groups > 1)
-    apart = ", zero-bubble" * zero_bubble
-    axes.set_title(f"{schedule}{apart}, {num_stages} stages{groups}", fontsize=10)
-    axes.legend(frameon=False)
-    return figure
 
 
 def draw_memory(reports: Mapping[str, ProgramReport]) -> Figure:
@@ -111,8 +79,7 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
                 f"{name} counts {unit}, the run before it {before}\nFix: plot them apart."
             )
         steps = [line["step"] for line in train]
-        dots = {"marker": "o", "markersize": 3} if len(steps) < 30 else {}
-        style: dict[str, Any] = {"color": color_of(i), "label": f"{name}, train", **dots}
+        style: dict[str, Any] = {"color": color_of(i), "label": f"{name}, train"}
         losses.plot(steps, [line["loss"] for line in train], **style)
         # The first line of a process has compiled in its time: it has no speed.
         timed = [(line["step"], line[unit]) for line in train if line[unit] is not None]

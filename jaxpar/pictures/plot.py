@@ -38,7 +38,7 @@ def plot_step(
     """Draws a picture of a task's step into a file, or for a terminal.
 
     Args:
-      kind: "schedule", "timeline", "strategies", "bubble", "memory" or "bytes".
+      kind: "schedule", "timeline", "strategies", "memory" or "bytes".
       settings: of the step.
       meshes: several by name, for memory and bytes; without them, that of the settings.
       output: of the first three it ends in .svg or .html, and may be None; of the others in .png too.
@@ -66,14 +66,6 @@ def plot_step(
             file.write_text(text, encoding="utf-8")
         return path
     path, figures = _path_of(kind, output, FIGURES), _figures()
-    if kind == "bubble":
-        s = _schedule(settings)
-        if s.num_stages == 1:
-            raise ValueError(
-                "mesh of stage=1 has no bubble\nFix: use one with stages, such as pp4."
-            )
-        figure = figures.draw_bubble(s.name, s.num_stages, s.num_groups, zero_bubble=s.zero_bubble)
-        return figures.save_figure(figure, path)
     task, parallel, train = settings
     meshes = meshes or {str(parallel.mesh): parallel.mesh}
     if kind == "bytes" and all(shape.build().size == 1 for shape in meshes.values()):
