@@ -60,20 +60,20 @@ def made():
 
 
 A_TASK, A_LAYOUT = (
-    "use a task, such as jaxpar.lm.LM",
-    "use a Parallel, a MeshConfig, or the shape of a mesh",
+    "must be a task, such as jaxpar.lm.LM",
+    "must be a Parallel, a MeshConfig, or a text such as dp2",
 )
-A_STATE = "use what init_state or a step returns"
+A_STATE = "must be what init_state or a step returns"
 CALLS = {
     "fit a dict": (lambda m: jaxpar.fit({}), rf"task=\{{\}} \(dict\): {A_TASK}"),
     "fit a name": (lambda m: jaxpar.fit("lm"), f"task='lm' .*{A_TASK}"),
     "fit nothing": (lambda m: jaxpar.fit(None), A_TASK),
-    "fit a class": (lambda m: jaxpar.fit(jaxpar.lm.LM), r"task=LM is a class; give an object of it, LM\(\)"),
+    "fit a class": (lambda m: jaxpar.fit(jaxpar.lm.LM), r"task=LM is a class\nFix: give an object, LM\(\)"),
     "fit on a number": (lambda m: jaxpar.fit(TASK, 8), rf"parallel=8 \(int\): {A_LAYOUT}"),
     "fit on a dict": (lambda m: jaxpar.fit(TASK, {"data": 8}), A_LAYOUT),
     "fit on no mesh": (lambda m: jaxpar.fit(TASK, "8 devices"), "mesh '8 devices': cannot read"),
     "fit on too many devices": (lambda m: jaxpar.fit(TASK, "dp16"), "needs 16 devices, got 8"),
-    "fit with a dict of settings": (lambda m: jaxpar.fit(TASK, "dp8", {}), "use a TrainConfig"),
+    "fit with a dict of settings": (lambda m: jaxpar.fit(TASK, "dp8", {}), "must be a TrainConfig"),
     "fit with a number of steps": (lambda m: jaxpar.fit(TASK, "dp8", 100), r"train=100 \(int\): must be"),
     "fit with a function for a report": (
         lambda m: jaxpar.fit(TASK, "dp8", report=print), "report=.*: must be a Report, such as ConsoleReport",
@@ -86,7 +86,7 @@ CALLS = {
     ),
     "state of a dict": (lambda m: jaxpar.init_state({}, MESH), A_TASK),
     "state on a number": (lambda m: jaxpar.init_state(TASK, 3), A_LAYOUT),
-    "state on too many devices": (lambda m: jaxpar.init_state(TASK, "dp9"), "needs 9 devices, but "),
+    "state on too many devices": (lambda m: jaxpar.init_state(TASK, "dp9"), "needs 9 devices, got 8"),
     "state of rows that do not divide": (
         lambda m: jaxpar.init_state(TASK, "dp3"), "batch_size=8 does not divide by data=3",
     ),
@@ -95,10 +95,10 @@ CALLS = {
     ),
     "train step of a dict": (lambda m: jaxpar.make_train_step({}, MESH), A_TASK),
     "train step on a number": (lambda m: jaxpar.make_train_step(TASK, 3), A_LAYOUT),
-    "train step with a number": (lambda m: jaxpar.make_train_step(TASK, MESH, 3), "use a TrainConfig"),
+    "train step with a number": (lambda m: jaxpar.make_train_step(TASK, MESH, 3), "must be a TrainConfig"),
     "gradients of a dict": (lambda m: jaxpar.value_and_grad({}, MESH), A_TASK),
     "gradients on a number": (lambda m: jaxpar.value_and_grad(TASK, 3), A_LAYOUT),
-    "gradients with a number": (lambda m: jaxpar.value_and_grad(TASK, MESH, 3), "use a TrainConfig"),
+    "gradients with a number": (lambda m: jaxpar.value_and_grad(TASK, MESH, 3), "must be a TrainConfig"),
     "gradients on too many devices": (
         lambda m: jaxpar.value_and_grad(TASK, "dp16"), "needs 16 devices, got 8",
     ),
@@ -197,7 +197,7 @@ CALLS = {
         lambda m: jaxpar.fit(TASK, "auto"), "mesh 'auto': must be axes and sizes here",
     ),
     "a picture of an array of NumPy": (
-        lambda m: jaxpar.show(np.zeros(3)), r"type ndarray; .* of JAX \(of NumPy's: jax\.numpy\.as",
+        lambda m: jaxpar.show(np.zeros(3)), r"no picture of type ndarray\nFix: give a mesh, a JAX array",
     ),
     "a picture of a number": (lambda m: jaxpar.show(3), "no picture of type int"),
     "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a sch.* mean '1f1b'"),
@@ -214,7 +214,7 @@ CALLS = {
         lambda m: jaxpar.fit(TASK, start=3), r"start=3 \(int\): must be",
     ),
     "a start at an address": (lambda m: jaxpar.Start("s3://a/b"), "start='s3://a/b' is an address"),
-    "a name for nothing": (lambda m: jaxpar.Start("a", rename=("b",)), r"rename=\('b',\): use"),
+    "a name for nothing": (lambda m: jaxpar.Start("a", rename=("b",)), r"rename=\('b',\): must be"),
     "half a pattern": (lambda m: jaxpar.Start("a", leave=("(",)), "is not a valid regular expr"),
     "a start and a resumed run": (
         lambda m: jaxpar.fit(TASK, start="a", resume=True), "start is for a run that begins, and resume for",
@@ -234,7 +234,7 @@ def test_a_wrong_call_is_told_at_once_and_changes_no_file(name, made, tmp_path, 
     with pytest.raises((ValueError, OSError), match=message) as raised:
         call(made)
     assert time.process_time() - begin < SECONDS
-    assert "\n" not in str(raised.value)
+    assert str(raised.value).count("\n") <= 2
     assert not list(tmp_path.iterdir())
 
 

@@ -74,7 +74,7 @@ def test_resolving_refuses_any_other_number_of_devices(sizes, num_available):
         MeshConfig(*sizes).resolve(num_available)
     rest = math.prod(sizes[1:])
     if num_available % rest:
-        message = f"{num_available} devices do not divide by {rest}, so data=-1"
+        message = f"{num_available} devices do not divide by {rest}"
         with pytest.raises(ValueError, match=message):
             MeshConfig(-1, *sizes[1:]).resolve(num_available)
 
@@ -184,7 +184,7 @@ print(jax.device_count(), dict(jaxpar.MeshConfig(tensor=-1).build().shape)["tens
 try:
     jaxpar.simulate_devices(2)
 except ValueError as error:
-    assert "jax.extend.backend.clear_backends()" in str(error), error
+    assert "restart the notebook's kernel" in str(error), error
 jax.extend.backend.clear_backends()
 jaxpar.simulate_devices(2)
 print(jax.device_count())

@@ -117,8 +117,8 @@ def test_a_smaller_share_runs_fewer_units():
     ("shares", "mesh", "message"),
     [
         ((1, 0), (2, 1, 1), r"shares=\(1, 0\): must be positive"),
-        ((2, -1), (2, 1, 1), r"shares=\(2, -1\): every"),
-        ((), (2, 1, 1), r"shares=\(\): every"),
+        ((2, -1), (2, 1, 1), r"shares=\(2, -1\): must be positive"),
+        ((), (2, 1, 1), r"shares=\(\): must be positive"),
         ((3, 1), (4, 1, 1), r"shares=\(3, 1\): expected 4 \(data\), got 2"),
         (
             (2, 1),
