@@ -371,7 +371,7 @@ class Plot(RunOptions):
     when in a real step, beside its schedule; "strategies", data, tensor, model and pipeline parallelism on
     all devices, each with its estimated time, and with memory and bytes of its compiled step, as an
     animation; "memory" of a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes.
-    Without a task: "curves", loss and speed of runs (plot curves runs/0001 runs/0002).
+    Without a task: "curves", the losses of runs (plot curves runs/0001 runs/0002).
 
     Attributes:
       output: an .svg or .html, also a .png of the last two that need a task; without one the first three
@@ -401,7 +401,7 @@ class Plot(RunOptions):
 
 @dataclasses.dataclass(frozen=True)
 class PlotRuns(Options):
-    """Draws the loss and speed of runs into a file.
+    """Draws the losses of runs into a file.
 
     Attributes:
       runs: their folders.
@@ -416,7 +416,7 @@ class PlotRuns(Options):
         """The exit code, 0."""
         from jaxpar.pictures.plot import plot_runs
 
-        print(f"wrote {plot_runs(self.kind, self.runs, self.output)}")
+        print(f"wrote {plot_runs(self.runs, self.output)}")
         return 0
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
 
 from jaxpar.analysis.program import ProgramReport
 from jaxpar.base.display import format_count
 from jaxpar.base.files import whole_file
 from jaxpar.pictures.style import color_of, make_page
+from jaxpar.training.history import Curves
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -60,43 +60,25 @@ def draw_bytes(reports: Mapping[str, ProgramReport]) -> Figure:
 
 
 def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """Loss and speed of runs against the step: name of a run -> lines of its metrics.jsonl.
+    """Losses of runs against the step: name of a run -> lines of its metrics.jsonl.
 
     Raises:
-      ValueError: a run has no line of training, or runs differ in what they count.
+      ValueError: a run has no line of training.
     """
-    figure, [losses, speeds] = _figure(height=6.0, rows=2)
-    unit = ""
+    figure, axes = _figure()
     for i, (name, lines) in enumerate(runs.items()):
-        train = [line for line in lines if line["split"] == "train"]
-        if not train:
+        points = Curves(0).add(*lines).points
+        if not points["train"]:
             raise ValueError(
                 f"{name} has no line of training in its metrics.jsonl\nFix: train it first."
             )
-        before, unit = unit, next(key for key in train[0] if key.endswith("_per_second"))
-        if before not in ("", unit):
-            raise ValueError(
-                f"{name} counts {unit}, the run before it {before}\nFix: plot them apart."
-            )
-        steps = [line["step"] for line in train]
-        style: dict[str, Any] = {"color": color_of(i), "label": f"{name}, train"}
-        losses.plot(steps, [line["loss"] for line in train], **style)
-        # The first line of a process has compiled in its time: it has no speed.
-        timed = [(line["step"], line[unit]) for line in train if line[unit] is not None]
-        points = zip(*timed, strict=True) if timed else ((), ())
-        speeds.plot(*points, **style | {"label": name})
-        valid = [(line["step"], line["loss"]) for line in lines if line["split"] == "valid"]
-        if valid:
-            style |= {"marker": "D", "linestyle": "--", "markeredgecolor": "black"}
-            losses.plot(*zip(*valid, strict=True), **style | {"label": f"{name}, valid"})
-    losses.set_ylabel("loss")
-    losses.legend(frameon=False)
-    speeds.set_ylabel(unit.replace("_per_second", "/s"))
-    speeds.set_ylim(bottom=0)
-    speeds.set_xlabel("step")
-    speeds.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    if len(runs) > 1:
-        speeds.legend(frameon=False)
+        for split, style in (("train", "-"), ("valid", "D--")):
+            if points[split]:
+                steps, losses = zip(*points[split], strict=True)
+                axes.plot(steps, losses, style, color=color_of(i), label=f"{name}, {split}")
+    axes.set_ylabel("loss")
+    axes.set_xlabel("step")
+    axes.legend(frameon=False)
     return figure
 
 
@@ -106,7 +88,7 @@ def _draw_bars(
     kinds = dict.fromkeys(kind for parts in bars.values() for kind, size in parts.items() if size)
     most = max(sum(parts.values()) for parts in bars.values())
     power = min(4, int(math.log10(max(most, 1)) / 3))
-    figure, [axes] = _figure(height=1.9 + 0.42 * len(bars) + 0.2 * len(notes))
+    figure, axes = _figure(height=1.9 + 0.42 * len(bars) + 0.2 * len(notes))
     left = [0.0] * len(bars)
     for i, kind in enumerate(kinds):
         sizes = [parts.get(kind, 0) / 1000**power for parts in bars.values()]
@@ -123,9 +105,8 @@ def _draw_bars(
     return figure
 
 
-def _figure(height: float = 4.0, rows: int = 1) -> tuple[Figure, list[Any]]:
+def _figure(height: float = 4.0) -> tuple[Figure, Any]:
     figure = Figure(figsize=(7.0, height), layout="constrained")
-    axes = figure.subplots(rows, 1, squeeze=False, sharex=rows > 1)[:, 0].tolist()
-    for each in axes:
-        each.spines[["top", "right"]].set_visible(False)
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
     return figure, axes

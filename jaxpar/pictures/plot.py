@@ -78,18 +78,17 @@ def plot_step(
     return figures.save_figure(figure, path)
 
 
-def plot_runs(kind: str, runs: Sequence[str] = (), output: str | Path | None = None) -> Path:
-    """Draws a picture that needs no task into a file.
+def plot_runs(runs: Sequence[str] = (), output: str | Path | None = None) -> Path:
+    """Draws the losses of runs into a file.
 
     Args:
-      kind: "curves".
-      runs: folders of runs.
+      runs: their folders.
       output: ends in .png, .svg or .html.
     Raises:
       ValueError: the file cannot be written so, or there is no run.
       OSError: no such run or folder.
     """
-    path, figures = _path_of(kind, output, FIGURES), _figures()
+    path, figures = _path_of("curves", output, FIGURES), _figures()
     if not runs:
         raise ValueError("plot curves needs runs\nFix: name their folders, such as runs/0001.")
     folders = {str(run): RunFolder(run) for run in runs}
