@@ -138,14 +138,11 @@ class MeshConfig(Shown):
         """Devices that the mesh needs; a size that is still to be inferred counts as one."""
         return math.prod(size for size in self.sizes.values() if size != -1)
 
-    def resolve(
-        self, num_available: int | None = None, *, of_machine: bool = False
-    ) -> "MeshConfig":
+    def resolve(self, num_available: int | None = None) -> "MeshConfig":
         """This mesh with its -1 inferred, for exactly the devices that there are.
 
         Args:
           num_available: devices to fill; None asks JAX (which starts its backend), or counts `devices`.
-          of_machine: they are those of a machine that need not be there, of which another one may be named.
         Raises:
           ValueError: the sizes do not multiply to the number of devices, or JAX has none.
         """
@@ -163,12 +160,10 @@ class MeshConfig(Shown):
             return self.replace(inferred[0], num_available // self.num_devices)
         wanted = self.num_devices
         if wanted != num_available:
-            other = f"take {wanted} of them with devices=(0, ...)"
-            if wanted > num_available:
-                other = "name a larger machine" if of_machine else f"simulate {wanted} on the CPU"
             raise ValueError(
                 f"mesh {self} needs {format_count(wanted, 'device')}, got {num_available}\n"
-                f"Fix: use sizes that multiply to {num_available}, or {other}."
+                f"Fix: use sizes that multiply to {num_available}, name {wanted} with devices=(0, ...), "
+                f"or simulate {wanted}."
             )
         return self
 
@@ -187,8 +182,7 @@ class MeshConfig(Shown):
         """
         import jax
 
-        of_machine = devices is not None
-        is_alone = of_machine or jax.process_count() == 1
+        is_alone = devices is not None or jax.process_count() == 1
         devices = sorted(devices or find_devices(), key=lambda d: (d.process_index, d.id))
         if self.devices is not None:
             missing = [number for number in self.devices if number >= len(devices)]
@@ -199,7 +193,7 @@ class MeshConfig(Shown):
             devices = [devices[number] for number in self.devices]
         elif -1 not in self.sizes.values() and is_alone:
             devices = devices[: self.num_devices]
-        sizes = self.resolve(len(devices), of_machine=of_machine).sizes
+        sizes = self.resolve(len(devices)).sizes
         return jax.make_mesh(
             tuple(sizes.values()),
             tuple(sizes),

@@ -272,7 +272,7 @@ def test_failure_ends_all_with_its_message_and_exit_code(run, text):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--mesh", "dp2"], "needs 2 devices, got 4\n.*take 2 of them"),
+        (["--mesh", "dp2"], "needs 2 devices, got 4\n.*name 2 with devices"),
         pytest.param(
             ["--batch-size", "6"], "batch_size=6 does not divide by data=4", marks=pytest.mark.slow
         ),

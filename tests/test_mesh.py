@@ -129,13 +129,13 @@ def test_parse_refuses(text, message):
         (lambda: MeshConfig(devices=()), r"devices=\(\): must be at least one"),
         (
             lambda: MeshConfig(data=16).build(),
-            "needs 16 devices, got 8\n.*simulate 16 on the CPU",
+            "needs 16 devices, got 8\n.*simulate 16",
         ),
         (
             lambda: MeshConfig(data=16).build(
                 jax.devices()
             ),  # as of a machine that is only compiled for
-            "got 8\nFix: use sizes that multiply to 8, or name a larger machine.$",
+            "got 8\nFix: use sizes that multiply to 8, name 16 with devices",
         ),
         (lambda: MeshConfig(data=-1, tensor=3).build(), "8 devices do not divide by 3"),
         (lambda: MeshConfig(data=2, devices=(0, 9)).build(), "9 must be at most 7"),
@@ -153,7 +153,7 @@ def test_a_mesh_smaller_than_the_machine_takes_the_first_devices(monkeypatch):
     mesh = MeshConfig(data=3, tensor=2).build()
     np.testing.assert_array_equal(device_ids(mesh), np.arange(6).reshape(3, 1, 2))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"needs 6 devices, got 8\n.*take 6 of them"):
+    with pytest.raises(ValueError, match=r"needs 6 devices, got 8\n.*name 6 with devices"):
         MeshConfig(data=3, tensor=2).build()
 
 

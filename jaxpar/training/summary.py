@@ -123,15 +123,12 @@ def describe_pools(layout: Layout) -> list[tuple[str, str]]:
     """Where layers of unequal shapes lie, if a device could have room for those of its stage alone."""
     if layout.possible_pools is None:
         return []
-    pools, stacks = (
-        format_bytes(sum(getattr(pool, name) for pool in layout.possible_pools))
-        for name in ("num_bytes", "stack_bytes")
-    )
-    text = f"pools, {pools} of layers on a device; {stacks} in stacks of their kinds"
     if layout.why_stacks:
-        text = f"stacks of their kinds, {stacks} of layers on a device; {pools} in pools, "
-        text += f"but {layout.why_stacks}"
-    return [("layers in", text)]
+        where = f"stacks of their kinds; pools would take less, but {layout.why_stacks}"
+    else:
+        size = sum(pool.num_bytes for pool in layout.possible_pools)
+        where = f"pools, {format_bytes(size)} of layers on a device"
+    return [("layers in", where)]
 
 
 def describe_balance(layout: Layout) -> list[tuple[str, str]]:
