@@ -96,7 +96,7 @@ class MeshConfig(Shown):
             f"mesh {text!r}: must be axes and sizes, such as dp2pp2tp2",
         )
         sizes: dict[str, int] = {}
-        for name, size in re.findall(rf"({_AXIS})(-?\d+)", text):
+        for name, size in list[tuple[str, str]](re.findall(rf"({_AXIS})(-?\d+)", text)):
             axis = SHORT_NAMES.get(name, name)
             if axis in sizes:
                 raise ValueError(f"mesh {text!r}: {axis!r} must be named once")

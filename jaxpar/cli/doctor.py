@@ -7,8 +7,9 @@ import collections
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from packaging.requirements import Requirement
@@ -67,7 +68,7 @@ def missing_packages() -> Iterator[str]:
             yield f"{needed.name}: expected {needed}, got {got}\nFix: pip install '{needed}'."
 
 
-def describe_memory(devices: list[jax.Device]) -> str:
+def describe_memory(devices: Sequence[Any]) -> str:
     """What is free, in all, and on each device, as far as it is known."""
     known = list[str]()
     if (memory := host_memory()) is not None:

@@ -36,7 +36,8 @@ class NotebookConsole(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Adds to the display; lines are cut at `WIDTH`, as no page shows where one goes on."""
-        super().print(*objects, **options | {"soft_wrap": False})
+        options["soft_wrap"] = False
+        super().print(*objects, **options)
         self._show("")
 
     def show_below(self, line: str) -> None:
