@@ -71,7 +71,7 @@ CALLS = {
     "fit a class": (lambda m: jaxpar.fit(jaxpar.lm.LM), r"task=LM is a class\nFix: give an object, LM\(\)"),
     "fit on a number": (lambda m: jaxpar.fit(TASK, 8), rf"parallel=8 \(int\): {A_LAYOUT}"),
     "fit on a dict": (lambda m: jaxpar.fit(TASK, {"data": 8}), A_LAYOUT),
-    "fit on no mesh": (lambda m: jaxpar.fit(TASK, "8 devices"), "mesh '8 devices': cannot read"),
+    "fit on no mesh": (lambda m: jaxpar.fit(TASK, "8 devices"), "mesh '8 devices': must be axes and sizes"),
     "fit on too many devices": (lambda m: jaxpar.fit(TASK, "dp16"), "needs 16 devices, got 8"),
     "fit with a dict of settings": (lambda m: jaxpar.fit(TASK, "dp8", {}), "must be a TrainConfig"),
     "fit with a number of steps": (lambda m: jaxpar.fit(TASK, "dp8", 100), r"train=100 \(int\): must be"),
