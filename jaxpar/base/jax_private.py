@@ -7,7 +7,7 @@ from typing import Any
 # When it goes: read the launchers' variables in hosts/group.py.
 from jax._src.clusters import ClusterEnv as ClusterEnv
 
-# The client of the coordinator's key-value store: processes compare options and data there before they compile.
+# The client of the coordinator's key-value store, in which processes compare options and data.
 # When it goes: exchange the texts by `jax.experimental.multihost_utils`, which compiles a program for that.
 from jax._src.distributed import global_state as global_state
 
