@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax._src.distributed import global_state  # there is no public way to its key-value store
 
 from jaxpar.base.checks import leaves_of
+from jaxpar.base.jax_private import global_state
 
 _Result = TypeVar("_Result")
 _NAMED = 5  # differences that a message names

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 
 import jax
-from jax._src.clusters import ClusterEnv  # there is no public way to what JAX asks a launcher
 
 from jaxpar.base import output
+from jaxpar.base.jax_private import ClusterEnv
 from jaxpar.hosts.agree import (
     DifferentError,
     SharedError,
