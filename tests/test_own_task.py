@@ -248,13 +248,11 @@ def test_help_tells_its_options(world):
 
 @pytest.mark.slow
 def test_the_planner_compiles_it_and_runs_it(world):
-    printed, said = jaxpar("plan", "forecast.py:Forecast", "--simulate", 1, cwd=world[0])
+    printed, _ = jaxpar("plan", "forecast.py:Forecast", "--simulate", 1, cwd=world[0])
     first, _, last = printed.rpartition("1 x cpu, 1 device: ")
     assert re.search(r"Use dp1.*: ~.* a step, [\d,]+ \w+/s, ~[\d.]+ \w?B of [\d.]+ GB", first)
     assert re.search(r"Use dp1.*: [\d.]+ \w+ a step, [\d,]+ \w+/s, [\d.]+ \w?B of [\d.]+ GB", last)
     assert "running it" in last
-    # Finalists as they come.
-    assert len(re.findall(r"^dp1.*: ~[\d.]+ \w+ a step, [\d.]+ \w?B$", said, re.M)) >= 2
 
 
 def test_a_file_that_has_changed_is_told(here):

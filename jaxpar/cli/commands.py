@@ -505,23 +505,18 @@ def _plan(settings: Settings, machine: str | None, num_bytes: float | None) -> "
     """The ranking, shown by arithmetic and at the end; stderr has what is done in between."""
     from jaxpar import planning
 
-    def tell(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+    def tell(doing: str) -> None:
+        print(f"{doing} ...", file=sys.stderr, flush=True)
 
-    found, known = planning.find_machine(machine, num_bytes), set[str]()
-    steps = planning.plan_in_steps(*settings, found, tell=lambda doing: tell(f"{doing} ..."))
-    ranking = next(steps)
-    _ = ranking.best  # raises if none fits
-    _show(ranking)
-    for ranking in steps:
-        for cost in (*ranking.fitting, *ranking.refused):
-            name = planning.describe(cost.parallel)
-            if (cost.program or cost.refusal) and name not in known:
-                known.add(name)
-                tell(f"{name}: {cost.refusal or f'{cost.seconds_text} a step, {cost.memory_text}'}")
+    found = planning.find_machine(machine, num_bytes)
+    steps = planning.plan_in_steps(*settings, found, tell=tell)
+    first = next(steps)
+    _ = first.best  # raises if none fits
+    _show(first)
+    *_, last = first, *steps
     print()
-    _show(ranking)
-    return ranking
+    _show(last)
+    return last
 
 
 def _num_bytes(size: str | None) -> float | None:

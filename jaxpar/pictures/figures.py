@@ -1,7 +1,6 @@
 """Figures with matplotlib: memory, bytes sent, and the curves of a run."""
 
 import io
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,9 +8,10 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from jaxpar.analysis.program import ProgramReport
-from jaxpar.base.display import format_count
+from jaxpar.base.display import format_bytes, format_count
 from jaxpar.base.files import whole_file
 from jaxpar.pictures.style import color_of, make_page
 from jaxpar.training.history import Curves
@@ -86,20 +86,18 @@ def _draw_bars(
     bars: Mapping[str, Mapping[str, int]], what: str, before: str = "", notes: Sequence[str] = ()
 ) -> Figure:
     kinds = dict.fromkeys(kind for parts in bars.values() for kind, size in parts.items() if size)
-    most = max(sum(parts.values()) for parts in bars.values())
-    power = min(4, int(math.log10(max(most, 1)) / 3))
     figure, axes = _figure(height=1.9 + 0.42 * len(bars) + 0.2 * len(notes))
-    left = [0.0] * len(bars)
+    left = [0] * len(bars)
     for i, kind in enumerate(kinds):
-        sizes = [parts.get(kind, 0) / 1000**power for parts in bars.values()]
+        sizes = [parts.get(kind, 0) for parts in bars.values()]
         axes.barh(list(bars), sizes, left=left, label=before + kind, color=color_of(i), ec="white")
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    for y, (end, parts) in enumerate(zip(left, bars.values(), strict=True)):
-        axes.text(end, y, f" {sum(parts.values()) / 1000**power:.3g}", va="center", fontsize=9)
-    axes.set_xlim(0, 1.1 * max(left) or 1)
+    for y, end in enumerate(left):
+        axes.text(end, y, f" {format_bytes(end)}", va="center", fontsize=9)
+    axes.set_xlim(0, 1.2 * max(left) or 1)
     axes.invert_yaxis()
-    unit = ("B", "kB", "MB", "GB", "TB")[power]
-    axes.set_xlabel("\n".join([f"{what} ({unit})", *notes]))
+    axes.xaxis.set_major_formatter(EngFormatter("B"))
+    axes.set_xlabel("\n".join([what, *notes]))
     below: Any = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": 8}
     figure.legend(*axes.get_legend_handles_labels(), **below)
     return figure

@@ -82,7 +82,6 @@ def show_mesh_config(config: MeshConfig) -> Grid:
     inferred = [axis for axis, size in config.sizes.items() if size == -1]
     note = f"; {inferred[0]} takes as many more as there are" if inferred else ""
     if len(numbers) != math.prod(shape):  # of which resolve() complains
-        note += f"; {len(numbers)} are given"
         numbers = range(math.prod(shape))
     return _mesh_grid(np.reshape(numbers, shape), tuple(config.sizes), note)
 
