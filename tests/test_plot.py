@@ -162,7 +162,7 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
     for line in LINES:
         folder.append_metrics(line)
     assert main(["plot", "curves", "run", "-o", "curves.svg"]) == 0
-    assert "tokens/s" in (tmp_path / "curves.svg").read_text()
+    assert "<svg" in (tmp_path / "curves.svg").read_text()
 
 
 @pytest.mark.parametrize(

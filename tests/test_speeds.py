@@ -113,8 +113,8 @@ def test_a_cost_goes_by_the_speeds():
     ("speeds", "message"),
     [
         ((1, 0), r"speeds=\(1, 0\): must be positive"),
-        ((1, -2.0), r"speeds=\(1, -2.0\): every"),
-        ((), r"speeds=\(\): every"),
+        ((1, -2.0), r"speeds=\(1, -2.0\): must be positive"),
+        ((), r"speeds=\(\): must be positive"),
         ((1, float("inf")), "speeds="),
         ((1, 2, 3), r"speeds=\(1, 2, 3\): expected 2 \(stage\), got 3"),
     ],
