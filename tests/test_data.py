@@ -353,7 +353,7 @@ def test_each_part_of_the_rows_is_read_once(monkeypatch):
         ),
         (
             PartitionSpec(("data", "stage")),
-            "by data=4 x stage=2 = 8; use batch_size 8, or other",
+            "by data=4 x stage=2 = 8\nFix: use batch_size=8, or other",
         ),
     ],
 )
