@@ -533,7 +533,7 @@ REFUSED = {
         r"`predict` mixes the rows of a batch: .* its output 'p' changes in others",
     ),
     "other arguments": (
-        lambda self, y: {"y": y}, r"model Wrong: predict.*write predict\(self, y, batch, at\)",
+        lambda self, y: {"y": y}, r"(?s)model Wrong: predict.*write predict\(self, y, batch, at\)",
     ),
 }  # fmt: skip
 
