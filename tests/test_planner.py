@@ -25,7 +25,6 @@ from jaxpar.planning import (
     compiled,
     describe,
     estimate_step,
-    place,
     plan,
     planner,
 )
@@ -327,45 +326,13 @@ def test_a_config_that_nothing_makes_fit_is_refused():
         check_fits(estimate_step(*settings, tiny))
 
 
-def test_layers_are_placed_by_time_and_by_memory(monkeypatch):
-    only_flops = dataclasses.replace(CPU, memory_bytes_per_second=1e20, loop_seconds=0.0)
-    task = dataclasses.replace(TASK, num_layers=16, vocab_size=16 * 96, batch_size=8)
-    settings = make_settings((1, 4, 1), (2, 4), task, head="last")  # a head of two layers
-    cost = estimate_step(*settings, only_flops)
-    assert place(cost) == (5, 5, 5, 1)
-    assert place(cost, "memory") == (4, 4, 4, 4)
-    held = {}
-    for placement in ((4, 4, 4, 4), (5, 5, 5, 1)):
-        pipeline = dataclasses.replace(settings.parallel.pipeline, placement=placement)
-        parallel = dataclasses.replace(settings.parallel, pipeline=pipeline)
-        held[placement] = estimate_step(task, parallel, settings.train, only_flops).memory_bytes
-    narrow = dataclasses.replace(only_flops, memory_bytes=sum(held.values()) / 2)
-    assert place(estimate_step(*settings, narrow)) == (4, 4, 4, 4)
-    with pytest.raises(ValueError, match="by='tyme': use"):
-        place(cost, "tyme")
-    assert place(estimate_step(*make_settings((2, 1, 1), task=task), CPU)) == (16,)
-    # Where the devices are there, the clock decides among the first few.
-    times = [[9.0], [1.0], [9.0], [9.0]]
-    monkeypatch.setattr(planner, "time_steps", lambda setups, rounds: times[: len(setups)])
-    here = dataclasses.replace(only_flops, is_here=True)
-    assert place(estimate_step(*settings, here)) != (5, 5, 5, 1)
-
-
-def test_layers_of_several_kinds_are_placed():
-    task = task_of("mixed")
-    for by in ("time", "memory"):
-        placement = place(estimate_step(*make_settings((1, 2, 1), (2, 2), task), CPU), by)
-        assert sum(placement) == 7
-        assert min(placement) > 0
-
-
 def test_what_cannot_be_planned_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="no mesh of 7 devices fits"):
         plan(TASK, machine=of(CPU, 7))
     with pytest.raises(ValueError, match="has no devices; use sides of 1 and more"):
         plan(TASK, machine="h100:1x0x8")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="steps are measured by one process, and there are 2"):
+    with pytest.raises(ValueError, match="a plan measures steps in one process, got 2"):
         plan(TEXT)
 
 

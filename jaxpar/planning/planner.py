@@ -6,11 +6,10 @@ are there, a few real steps of each decide.
 """
 
 import dataclasses
-import functools
 import itertools
-import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal
+
+import jax
 
 from jaxpar.base.checks import require_instance
 from jaxpar.base.display import Printed, format_bytes, format_count
@@ -18,11 +17,10 @@ from jaxpar.config import Parallel, TrainConfig
 from jaxpar.config_file import option_words
 from jaxpar.data.order import check_at_least
 from jaxpar.mesh import short_name
-from jaxpar.pipeline.placement import PartCosts, balance, tick_cost
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_of
-from jaxpar.planning.cost import Step, StepCost, estimate
+from jaxpar.planning.cost import StepCost
 from jaxpar.planning.machine import Machine, find_machine
-from jaxpar.planning.running import check_alone, time_steps
+from jaxpar.planning.running import time_steps
 from jaxpar.planning.search import describe, rank
 from jaxpar.setup import Setup
 from jaxpar.task import Task, check_task
@@ -147,8 +145,11 @@ def plan_in_steps(
       tell: is called with what comes next, in words.
     """
     tell("ranking every mesh and pipeline by arithmetic")
-    if machine.is_here and num_finalists:
-        check_alone()
+    if machine.is_here and num_finalists and jax.process_count() > 1:
+        raise ValueError(
+            f"a plan measures steps in one process, got {jax.process_count()} processes\n"
+            f"Fix: plan for a machine by its name, such as h100:1x2x8, or use --elastic."
+        )
     if given.mesh.devices is not None:
         machine = dataclasses.replace(machine, num_devices=len(given.mesh.devices))
     costs = rank(task, given, train, machine, tensor=tensor)
@@ -190,58 +191,6 @@ def compare(cost: StepCost) -> StepCost:
         return cost
     [seconds] = time_steps([setup], _ROUNDS)
     return dataclasses.replace(cost, measured=tuple(seconds))
-
-
-def place(cost: StepCost, by: Literal["time", "memory"] = "time") -> tuple[int, ...]:
-    """The placement of layers by the time that each takes, or by the memory that devices need.
-
-    Args:
-      cost: of a step with any placement, as of `estimate_step`.
-      by: "time" ranks placements by their ticks, what is before the layers on the first stage and after
-        them on the last included, and where the devices are there the first few run; "memory" takes the one
-        that needs the least.
-    Returns:
-      The number of layers on each stage, group by group.
-    Raises:
-      ValueError: `by` is neither; there are several processes, of which each would measure for itself.
-    """
-    if by not in ("time", "memory"):
-        raise ValueError(f'by={by!r}: use "time" or "memory"')
-    (_, parallel, train), machine, counts = cost.settings, cost.machine, cost.counts
-    kind_of, step = counts.facts.kind_of, Step(counts, parallel, train)
-    if parallel.mesh.stage == 1:
-        return (len(kind_of),)
-    first, gradient, last = (machine.seconds(amount, counts.dtype) for amount in step.around)
-    forward, *backward = (
-        [machine.seconds(step.kinds[kind][work], counts.dtype) for kind in kind_of]
-        for work in range(3)
-    )
-    costs = PartCosts(
-        layers=tuple(zip(forward, map(sum, zip(*backward, strict=True)), strict=True)),
-        first=(first, gradient),
-        last=(0.0 if step.shares_head else last, 0.0),
-        speeds=step.layout.costs.speeds,
-    )
-    places = parallel.mesh.stage * parallel.num_groups
-    fewest = -(-len(kind_of) // places)
-    found = {
-        each: None
-        for most in range(fewest, len(kind_of) + 1)
-        for each in balance(costs, places, most=most)
-    }
-    placements = sorted(found, key=functools.partial(tick_cost, costs))
-    pipelines = [dataclasses.replace(parallel.pipeline, placement=each) for each in placements]
-    parallels = [dataclasses.replace(parallel, pipeline=pipeline) for pipeline in pipelines]
-    steps = [estimate(counts, each, train, machine) for each in parallels]
-    smallest = min(range(len(steps)), key=lambda n: steps[n].memory_bytes)
-    if by == "memory":
-        return placements[smallest]
-    fitting = [n for n, each in enumerate(steps) if each.fits] or [smallest]
-    if machine.is_here and len(fitting) > 1:
-        setups = [setup_of(steps[n]) for n in fitting[:_BEST]]
-        medians = [statistics.median(seconds) for seconds in time_steps(setups, _ROUNDS)]
-        return placements[fitting[medians.index(min(medians))]]
-    return placements[fitting[0]]
 
 
 def check_fits(cost: StepCost) -> StepCost:
