@@ -19,7 +19,7 @@ from jaxpar.base.checks import require_instance
 from jaxpar.base.display import Shown, format_bytes, format_count
 from jaxpar.base.keys import key_of, new_key
 from jaxpar.base.memory import device_memory
-from jaxpar.base.trees import device_bytes, zeros
+from jaxpar.base.trees import device_bytes, placed, zeros
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.ends import LAYERS_OF_MODEL
 from jaxpar.mesh import MeshConfig
@@ -114,11 +114,7 @@ def _abstract_state(setup: Setup, _: int) -> TrainState:
     check_sizes(state.carry, mesh, state.carry_rules)
     _check_optimizer(setup, state)
     check_sizes(state.opt_state, mesh, state.opt_rules)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state,
-        state_shardings(state, mesh),
-    )
+    return placed(state, state_shardings(state, mesh))
 
 
 def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:

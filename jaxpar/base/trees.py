@@ -79,6 +79,15 @@ def whole_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def placed(tree: Any, shardings: Any) -> Any:
+    """The shapes of a tree with the shardings of another one."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
+
+
 def device_bytes(tree: Any) -> int:
     """What the sharded arrays of a tree, which may be abstract, take on one device."""
     return sum(

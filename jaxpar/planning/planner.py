@@ -50,7 +50,7 @@ class Ranking(Printed):
     def of(cls, machine: Machine, costs: Sequence[StepCost]) -> "Ranking":
         """Of layouts in any order."""
         by_time = sorted(costs, key=lambda c: (not c.measured, c.program is None, c.seconds))
-        by_size = sorted(costs, key=lambda c: (c.program is None, bool(c.refusal), c.memory_bytes))
+        by_size = sorted(costs, key=lambda c: (not c.memory_bytes, c.memory_bytes or c.least_bytes))
         fitting = tuple(cost for cost in by_time if cost.fits)
         return cls(machine, fitting, tuple(cost for cost in by_size if not cost.fits))
 
@@ -63,11 +63,12 @@ class Ranking(Printed):
         """
         if self.fitting:
             return self.fitting[0]
-        least = self.refused[0]
+        least, room = self.refused[0], format_bytes(self.machine.memory_bytes)
+        needs = least.memory_text or f"more than {format_bytes(least.least_bytes)}"
         raise ValueError(
-            f"none of {len(self.refused):,} configs fits in {format_bytes(self.machine.memory_bytes)} on "
-            f"{self.machine.name}; {describe(least.parallel)} needs {least.memory_text} on each device; use "
-            f"more devices, or a smaller model or batch"
+            f"none of {len(self.refused):,} configs fits in {room} on {self.machine.name}: "
+            f"{describe(least.parallel)} needs {needs} on each device\n"
+            f"Fix: use more devices, or a smaller model or batch."
         )
 
     def explain(self) -> str:
@@ -81,10 +82,12 @@ class Ranking(Printed):
         names = sorted(parts, key=parts.__getitem__, reverse=True)
         about = "~" * (not best.measured)
         shares = (f"{name} {parts[name] / sum(parts.values()):.0%}" for name in names)
+        room = format_bytes(self.machine.memory_bytes)
         lines = [
             f"Use {describe(parallel)}: {best.seconds_text} a step, "
-            f"{about}{counts.counted / best.seconds:,.0f} {task.unit}/s, {best.memory_text} of "
-            f"{format_bytes(self.machine.memory_bytes)} on each device.",
+            f"{about}{counts.counted / best.seconds:,.0f} {task.unit}/s"
+            + f", {best.memory_text} of {room} on each device" * bool(best.memory_text)
+            + ".",
             f"Its estimated time: {', '.join(shares)}.",
         ]
         alike = [c for c in self.fitting if bool(c.measured) == bool(best.measured)]
@@ -207,25 +210,27 @@ def check_fits(cost: StepCost) -> StepCost:
         cost = cost.known(compile_step(setup_of(cost), machine))
     if cost.fits:
         return cost
-    why = f"a step needs {cost.memory_text} on a device, {machine.name} has {format_bytes(room)}"
+    needs = cost.memory_text or f"more than {format_bytes(cost.least_bytes)}"
+    why = f"a step needs {needs} on a device, {machine.name} has {format_bytes(room)}"
     if cost.refusal:
-        why = f"the compiler refuses this step ({cost.refusal})"
-    # Estimates err alike.
-    scale = cost.memory_bytes / sum(cost.held.values())
-    devices = dataclasses.replace(machine, num_devices=mesh.num_devices)
-    costs = rank(*cost.settings, devices, counts=cost.counts)
-    likely = [each for each in costs if each.memory_bytes * scale <= room]
+        why = f"the compiler refuses this step: {cost.refusal}"
+    # Other layouts need as many times their least.
+    scale = (cost.memory_bytes or cost.least_bytes) / cost.least_bytes
+    small = dataclasses.replace(
+        machine, num_devices=mesh.num_devices, memory_bytes=room / max(scale, 1)
+    )
+    likely = [each for each in rank(*cost.settings, small, counts=cost.counts) if each.fits]
     tried = sorted(likely, key=lambda each: each.parallel.mesh != mesh)[: 2 * _MOST_TRIED]
     setups = [setup_of(each) for each in tried]
     for number, found in compile_steps(setups, machine):
-        tried[number] = tried[number].known(found)
+        tried[number] = dataclasses.replace(tried[number], machine=machine).known(found)
     texts = [
         f"{_options(cost, each)} ({each.memory_text}, {each.seconds_text} a step)"
         for each in tried
-        if each.fits
+        if each.memory_bytes and each.fits
     ]
     use = ", or ".join(texts[:3]) or "more devices, or a smaller model or batch"
-    raise ValueError(f"{why}; use {use}")
+    raise ValueError(f"{why}\nFix: use {use}.")
 
 
 def _options(before: StepCost, after: StepCost) -> str:

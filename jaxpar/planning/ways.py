@@ -14,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.display import Printed, format_count
 from jaxpar.base.stage_names import NamedPlacement
+from jaxpar.base.trees import device_bytes, placed
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.layout import Layout
 from jaxpar.pipeline.lanes import Block
@@ -27,6 +29,7 @@ from jaxpar.planning.counts import Counts, counts_of
 from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.planning.search import cuts
 from jaxpar.setup import Setup
+from jaxpar.sharding import shardings
 from jaxpar.task import Task
 from jaxpar.training.summary import ends_by_stage
 
@@ -193,11 +196,12 @@ def _estimate(
         raise refused
     if axis == TENSOR:
         step = Step(counts, parallel, train)
-        parts = (step.part(each, step.layout.param_rules) for each in (*step.params, *step.frozen))
-        if not any(TENSOR in sum(part.axes, ()) for part in parts):
+        if not any(
+            TENSOR in sum(step.axes_of(each), ()) for each in (*counts.params, *counts.frozen)
+        ):
             raise ValueError(
-                f"tensor={n} splits no parameter; name dims of weights (jaxpar.nn.named_param), as the "
-                f"layers of jaxpar.nn do"
+                f"tensor={n} splits no parameter\n"
+                f"Fix: name dims of weights by jaxpar.nn.named_param, as the layers of jaxpar.nn do."
             )
     return min(costs, key=lambda cost: cost.seconds)
 
@@ -206,9 +210,11 @@ def _strategy(name: str, axis: str, cost: StepCost, unknown: str) -> Strategy:
     task, parallel, train = cost.settings
     counts = counts_of(task, train.num_steps, cost.machine.platform)
     step, n = Step(counts, parallel, train), parallel.mesh.sizes[axis]
-    rules, weights = step.layout.param_rules, (*step.params, *step.frozen)
-    weight_bytes = step.bytes_of(weights, rules)
-    whole = sum(math.prod(each.shape) * each.itemsize for each in weights)
+    layout, whole = step.layout, counts.facts.model_size[1]
+    mesh = AbstractMesh(tuple(step.sizes.values()), tuple(step.sizes))
+    weight_bytes = device_bytes(
+        placed(layout.stored, shardings(layout.stored, mesh, layout.param_rules))
+    )
     share = f"{100 * weight_bytes / whole:.3g}% of all weights"
     share = "all weights" if weight_bytes == whole else share
     holds = [share] * n
@@ -216,7 +222,7 @@ def _strategy(name: str, axis: str, cost: StepCost, unknown: str) -> Strategy:
         rows = counts.facts.batch_size // n
         holds = [f"{share}, rows {d * rows}-{(d + 1) * rows - 1}" for d in range(n)]
     elif axis == STAGE:
-        holds = _places(step.layout)
+        holds = _places(layout)
     return Strategy(name, cost, unknown, tuple(holds), weight_bytes, tuple(_blocks(step, cost)))
 
 
