@@ -687,14 +687,6 @@ def test_the_loop_over_ticks_counts_ticks_and_units():
     assert of_head == {num_units}
 
 
-def test_a_report_comes_back_from_json():
-    _, step = step_report((2, 2, 2), (2, 2))
-    described = ProgramReport(find_collectives(TPU, cube()), 1.5, None, ("a note",))
-    for report in (step, described, inspect_local(jnp.sin)):
-        assert ProgramReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
-        assert ProgramReport.from_dict(report.to_dict()) == report
-
-
 def test_the_memory_of_a_step_is_told_by_what_it_is_for():
     parallel, report = step_report((2, 2, 2), (2, 2))
     setup, memory = Setup.of(TASK, parallel), report.memory

@@ -33,7 +33,6 @@ from jaxpar.analysis import inspect_function
 from jaxpar.analysis.program import _memory
 from jaxpar.base.axes import STAGE, TENSOR
 from jaxpar.nn import GRU, LSTM
-from jaxpar.pictures.reports import MEMORY_ERROR
 from jaxpar.planning import estimate_step, plan
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
@@ -215,8 +214,6 @@ QUICK = ("tied", "tp4"), ("transformer", "dp4"), ("lm", "pp4"), ("regress", "dp4
 def test_estimates_are_near_what_is_compiled(name, mesh):
     task, parallel = model(name), parallel_of(name, mesh)
     cost, report = estimate_step(task, parallel), inspect_step(task, parallel)
-    least, most = MEMORY_ERROR
-    assert least <= report.memory.total / cost.memory_bytes <= most
     estimated, compiled = Counter(), Counter()
     for sums, parts in ((estimated, cost.sent), (compiled, report.collectives)):
         for part in parts:
@@ -251,7 +248,6 @@ def test_what_is_printed_of_estimates_says_so():
     cost = estimate_step(task, "dp2tp2")
     for printed in (str(cost), str(cost.known(inspect_step(task, "dp2tp2")))):
         assert re.search(r"^ +axes +estimated +compiled +measured$", printed, re.MULTILINE)
-        assert "estimated memory  parameters" in printed
         assert "estimated step    layers" in printed
         assert "arithmetic" not in printed
     compiled = str(cost.known(inspect_step(task, "dp2tp2")))
@@ -260,6 +256,5 @@ def test_what_is_printed_of_estimates_says_so():
         assert len(columns) == (1 if TENSOR in line else 2), line
     ranking = plan(task, "dp2", num_finalists=0)
     text = " ".join(str(ranking).split())
-    assert "compiled steps need 0.7 to 4 times the estimated memory" in text
     assert "known by" in text
     assert "an estimate" in text

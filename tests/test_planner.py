@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-import json
+import pickle
 import re
 import statistics
 import time
@@ -29,6 +29,8 @@ from jaxpar.planning import (
     planner,
 )
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_on
+from jaxpar.planning.cost import estimate
+from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import Link
 from jaxpar.planning.running import time_steps
 from jaxpar.setup import Setup
@@ -68,14 +70,15 @@ def every_layout(num_devices):
             )
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_first_choice_is_the_best_of_all(num_devices):
-    costs = [estimate_step(TASK, p, machine=CPU) for p in every_layout(num_devices)]
-    smallest = min(cost.memory_bytes for cost in costs)
+    counts = counts_of(TASK, TASK.train.num_steps, CPU.platform)
+    costs = [estimate(counts, p, TASK.train, CPU) for p in every_layout(num_devices)]
+    smallest = min(cost.least_bytes for cost in costs)
     for room in (100, 1.5, 1.02):  # all fit, some, and those that save all they can
         machine = of(CPU, num_devices, memory_bytes=room * smallest)
         ranking = plan(TASK, machine=machine, num_finalists=0)
-        fitting = [cost.seconds for cost in costs if cost.memory_bytes <= machine.memory_bytes]
+        fitting = [cost.seconds for cost in costs if cost.least_bytes <= machine.memory_bytes]
         assert ranking.best.seconds == pytest.approx(min(fitting))
         seconds = [cost.seconds for cost in ranking.fitting]
         assert seconds == sorted(seconds)
@@ -84,8 +87,10 @@ def test_the_first_choice_is_the_best_of_all(num_devices):
         assert not any(cost.fits for cost in ranking.refused)
     too_small = of(CPU, num_devices, memory_bytes=0.98 * smallest)
     ranking = plan(TASK, machine=too_small, num_finalists=0)
-    assert ranking.refused[0].memory_bytes == smallest
-    with pytest.raises(ValueError, match=r"none of \d+ configs fits in [0-9.]+ MB on cpu"):
+    assert ranking.refused[0].least_bytes == pytest.approx(smallest)
+    with pytest.raises(
+        ValueError, match=r"none of \d+ configs fits in [0-9.]+ MB on cpu: .* needs m"
+    ):
         _ = ranking.best
 
 
@@ -103,7 +108,7 @@ def test_the_words_are_those_of_the_numbers():
     ranking = plan(TASK, machine=of(CPU, 2), num_finalists=0)
     best = ranking.best
     chosen, parts, other = ranking.explain().splitlines()
-    assert re.match(rf"Use {describe(best.parallel)}: ~\S+ \w+ a step, ~[\d,]+ \w+/s, ~", chosen)
+    assert re.match(rf"Use {describe(best.parallel)}: ~\S+ \w+ a step, ~[\d,]+ \w+/s\.", chosen)
     longest = max(best.parts, key=best.parts.__getitem__)
     assert parts.startswith(
         f"Its estimated time: {longest} {best.parts[longest] / best.seconds:.0%}, "
@@ -233,7 +238,7 @@ def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
     assert len(times) == 3  # of another machine
     files = [*(tmp_path / "jaxpar" / "compiled").iterdir()]
     assert len(files) == 3
-    assert {json.loads(file.read_text())["flops"] for file in files} == {REPORT.flops}
+    assert [pickle.loads(file.read_bytes()) for file in files] == [REPORT] * 3
 
     def refuses(setup, lowered):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large\nand more")
@@ -257,7 +262,7 @@ def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, capl
         [file] = (tmp_path / "jaxpar" / "compiled").iterdir()
         file.write_text("{")
         assert compile_step(setup, machine) == REPORT
-        assert json.loads(file.read_text())["flops"] == REPORT.flops
+        assert pickle.loads(file.read_bytes()) == REPORT
         return
     monkeypatch.delenv("XDG_CACHE_HOME")
     if home is None:
@@ -267,8 +272,8 @@ def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, capl
         monkeypatch.setenv("HOME", home)
     assert compile_step(setup, machine) == REPORT
     (said,) = caplog.messages
-    assert "what was compiled cannot be kept, and will be compiled anew: " in said
-    assert "set XDG_CACHE_HOME" in said
+    assert "compiled programs cannot be kept: " in said
+    assert "Fix: set XDG_CACHE_HOME" in said
 
 
 # ---- one layout ----
@@ -280,7 +285,7 @@ def test_a_step_is_compared_with_its_program_and_with_the_clock():
     assert len(cost.measured) == 3
     assert cost.seconds == statistics.median(cost.measured)
     assert re.search(r"step +[\d.]+ \w+ +[\d.]+ ms", str(cost))
-    assert re.search(r"memory +[\d.]+ \w?B +[\d.]+ \w?B", str(cost))
+    assert re.search(r"memory +[\d.]+ \w?B", str(cost))
 
 
 @pytest.mark.slow
@@ -322,7 +327,7 @@ def test_a_config_that_cannot_fit_is_refused_with_layouts_that_fit(name, mesh):
 def test_a_config_that_nothing_makes_fit_is_refused():
     settings = make_settings((1, 2, 1), (1, 1), TEXT)
     tiny = dataclasses.replace(planner.find_machine(), memory_bytes=1e3)
-    with pytest.raises(ValueError, match=r"use more devices, or a smaller model or batch"):
+    with pytest.raises(ValueError, match=r"Fix: use more devices, or a smaller model or batch"):
         check_fits(estimate_step(*settings, tiny))
 
 

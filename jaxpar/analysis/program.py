@@ -125,19 +125,6 @@ class ProgramReport(Printed):
         totals = [*map(asdict, self.totals)]
         return {**asdict(self), "collectives": collectives, "totals": totals}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "ProgramReport":
-        """The report that `to_dict` made this of, also after a trip through JSON."""
-        own = [field.name for field in dataclasses.fields(Collective)]
-        found = [Collective(*(_tuples(c[x]) for x in own)) for c in data["collectives"]]
-        memory = data["memory"] and Memory(**data["memory"])
-        return cls(tuple(found), data["flops"], memory, tuple(data["notes"]))
-
-
-def _tuples(value: Any) -> Any:
-    """A value with tuples where JSON has lists."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
 
 def inspect_step(
     task: Task | Setup,

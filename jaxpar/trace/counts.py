@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxpar.trace.jaxprs import CHEAP, equations_in, inlined, programs_in, reads_of
+from jaxpar.trace.jaxprs import (
+    CHEAP,
+    equations_for,
+    equations_in,
+    inlined,
+    programs_in,
+    reads_of,
+)
 
 # How the names of factorizations begin, LAPACK's included; see `reductions`.
 FACTORIZATIONS = ("cholesky", "qr", "householder", "lu", "svd", "eig", "triangular_solve")
@@ -35,15 +42,6 @@ _SAME = {"optimization_barrier", "pcast", "pvary", "sharding_constraint", "stop_
 # Operations that write their result where the first operand lay: the number of what they write.
 _IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 _PRODUCTS = ("dot_general", "conv_general_dilated")
-# What XLA calls the operations that send over axes with names.
-_COLLECTIVES = {
-    "psum": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
-}  # fmt: skip
-
-
-# (operation, axes, "bytes" or "runs") -> a number.
-Collectives = dict[tuple[str, tuple[str, ...], str], float]
 
 
 class Amount(NamedTuple):
@@ -83,35 +81,9 @@ def amount(function: Callable[..., Any], *args: Any) -> Amount:
     return _amount(_traced(function, args))
 
 
-def amount_and_sent(function: Callable[..., Any], *args: Any) -> tuple[Amount, Collectives]:
-    """What a function does, as `amount`, and what it sends over axes that it names.
-
-    Bytes are of what each run takes; loops count by their length, and of a conditional all branches.
-    """
-    jaxpr = _traced(function, args)
-    return _amount(jaxpr), _collectives(jaxpr)
-
-
 def _traced(function: Callable[..., Any], args: tuple[Any, ...]) -> core.Jaxpr:
     """The program of a function, traced now: JAX knows a function that it has traced, not what that reads."""
     return jax.make_jaxpr(lambda *args: function(*args))(*args).jaxpr
-
-
-def _collectives(jaxpr: core.Jaxpr) -> Collectives:
-    found: Any = Counter()
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name.removesuffix("_invariant"), equation.params
-        if op := _COLLECTIVES.get(name):
-            axes = params["axes"] if "axes" in params else params["axis_name"]
-            named = tuple(
-                a for a in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(a, str)
-            )
-            found[op, named, "bytes"] += sum(map(_bytes, equation.invars))
-            found[op, named, "runs"] += len(equation.invars)
-        for part in programs_in(equation):
-            turns = params["length"] if name == "scan" else 1
-            found.update({key: turns * number for key, number in _collectives(part).items()})
-    return dict(found)
 
 
 def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
@@ -119,16 +91,6 @@ def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
     jaxpr = _traced(function, args)
     used = reads_of(jaxpr.eqns, jaxpr.outvars)
     return [v in used for v in jaxpr.invars]
-
-
-def needed_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
-    """For each array among the arguments of a function, whether what it returns depends on it."""
-    jaxpr = _traced(function, args)
-    needed = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
-    for equation in reversed(jaxpr.eqns):
-        if needed.intersection(equation.outvars):
-            needed |= {v for v in equation.invars if isinstance(v, core.Var)}
-    return [v in needed for v in jaxpr.invars]
 
 
 def moving_inputs(function: Callable[..., Any], inputs: Any, *others: Any) -> list[bool]:
@@ -154,7 +116,9 @@ def moving_inputs(function: Callable[..., Any], inputs: Any, *others: Any) -> li
         return jax.jvp(run, (list(itertools.compress(leaves, moves)),), (changes,))[1]
 
     floats = list(itertools.compress(leaves, moves))
-    return needed_inputs(change, floats, leaves, *others)[: len(floats)]
+    jaxpr = _traced(change, (floats, leaves, *others))
+    needed = reads_of(equations_for(jaxpr.eqns, jaxpr.outvars), jaxpr.outvars)
+    return [v in needed for v in jaxpr.invars[: len(floats)]]
 
 
 def reductions(function: Callable[..., Any], *args: Any) -> dict[str, float]:
