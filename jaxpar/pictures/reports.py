@@ -73,7 +73,6 @@ def show_cost(cost: StepCost) -> Picture:
             "cores",
             f"{devices} devices share {cores}: the work of all takes ~{format_seconds(work)}",
         )
-    facts.add_row("ticks", f"{cost.num_ticks}, stages idle in {cost.bubble:.1%} of their turns")
     return Picture(
         describe(cost.parallel), "", table, "", facts, *(program.notes if program else ())
     )

@@ -70,8 +70,6 @@ class StepCost(Printed):
       sent: the collectives of 1 kB and more.
       least_bytes: that a device needs in any case. A step needs more; how much, its compiler tells. It
         decides what is worth compiling.
-      num_ticks: of the schedule.
-      bubble: the share of stage-time in which a stage waits.
       parts: seconds, by what they are spent on, one after the other: layers (on the busiest stage), head
         (what comes before and after them), bubble (that stage waits for others), ticks (of the loop
         itself), sending (as if nothing else ran meanwhile), update (the optimizer).
@@ -85,8 +83,6 @@ class StepCost(Printed):
     machine: Machine
     sent: tuple[Sent, ...]
     least_bytes: float
-    num_ticks: int
-    bubble: float
     parts: Mapping[str, float]
     program: ProgramReport | None = None
     refusal: str = ""
@@ -178,7 +174,7 @@ def estimate_step(
 def estimate(counts: Counts, parallel: Parallel, train: TrainConfig, machine: Machine) -> StepCost:
     """The same, of counts; `parallel` has no -1 left."""
     step = Step(counts, parallel, train)
-    sent, schedule = tuple(step.sent()), step.schedule
+    sent = tuple(step.sent())
     sending = sum(each.seconds(machine, step.sizes) for each in sent)
     return StepCost(
         counts=counts,
@@ -186,8 +182,6 @@ def estimate(counts: Counts, parallel: Parallel, train: TrainConfig, machine: Ma
         machine=machine,
         sent=sent,
         least_bytes=step.least_bytes(),
-        num_ticks=step.num_ticks,
-        bubble=schedule.bubble if parallel.runs_in_units else 0.0,
         parts={**step.seconds(machine), "sending": sending},
     )
 

@@ -163,13 +163,11 @@ def plan_in_steps(
         wanted = num_finalists - sum(cost.program is not None and cost.fits for cost in costs)
         wave = {n: setup_of(costs[n]) for n in itertools.islice(likely, wanted)}
         if wave:
-            tell(f"compiling 1 of {format_count(len(wave), 'config')}")
-        for count, (place, found) in enumerate(compile_steps([*wave.values()], machine), 2):
+            tell(f"compiling {format_count(len(wave), 'config')}")
+        for place, found in compile_steps([*wave.values()], machine):
             number = [*wave][place]
             costs[number] = costs[number].known(found)
             yield Ranking.of(machine, costs)
-            if count <= len(wave):
-                tell(f"compiling {count} of {len(wave)} configs")
         setups |= {n: setup for n, setup in wave.items() if costs[n].fits}
     for rounds in (_ROUNDS, _LAST_ROUNDS) if machine.is_here and setups else ():
         tell(f"running {format_count(len(setups), 'config')} in {rounds} rounds")
