@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import STAGE
 from jaxpar.base.checks import require_instance
-from jaxpar.base.display import Shown, format_bytes, format_count
+from jaxpar.base.display import Shown, format_bytes
 from jaxpar.base.keys import key_of, new_key
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes, placed, zeros
@@ -285,14 +285,9 @@ def check_room(state: TrainState, mesh: Mesh) -> None:
     here = device_bytes(state)
     on_cpu, room = devices[0].platform == "cpu", device_memory(devices)
     if room and here > room and (on_cpu or state.opt_memory is None):
-        all_of, what = 1, "on a device, which"
-        if on_cpu:
-            all_of, what = len(devices), f"on {format_count(len(devices), 'device')}, this machine"
-        arrays = f"parameters{' and optimizer state' if jax.tree.leaves(state.opt_state) else ''}"
         raise ValueError(
-            f"{arrays} alone need {format_bytes(all_of * here)} {what} has "
-            f"{format_bytes(all_of * room)}; use a smaller model, or more devices or machines to split it "
-            f"over"
+            f"the state needs {format_bytes(here)} on each device, which has {format_bytes(room)}\n"
+            f"Fix: use a smaller model, or split it over more devices or machines."
         )
 
 
@@ -342,8 +337,9 @@ def audit(state: TrainState) -> None:
     lines += misplaced({"carry": state.carry}, mesh, state.carry_rules)
     if lines:
         raise ValueError(
-            f"{len(lines)} arrays are annotated but not so sharded; place them with `init_state`, or "
-            f"`jax.device_put` and `state_shardings`:\n  " + "\n  ".join(lines)
+            f"state: {len(lines)} arrays are not sharded as annotated:\n  "
+            + "\n  ".join(lines)
+            + "\nFix: place them by init_state, or by jax.device_put and state_shardings."
         )
 
 
@@ -358,8 +354,8 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
         kept = array_of(variable)
         if not hasattr(kept, "shape"):
             raise ValueError(
-                f"the optimizer of task {task.name} keeps {name}, a {type(kept).__name__}, for one "
-                f"parameter; use one that keeps arrays, such as optax.adafactor"
+                f"the optimizer of task {task.name} keeps {name}, a {type(kept).__name__}\n"
+                f"Fix: use one that keeps arrays, such as optax.adafactor."
             )
     if not (task.has_optimizer and setup.parallel.update == "host"):
         return
@@ -370,8 +366,8 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
         why = "draws random numbers"
     if why:
         raise ValueError(
-            f"update='host': devices update their parts of a parameter alone, and the optimizer of task "
-            f"{task.name} {why}; use update='sharded', or an optimizer such as optax.adam"
+            f"update='host' updates parts of parameters alone, but the optimizer of task {task.name} {why}\n"
+            f"Fix: use update='sharded', or an optimizer such as optax.adam."
         )
 
 

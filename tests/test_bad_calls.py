@@ -221,7 +221,7 @@ CALLS = {
     ),
     "a corpus of no file": (lambda m: jaxpar.lm.load_corpus("nowhere"), "no corpus 'nowhere': it is neither"),
     "a corpus of a number": (lambda m: jaxpar.lm.load_corpus(3), r"corpus=3 \(int\): use python-docs, "),
-    "advice on a number": (lambda m: strategy_for(3, 3, MeshConfig(data=2)), "has no kernel"),
+    "advice on a number": (lambda m: strategy_for(3, 3, 2), "has no kernel"),
     "layers in words": (lambda m: jaxpar.lm.LM("four"), "num_layers='four': use a whole number"),
 }  # fmt: skip
 

@@ -5,11 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
-from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.trees import whole_bytes
-from jaxpar.mesh import MeshConfig
 
 
 class SplitCost(NamedTuple):
@@ -71,11 +68,11 @@ class Advice(NamedTuple):
 def strategy_for(
     layer: nnx.Module,
     batch: int | tuple[int, ...],
-    mesh: Mesh | MeshConfig | int,
+    num_devices: int,
     *,
     is_first: bool = False,
 ) -> Advice:
-    """Which split of a layer over all devices of a mesh moves the fewest bytes.
+    """Which split of a layer over some devices moves the fewest bytes.
 
     For n devices, gradients of P bytes, and inputs and outputs of X and Y bytes (the whole batch's):
 
@@ -94,13 +91,15 @@ def strategy_for(
       layer: one with a `kernel` [..., in, out], such as `nn.Linear`, `nn.Conv` and Flax's own; may be
         abstract (`nnx.eval_shape`).
       batch: rows of the global batch, or the input's shape if it has more dims than [batch, in].
-      mesh: the layer is split over all of its devices; or their number.
+      num_devices: over which the layer is split.
       is_first: whether the gradient of its input is not needed.
     Raises:
-      ValueError: the layer has no kernel, the shape does not fit it, the mesh has stages or a single
-        device, or no size can be split.
+      ValueError: the layer has no kernel, the shape does not fit it, there is a single device, or no size
+        can be split.
     """
-    num_devices, shape = _num_devices(mesh), _input_shape(layer, batch)
+    if num_devices < 2:
+        raise ValueError(f"num_devices={num_devices} is too small\nFix: use 2 or more.")
+    shape = _input_shape(layer, batch)
     graphdef, params = nnx.split(layer)
     kernel = params["kernel"]
     in_size, out_size = kernel.shape[-2:]
@@ -120,7 +119,8 @@ def strategy_for(
         cost("row", 2 * Y, X, "outputs added, gradients of inputs stacked", "in", in_size),
     )
     if all(cost.obstacle for cost in costs):
-        raise ValueError(f"no split: {', '.join(cost.obstacle for cost in costs)}")
+        obstacles = ", ".join(cost.obstacle for cost in costs)
+        raise ValueError(f"no split: {obstacles}\nFix: use sizes that divide by {num_devices}.")
     by_weights = [cost.total_bytes / shape[0] for cost in costs[1:] if not cost.obstacle]
     flip_batch = math.ceil(costs[0].total_bytes / min(by_weights)) if by_weights else 1
     window = f", window {'x'.join(map(str, kernel.shape[:-2]))}" * (len(kernel.shape) > 2)
@@ -131,23 +131,14 @@ def strategy_for(
 def _input_shape(layer: nnx.Module, batch: int | tuple[int, ...]) -> tuple[int, ...]:
     kernel = getattr(layer, "kernel", None)
     if kernel is None or len(kernel.shape) < 2:
-        raise ValueError(f"{type(layer).__name__} has no kernel [..., in, out]; give one that has")
+        raise ValueError(
+            f"layer={type(layer).__name__} has no kernel [..., in, out]\nFix: give one that has."
+        )
     in_size = kernel.shape[-2]
     shape = (batch, in_size) if isinstance(batch, int) else tuple(batch)
     if len(shape) < len(kernel.shape) or shape[-1] != in_size or min(shape) < 1:
         raise ValueError(
-            f"an input of shape {shape} does not fit the kernel {tuple(kernel.shape)}; give batch as "
-            f"(rows, ...{', height, width' * (len(kernel.shape) == 4)}, {in_size})"
+            f"batch={shape} does not fit the kernel {tuple(kernel.shape)}\n"
+            f"Fix: give (rows, ...{', height, width' * (len(kernel.shape) == 4)}, {in_size})."
         )
     return shape
-
-
-def _num_devices(mesh: Mesh | MeshConfig | int) -> int:
-    if isinstance(mesh, MeshConfig):
-        sizes = (mesh.resolve() if -1 in mesh.sizes.values() else mesh).sizes
-    else:
-        sizes = {DATA: mesh} if isinstance(mesh, int) else mesh.shape
-    stages, num_devices = sizes.get(STAGE, 1), math.prod(sizes.values())
-    if stages > 1 or num_devices < 2:
-        raise ValueError(f"{num_devices} devices in {stages} stages; give 2 or more, and stage=1")
-    return num_devices

@@ -36,7 +36,8 @@ def fit_devices(
     asked, num_devices = parallel.mesh, jax.device_count()
     if asked.devices is not None:
         raise ValueError(
-            f"--elastic takes all devices, and devices={asked.devices} names some; give only one of the two"
+            f"--elastic takes all devices, and devices={asked.devices} names some\n"
+            f"Fix: give only one of the two."
         )
     if keep:
         with contextlib.suppress(ValueError):
