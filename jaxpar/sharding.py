@@ -303,33 +303,6 @@ def check_split(
             )
 
 
-def misplaced(
-    tree: Any, mesh: Mesh | None, rules: Rules, memory_kind: str | None = None
-) -> list[str]:
-    """One line for every annotated array whose actual sharding is not the one that its names ask for.
-
-    Args:
-      mesh: where the arrays should lie; None if no array lies on any.
-      memory_kind: as `shardings`.
-    """
-    lines = []
-    for name, variable in annotated(tree):
-        array, spec = variable.get_value(), _spec(variable, mesh, rules)
-        what, actual = f"{name} {array.shape}: declared", array.sharding
-        if mesh is None or not isinstance(actual, NamedSharding) or actual.mesh != mesh:
-            lines.append(f"{what} {spec}, but lies on {actual}")
-            continue
-        declared = NamedSharding(mesh, spec, memory_kind=memory_kind)
-        at_its_place = NamedSharding(mesh, spec, memory_kind=actual.memory_kind)
-        if not actual.is_equivalent_to(at_its_place, array.ndim):
-            shard = actual.shard_shape(array.shape)
-            lines.append(f"{what} {spec}, but is sharded {actual.spec} (shards {shard})")
-        elif actual.memory_kind != declared.memory_kind:
-            kinds = declared.memory_kind, actual.memory_kind
-            lines.append(f"{what} in {kinds[0]} memory, but lies in {kinds[1]} memory")
-    return lines
-
-
 def annotated(tree: Any) -> Iterator[tuple[str, nnx.Variable]]:
     """Name and variable of everything in `tree` that carries named dims."""
     for name, leaf in named_leaves(tree):

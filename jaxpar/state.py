@@ -28,10 +28,10 @@ from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.setup import Setup
 from jaxpar.sharding import (
     Rules,
+    annotated,
     array_of,
     check_sizes,
     is_variable,
-    misplaced,
     named_leaves,
     shardings,
 )
@@ -330,11 +330,19 @@ def audit(state: TrainState) -> None:
         for layout in layouts
         if isinstance(layout, NamedSharding) and isinstance(layout.mesh, Mesh)
     )
-    mesh = max(meshes, key=meshes.__getitem__, default=None)
-    lines = misplaced({"params": state.params}, mesh, state.param_rules)
-    lines += misplaced({"frozen": state.frozen}, mesh, state.param_rules)
-    lines += misplaced({"opt_state": state.opt_state}, mesh, state.opt_rules, state.opt_memory)
-    lines += misplaced({"carry": state.carry}, mesh, state.carry_rules)
+    if not meshes:
+        raise ValueError("state lies on no mesh\nFix: place it by init_state.")
+    mesh, lines = max(meshes, key=meshes.__getitem__), []
+    declared = state_shardings(state, mesh)
+    for (name, leaf), (_, wanted) in zip(*map(annotated, (state, declared)), strict=True):
+        array, where = leaf.get_value(), wanted.get_value()
+        actual, what = array.sharding, f"{name} {array.shape}: declared"
+        if not isinstance(actual, NamedSharding) or actual.mesh != mesh:
+            lines.append(f"{what} {where.spec}, but lies on {actual}")
+        elif not actual.with_memory_kind(where.memory_kind).is_equivalent_to(where, array.ndim):
+            lines.append(f"{what} {where.spec}, but is sharded {actual.spec}")
+        elif actual.memory_kind != where.memory_kind:
+            lines.append(f"{what} in {where.memory_kind} memory, but lies in {actual.memory_kind}")
     if lines:
         raise ValueError(
             f"state: {len(lines)} arrays are not sharded as annotated:\n  "

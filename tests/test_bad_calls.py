@@ -21,7 +21,6 @@ from jaxpar import (
     Stack,
     TrainConfig,
 )
-from jaxpar.analysis import strategy_for
 from jaxpar.pipeline import make_schedule
 from jaxpar.planning import plan
 from jaxpar.setup import Setup
@@ -221,7 +220,6 @@ CALLS = {
     ),
     "a corpus of no file": (lambda m: jaxpar.lm.load_corpus("nowhere"), "no corpus 'nowhere': it is neither"),
     "a corpus of a number": (lambda m: jaxpar.lm.load_corpus(3), r"corpus=3 \(int\): use python-docs, "),
-    "advice on a number": (lambda m: strategy_for(3, 3, 2), "has no kernel"),
     "layers in words": (lambda m: jaxpar.lm.LM("four"), "num_layers='four': use a whole number"),
 }  # fmt: skip
 

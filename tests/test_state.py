@@ -384,7 +384,7 @@ def test_audit_names_what_is_not_so_sharded():
     lstm = state.params["layers"]["lstm"]
     lstm["w_h"] = lstm["w_h"].replace(jax.device_put(lstm["w_h"][...], whole))
     with pytest.raises(
-        ValueError, match=r"1 arrays are annotated but not so sharded(.|\n)*layers\.lstm\.w_h"
+        ValueError, match=r"1 arrays are not sharded as annotated:(.|\n)*layers\.lstm\.w_h"
     ):
         audit(state)
 

@@ -5,7 +5,6 @@ Bytes sent and memory are those of the compiled programs. Where none can be comp
 
 import dataclasses
 import itertools
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -186,13 +185,21 @@ def _estimate(
         raise ValueError(
             f"{layers} for {n} devices\nFix: use {n} layers or more, or fewer devices."
         )
-    tried = [parallel]
+    tried, rows, steps = [parallel.pipeline], facts.batch_size, facts.num_steps or 1
     if name.startswith("pipeline") and parallel.num_units == 1:
-        tried = [dataclasses.replace(parallel, pipeline=cut) for cut in _cuts(counts, parallel)]
-    costs, refused = list[StepCost](), ValueError()
-    for each in tried:
+        tried = [
+            dataclasses.replace(parallel.pipeline, num_microbatches=M, num_chunks=K)
+            for M, K in itertools.product(cuts(rows), cuts(steps))
+            if 1 < M * K <= _UNITS_PER_STAGE * n
+        ]
+    costs = list[StepCost]()
+    refused = ValueError(
+        f"batch_size={rows}: neither rows nor time steps can be cut into units\nFix: use more rows."
+    )
+    for pipeline in tried:
+        layout = dataclasses.replace(parallel, pipeline=pipeline)
         try:
-            costs.append(estimate(counts, each, train, machine))
+            costs.append(estimate(counts, layout, train, machine))
         except ValueError as error:
             refused = error
     if not costs:
@@ -242,28 +249,6 @@ def _places(layout: Layout) -> list[str]:
         ", ".join(filter(None, (own, *more)))
         for own, more in zip(layers, ends_by_stage(layout), strict=True)
     ]
-
-
-def _cuts(counts: Counts, parallel: Parallel) -> list[PipelineConfig]:
-    """Pipelines of more units than one, and up to `_UNITS_PER_STAGE`.
-
-    Raises:
-      ValueError: neither rows nor time can be cut.
-    """
-    facts, pipeline = counts.facts, parallel.pipeline
-    chunks = [1] if facts.whole_window else cuts(facts.num_steps or 1)
-    rows = facts.batch_size // math.lcm(*facts.rows_together.values())
-    found = [
-        dataclasses.replace(pipeline, num_microbatches=M, num_chunks=K)
-        for M, K in itertools.product(cuts(rows), chunks)
-        if 1 < M * K <= _UNITS_PER_STAGE * parallel.mesh.stage
-    ]
-    if not found:
-        raise ValueError(
-            f"batch_size={facts.batch_size}: neither rows nor time steps can be cut into units\n"
-            f"Fix: use more rows, or give --pipeline.num-microbatches."
-        )
-    return found
 
 
 def _blocks(step: Step, cost: StepCost) -> Iterator[Block]:
