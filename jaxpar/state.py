@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import STAGE
 from jaxpar.base.checks import require_instance
-from jaxpar.base.display import Shown, format_bytes
+from jaxpar.base.display import Shown, format_bytes, format_count
 from jaxpar.base.keys import key_of, new_key
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes, placed, zeros
@@ -285,9 +285,12 @@ def check_room(state: TrainState, mesh: Mesh) -> None:
     here = device_bytes(state)
     on_cpu, room = devices[0].platform == "cpu", device_memory(devices)
     if room and here > room and (on_cpu or state.opt_memory is None):
+        count = len(devices) if on_cpu else 1
+        arrays = f"parameters{' and optimizer state' * bool(jax.tree.leaves(state.opt_state))}"
         raise ValueError(
-            f"the state needs {format_bytes(here)} on each device, which has {format_bytes(room)}\n"
-            f"Fix: use a smaller model, or split it over more devices or machines."
+            f"{arrays} alone need {format_bytes(count * here)} on {format_count(count, 'device')}, "
+            f"{'this machine' if on_cpu else 'which'} has {format_bytes(count * room)}\n"
+            f"Fix: use a smaller model, or more devices or machines to split it over."
         )
 
 

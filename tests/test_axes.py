@@ -261,8 +261,8 @@ class Mistyped(Context):
 @pytest.mark.parametrize(
     ("task", "mesh", "message"),
     [
-        (Ringed(), "dp1", r"layer ring \(test_axes\.py, line \d+\) uses ppermute: stages run it in"),
-        (Unnamed(), "dp1", r"attention \(.*\) uses a collective along 'context', .*axes = \(\"context\",\)"),
+        (Ringed(), "dp1", r"layer ring \(test_axes\.py, line \d+\) uses ppermute, which would exchange with"),
+        (Unnamed(), "dp1", r"attention \(.*\) uses a collective along 'context', .*\n.*axes = \(\"context\",\)"),
         (Mistyped(), "dp1", r"rule 'time' -> \('contxt',\): unknown mesh axis 'contxt'; axes of task Mis"),
         (Context(), "contxt2", "unknown axis 'contxt'; axes of task Context are .*did you mean 'context'"),
         (Context(kinds=("gru",)), "context2", "layer gru goes from step to step: its state would begin"),

@@ -210,7 +210,7 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
             "cannot draw strategies into 'a.png'; end its name in .svg, .html",
         ),
         (["strategies"], "plot strategies what? Name a task after it: plot strategies lm"),
-        (["strategies", "lm", "--devices", "0"], "one device shares its step with none"),
+        (["strategies", "lm", "--devices", "0"], "one device cannot share a step"),
         (
             ["bytes", "lm", "--machine", "v5e:2x2", "-o", "a.png"],
             "machine='v5e:2x2' with bytes, which is of the devices here; leave it out",
