@@ -234,7 +234,7 @@ MISTAKES = {
     ),
     "a collective over stages": (
         layer_that(lambda c, x, at: (c, jax.lax.psum(x, "stage"))),
-        rf"layer wrong \({HERE}\) uses a collective along 'stage', where jaxpar alone exchanges\n.* of your own",
+        rf"layer wrong \({HERE}\) uses a collective along 'stage', where jaxpar alone .*\n.* of your own",
     ),
     "a collective over rows": (
         layer_that(lambda c, x, at: (c, x - jax.lax.pmean(x, ("data", "tensor")))),
@@ -242,7 +242,7 @@ MISTAKES = {
     ),
     "a collective over tensor": (
         layer_that(lambda c, x, at: (c, jax.lax.all_gather(x, "tensor", axis=2, tiled=True))),
-        rf"layer wrong \({HERE}\) uses a collective along 'tensor', where jaxpar alone exchanges\n.* at.layout\(x, ",
+        rf"layer wrong \({HERE}\) uses a collective along 'tensor', where jaxpar .*\n.* at.layout\(x, ",
     ),
     "a collective over an unknown axis": (
         layer_that(lambda c, x, at: (c, x * jax.lax.axis_index("heads"))),
