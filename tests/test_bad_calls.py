@@ -206,7 +206,6 @@ CALLS = {
     "a plan for a name": (lambda m: plan("lm"), f"task='lm' .*{A_TASK}"),
     "a plan for a number": (lambda m: plan(TASK, machine=3), r"machine=3 \(int\): use the name of one"),
     "fewer finalists than none": (lambda m: plan(TASK, num_finalists=-1), "finalists=-1 is too small"),
-    "a size of tensor alone": (lambda m: plan(TASK, tensor=2), r"tensor=2 \(int\): use a list of sizes"),
     "a plan for no such machine": (lambda m: plan(TASK, machine="gpu"), "machine 'gpu': write a TPU slice"),
     "a sample of no run": (lambda m: jaxpar.lm.sample("nowhere"), "nowhere holds no run"),
     "a start of a number": (

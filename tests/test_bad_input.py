@@ -139,7 +139,7 @@ FLAGS = {
     ),
     "devices beyond all threads": (train("--simulate", "9999"), r"simulate_devices\(9999\): use 1 to 1024"),
     "hardly any memory": (
-        train("--memory", "1kB"), r"needs more than [\d.]+ kB on a device, .* has 1\.0 kB\s+Fix: use more dev",
+        train("--memory", "1kB"), r"needs more than [\d.]+ kB on a device, .* has 1\.0 kB\s+Fix: use",
     ),
     "no embedding": (train("--embed-size", "0"), "embed_size=0: must be positive"),
     "embedding too wide": (

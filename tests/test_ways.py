@@ -194,7 +194,7 @@ def test_tensor_parallelism_of_a_model_that_it_does_not_split_is_left_out(no_com
         rules = Regress().rules.replace(dict.fromkeys(("heads", "inner", "hidden"), None))
 
     found = strategies(Plain(("dense",) * 4), FOUR)
-    assert "tensor=4 splits no parameter; name dims" in found.left_out[WAYS[1]]
+    assert "tensor=4 splits no parameter\nFix: name dims" in found.left_out[WAYS[1]]
 
 
 def test_one_device_shares_with_none():

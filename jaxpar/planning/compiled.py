@@ -71,15 +71,15 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
         lowered = lower_step(setup)
         if machine.is_here:
             return inspect_lowered(setup, lowered)
-        path = _path_of(lowered, machine)
+        name = _name_of(lowered, machine)
         with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):  # not there, or broken
-            return pickle.loads(path.read_bytes())
+            return pickle.loads((_folder() / name).read_bytes())
         report = inspect_lowered(setup, lowered)
     except jax.errors.JaxRuntimeError as error:
         return str(error).partition("\n")[0]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as file:
+        _folder().mkdir(parents=True, exist_ok=True)
+        with whole_file(_folder() / name) as file:
             file.write_bytes(pickle.dumps(report))
     except OSError as error:
         _log.warning(
@@ -89,7 +89,11 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
     return report
 
 
-def _path_of(lowered: jax.stages.Lowered, machine: Machine) -> Path:
+def _folder() -> Path:
+    return cache_folder() / "compiled"
+
+
+def _name_of(lowered: jax.stages.Lowered, machine: Machine) -> str:
     """Of the file for what is known of a program: by its text, and all that it depends on besides."""
     versions = []
     for package in _PACKAGES:
@@ -97,7 +101,7 @@ def _path_of(lowered: jax.stages.Lowered, machine: Machine) -> Path:
             versions.append(importlib.metadata.version(package))
     flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
     asked = repr((lowered.as_text(), machine.name, versions, flags, _VERSION))
-    return cache_folder() / "compiled" / f"{hashlib.sha256(asked.encode()).hexdigest()}.pickle"
+    return f"{hashlib.sha256(asked.encode()).hexdigest()}.pickle"
 
 
 def compile_steps(

@@ -1,12 +1,10 @@
 """What a step costs, by arithmetic: counts, the table of ticks and a machine's few numbers.
 
 Nothing is compiled or measured, so thousands of layouts take seconds; the order of layouts is what counts.
-FLOPs are exact. Bytes that are sent are sums over each axis of the mesh. Along `tensor` a layer costs what
-split matrices must exchange (Shoeybi et al. 2019, arXiv:1909.08053, section 3): cotangents of inputs added
-for matrices split by columns, outputs added for those split by rows, and in a loop over time, where a product
-reads the state that its own columns make, inputs, and a gather and a sum of that state at each step; nothing
-at each step for blocks on the diagonal of a matrix (heads). What layers send over axes of one's own is not
-counted.
+FLOPs are exact. Bytes that are sent are sums over each axis of the mesh. Along `tensor` each pair of split
+matrices exchanges activations once forward and once backward (Shoeybi et al. 2019, arXiv:1909.08053, section
+3). A recurrent layer without heads exchanges its state at each time step as well. What layers send over axes
+of one's own is not counted.
 """
 
 import dataclasses
@@ -22,7 +20,7 @@ import numpy as np
 
 from jaxpar.analysis.collectives import Collective, num_messages, sent_bytes
 from jaxpar.analysis.program import ProgramReport
-from jaxpar.base.axes import BATCH, DATA, INPUT, STAGE, TENSOR
+from jaxpar.base.axes import BATCH, DATA, HEADS, STAGE, TENSOR
 from jaxpar.base.display import Printed, format_bytes, format_seconds
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.forward import step_schedule
@@ -385,35 +383,18 @@ class Step:
         yield Sent("all-reduce", along, as_float, shared)
 
     def _over_tensor(self) -> Iterator[Sent]:
-        """What layers with split matrices exchange; see above."""
+        """What layers with split matrices exchange: x for each pair of them, and a recurrent state."""
         again = 1 + (self.parallel.runs_in_units and self.parallel.pipeline.remat)
-        x, along = self.unit.x, (TENSOR,)
-        for number in range(len(self.kinds)):
+        for number, kind in enumerate(self.unit.kinds):
             runs = self.units * float(self.layers_GSK.sum(0)[:, number].max())
-            columns, others, blocks = self._split_matrices(number)
-            yield Sent("all-reduce", along, x, (others * again + max(others, columns)) * runs)
-            turns = self.unit.kinds[number].forward.product_turns * (columns > 0)
-            if turns:
-                yield Sent("all-gather", along, x, (1 + again) * runs)
-            if turns and not blocks:
-                state = x / self.unit.steps
-                yield Sent("all-gather", along, state, turns * runs * again)
-                yield Sent("all-reduce", along, state, turns * runs)
-
-    def _split_matrices(self, number: int) -> tuple[bool, int, bool]:
-        """Of a kind of layer, whether `tensor` splits matrices by columns, how many others; and by blocks."""
-        columns, others, blocks = False, 0, False
-        for array in self.of_kind(number):
-            split = [TENSOR in axes for axes in self.axes_of(array)[1:]]
-            if len(split) < 2 or not any(split):
-                continue
-            if INPUT in array.dims and any(split[: array.dims.index(INPUT) - 1]):
-                blocks = True
-            elif split[-1]:
-                columns = True
-            else:
-                others += 1
-        return columns, others, blocks
+            arrays = [each for each in self.of_kind(number) if len(each.dims) > 2]
+            split = [each for each in arrays if any(TENSOR in axes for axes in self.axes_of(each))]
+            pairs = math.ceil(len(split) / 2)
+            yield Sent("all-reduce", (TENSOR,), self.unit.x, (1 + again) * pairs * runs)
+            if not any(HEADS in each.dims for each in split):
+                state, turns = self.unit.x / self.unit.steps, kind.forward.product_turns
+                yield Sent("all-gather", (TENSOR,), state, again * turns * runs * (pairs > 0))
+                yield Sent("all-reduce", (TENSOR,), state, turns * runs * (pairs > 0))
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -7,11 +7,10 @@ are there, a few real steps of each decide.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from jaxpar.base.checks import require_instance
 from jaxpar.base.display import Printed, format_bytes, format_count
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.config_file import option_words
@@ -109,7 +108,6 @@ def plan(
     machine: Machine | str | None = None,
     *,
     num_finalists: int = NUM_FINALISTS,
-    tensor: Collection[int] | None = None,
 ) -> Ranking:
     """Every way to run a task's training step on a machine, ranked.
 
@@ -119,17 +117,15 @@ def plan(
         searched for.
       machine: or its text, as of `find_machine`; None: the devices that JAX has, on which the finalists run.
       num_finalists: so many that fit are compiled; 0 relies on arithmetic.
-      tensor: sizes of `tensor` to try; None tries all.
     Raises:
       ValueError: as of `search.rank` and `find_machine`; there is no compiler for the machine; or there are
         several processes, of which each would measure for itself.
     """
     check_task(task)
     check_at_least(0, num_finalists=num_finalists)
-    require_instance("tensor", tensor, Collection | None, "a list of sizes, or None for all")
     machine = find_machine(machine)
     given, train = Parallel.of(parallel, task.parallel), train or task.train
-    *_, last = plan_in_steps(task, given, train, machine, num_finalists, tensor)
+    *_, last = plan_in_steps(task, given, train, machine, num_finalists)
     return last
 
 
@@ -139,7 +135,6 @@ def plan_in_steps(
     train: TrainConfig,
     machine: Machine,
     num_finalists: int = NUM_FINALISTS,
-    tensor: Collection[int] | None = None,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[Ranking]:
     """`plan` as it goes: by arithmetic alone, then after every program, then after all have run.
@@ -155,7 +150,7 @@ def plan_in_steps(
         )
     if given.mesh.devices is not None:
         machine = dataclasses.replace(machine, num_devices=len(given.mesh.devices))
-    costs = rank(task, given, train, machine, tensor=tensor)
+    costs = rank(task, given, train, machine)
     yield Ranking.of(machine, costs)
     likely = iter([number for number, cost in enumerate(costs) if cost.fits])
     setups = dict[int, Setup]()
