@@ -19,7 +19,7 @@ from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig, split_machine
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.planning import estimate_step, find_machine
-from jaxpar.planning.cost import Step
+from jaxpar.planning.cost import Step, estimate
 from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import SHEETS, Link, sheet_of
 from jaxpar.setup import Setup
@@ -34,6 +34,18 @@ BYTES_ERROR = 0.35
 OVERLAID = 1.05
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@functools.cache
+def counts(task):
+    return counts_of(task, TrainConfig().num_steps, "cpu")
+
+
+def cost_of(parallel, task=None, machine=CPU):
+    """As of `estimate_step`, of a task that is traced once."""
+    return estimate(
+        counts(task or task_of("lm")), Parallel.of(parallel, Parallel()), TrainConfig(), machine
+    )
 
 
 def random_settings(name, seed):
@@ -59,7 +71,7 @@ def random_settings(name, seed):
 # ---- counts ----
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["lm", "mixed", *map(slow, ("gru", "transformer", "images"))])
 def test_numbers_of_a_unit_follow_from_four_that_were_traced(name):
     counts = counts_of(task_of(name), 100, "cpu")
     steps, rows = counts.facts.num_steps, counts.facts.batch_size
@@ -129,19 +141,15 @@ def test_bytes_over_tensor_of_a_recurrent_layer_are_near_those_of_the_compiled_s
 
 
 def test_heads_spare_the_exchange_at_each_time_step():
-    plain, heads = (
-        estimate_step(dataclasses.replace(task_of("lm"), num_heads=n), "tp4", machine=CPU)
-        for n in (1, 4)
-    )
+    plain, heads = (cost_of("tp4", dataclasses.replace(task_of("lm"), num_heads=n)) for n in (1, 4))
     assert max(each.runs for each in plain.sent) >= 16 * 4 > max(each.runs for each in heads.sent)
 
 
 def test_what_a_device_has_of_the_parameters_is_exact():
     parallel = Parallel("dp2pp2tp2", fsdp=True, update="sharded")
     state = abstract_state(Setup.of(task_of("lm"), parallel))
-    counts = counts_of(task_of("lm"), 100, "cpu")
-    step = Step(counts, parallel, TrainConfig())
-    assert step.bytes_of(counts.params, step.layout.param_rules) == device_bytes(state.params)
+    step = Step(counts(task_of("lm")), parallel, TrainConfig())
+    assert step.bytes_of(step.counts.params, step.layout.param_rules) == device_bytes(state.params)
 
 
 # ---- time ----
@@ -149,9 +157,8 @@ def test_what_a_device_has_of_the_parameters_is_exact():
 
 def test_a_step_on_one_device_takes_what_its_parts_take():
     machine = dataclasses.replace(CPU, memory_bytes_per_second=1e20, loop_seconds=0.0)
-    cost = estimate_step(task_of("lm"), "dp1", machine=machine)
-    counts = counts_of(task_of("lm"), TrainConfig().num_steps, "cpu")
-    unit = counts.unit(16, 32)
+    cost = cost_of("dp1", machine=machine)
+    unit = counts(task_of("lm")).unit(16, 32)
     flops = 4 * sum(work.flops for work in unit.kinds[0][:3]) + unit.last.flops
     seconds = cost.parts["layers"] + cost.parts["head"]
     assert seconds == pytest.approx(flops / machine.flops_per_second["float32"])
@@ -165,7 +172,7 @@ def test_stages_wait_as_the_table_of_ticks_says():
     task = dataclasses.replace(task_of("lm"), vocab_size=8, num_words=None)
     for M, K in ((2, 1), (2, 4)):
         parallel = Parallel("pp4", PipelineConfig(num_microbatches=M, num_chunks=K))
-        parts = estimate_step(task, parallel, machine=machine).parts
+        parts = cost_of(parallel, task, machine).parts
         schedule = make_schedule("1f1b", 4, M, K, zero_bubble=True)
         busy = parts["layers"] + parts["head"]
         assert parts["bubble"] / (busy + parts["bubble"]) == pytest.approx(
@@ -175,14 +182,14 @@ def test_stages_wait_as_the_table_of_ticks_says():
 
 def test_a_machine_counts_by_its_numbers():
     slow = dataclasses.replace(H100, near=Link(1e6, 1e-2))
-    costs = [estimate_step(task_of("lm"), "dp8", machine=machine) for machine in (H100, slow)]
+    costs = [cost_of("dp8", machine=machine) for machine in (H100, slow)]
     assert costs[1].parts["sending"] > 100 * costs[0].parts["sending"]
     assert costs[1].parts["layers"] == costs[0].parts["layers"]
     narrow = dataclasses.replace(task_of("lm"), dtype="bfloat16", hidden_size=4096, embed_size=4096)
     wide = dataclasses.replace(narrow, dtype="float32")
-    times = [estimate_step(task, "dp8", machine=H100).parts["layers"] for task in (narrow, wide)]
+    times = [cost_of("dp8", task, H100).parts["layers"] for task in (narrow, wide)]
     assert times[0] < times[1]
-    host = estimate_step(task_of("lm"), Parallel("dp8", update="host"), machine=H100)
+    host = cost_of(Parallel("dp8", update="host"), machine=H100)
     assert host.parts["update"] > costs[0].parts["update"]
 
 
@@ -198,36 +205,30 @@ def test_links_are_those_within_a_host_and_between_hosts():
 
 
 def test_unequal_shares_are_those_of_the_group_with_most():
-    equal, uneven = (
-        estimate_step(task_of("lm"), Parallel("dp2", shares=shares), machine=CPU)
-        for shares in ((2, 2), (3, 1))
-    )
+    equal, uneven = (cost_of(Parallel("dp2", shares=shares)) for shares in ((2, 2), (3, 1)))
     assert uneven.parts["layers"] == pytest.approx(1.5 * equal.parts["layers"], rel=0.01)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"dtype": "bfloat16"}, {"tie_embedding": True}, {"layer": "rglru"}, {"packed": True},
-        {"num_buckets": 2, "bucket_multiple": 4},
-        slow({"layer": "gru"}), slow({"layer": "slstm"}), slow({"dropout": 0.0}),
-        slow({"layer": "gated_delta"}),
+        {"tie_embedding": True, "dtype": "bfloat16"}, {"packed": True},
+        slow({"num_buckets": 2, "bucket_multiple": 4}), slow({"layer": "rglru"}), slow({"layer": "gru"}),
+        slow({"layer": "slstm"}), slow({"dropout": 0.0}), slow({"layer": "gated_delta"}),
     ],
     ids=str,
 )  # fmt: skip
 def test_any_option_of_a_task_has_a_cost(change):
     task = dataclasses.replace(task_of("lm"), **change)
     for parallel in ("dp2", "pp2", "tp2"):
-        cost = estimate_step(task, parallel, machine=CPU)
+        cost = cost_of(parallel, task)
         assert min(cost.parts.values()) >= 0
         assert cost.seconds > 0
 
 
 def test_remat_takes_time_and_gives_room():
     plain, again = (
-        estimate_step(
-            task_of("lm"), Parallel("pp2", PipelineConfig(num_chunks=4, remat=remat)), machine=CPU
-        )
+        cost_of(Parallel("pp2", PipelineConfig(num_chunks=4, remat=remat)))
         for remat in (False, True)
     )
     assert again.parts["layers"] > 1.1 * plain.parts["layers"]
