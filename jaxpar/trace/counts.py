@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,16 +25,12 @@ _REDUCING = (
     "reduce", "dot_general", "conv_general", "cum", "arg", "sort", "top_k", "fft", *FACTORIZATIONS,
 )  # fmt: skip
 
-# Of what the compiler fuses into an operation that reads it, so that it is not materialized: what is computed
-# once, however many operations read it.
-_EXPENSIVE = {
-    "cos", "div", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "random_bits", "rem",
-    "rsqrt", "sin", "sqrt", "tanh", "threefry2x32",
-}  # fmt: skip
-# All of it; the others are computed for each operation that reads them.
-_FUSED = CHEAP | _EXPENSIVE | {
-    "ceil", "clamp", "floor", "iota", "is_finite", "random_unwrap", "random_wrap", "real", "round",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "slice", "split", "transpose", "xor",
+# What the compiler fuses into an operation that reads it, so that it is not materialized.
+_FUSED = CHEAP | {
+    "ceil", "clamp", "cos", "div", "erf", "exp", "exp2", "expm1", "floor", "iota", "is_finite", "log",
+    "log1p", "logistic", "pow", "random_bits", "random_unwrap", "random_wrap", "real", "rem", "round",
+    "rsqrt", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sin", "slice", "split", "sqrt",
+    "tanh", "threefry2x32", "transpose", "xor",
 }  # fmt: skip
 # Operations whose results are their operands, as far as memory goes.
 _SAME = {"optimization_barrier", "pcast", "pvary", "sharding_constraint", "stop_gradient"}
@@ -141,16 +136,11 @@ def reductions(function: Callable[..., Any], *args: Any) -> dict[str, float]:
 
 def _amount(jaxpr: Any) -> Amount:
     whole = inlined(core.ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))).jaxpr
-    readers, held = Counter[Any](), {v for v in whole.outvars if isinstance(v, core.Var)}
+    held = {v for v in whole.outvars if isinstance(v, core.Var)}
     for equation in whole.eqns:
-        reads = {v for v in equation.invars if isinstance(v, core.Var)}
-        readers.update(reads)
         name = equation.primitive.name
         if name not in _FUSED and not name.startswith("reduce_"):
-            held |= reads
-
-    def is_written(name: str, v: Any) -> bool:
-        return v in held or name not in _FUSED or (name in _EXPENSIVE and readers[v] > 1)
+            held |= {v for v in equation.invars if isinstance(v, core.Var)}
 
     def amount_of(equation: Any) -> Amount:
         name = equation.primitive.name
@@ -160,7 +150,7 @@ def _amount(jaxpr: Any) -> Amount:
             return Amount(bytes=2.0 * _bytes(equation.invars[_IN_PLACE[name]]))
         if not name.startswith("reduce") and (parts := programs_in(equation)):
             return _inside(equation, [*map(_amount, parts)])
-        made = sum(_bytes(v) for v in equation.outvars if is_written(name, v))
+        made = sum(_bytes(v) for v in equation.outvars if v in held or name not in _FUSED)
         if name in _PRODUCTS:
             return Amount(_flops_of(equation), made + sum(map(_bytes, equation.invars)))
         return Amount(bytes=2.0 * made)
