@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import (
@@ -233,7 +233,9 @@ class Constraint:
         return jax.tree.map(of, tree, is_leaf=is_variable)
 
 
-def shardings(tree: Any, mesh: Mesh, rules: Rules, memory_kind: str | None = None) -> Any:
+def shardings(
+    tree: Any, mesh: Mesh | AbstractMesh, rules: Rules, memory_kind: str | None = None
+) -> Any:
     """`tree` with a `NamedSharding` for every array: annotated ones by the rules, others replicated.
 
     Args:
@@ -333,9 +335,8 @@ def base_of(dim: str | None) -> str:
     return (dim or "").partition(OF)[0]
 
 
-def _spec(variable: nnx.Variable, mesh: Mesh | None, rules: Rules) -> P:
-    sizes = None if mesh is None else mesh.shape
-    return rules.spec(dims_of(variable), tuple(variable.shape), sizes)
+def _spec(variable: nnx.Variable, mesh: Mesh | AbstractMesh, rules: Rules) -> P:
+    return rules.spec(dims_of(variable), tuple(variable.shape), mesh.shape)
 
 
 def array_of(leaf: Any) -> Any:
