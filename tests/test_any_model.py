@@ -536,9 +536,7 @@ def test_a_collective_over_an_axis_of_vmap_is_told():
     try:
         setup = Setup.of(Regress(("centred", "dense")), Parallel(on_devices((1, 2, 1))))
         state, batch = init_state(setup), setup.task.make_batches("train", 0).batch(0)
-        with pytest.raises(
-            ValueError, match=r"layer centred.* over an axis of jax\.vmap"
-        ):
+        with pytest.raises(ValueError, match=r"layer centred.* over an axis of jax\.vmap"):
             jax.jit(make_loss_and_grad(setup)).lower(state, batch)
     finally:
         del MAKERS["centred"]

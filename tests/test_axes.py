@@ -262,7 +262,7 @@ class Mistyped(Context):
     ("task", "mesh", "message"),
     [
         (Ringed(), "dp1", r"layer ring \(test_axes\.py, line \d+\) uses ppermute, which would exchange with"),
-        (Unnamed(), "dp1", r"attention \(.*\) a collective along 'context', .*\n.*axes = \(\"context\",\)"),
+        (Unnamed(), "dp1", r"attention \(.*\) .* along 'context', .*\n.*axes = \(\"context\",\)"),
         (Mistyped(), "dp1", r"rule 'time' -> \('contxt',\): unknown mesh axis 'contxt'; axes of task Mis"),
         (Context(), "contxt2", "unknown axis 'contxt'; axes of task Context are .*did you mean 'context'"),
         (Context(kinds=("gru",)), "context2", "layer gru goes from step to step: its state would begin"),

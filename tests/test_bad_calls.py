@@ -187,8 +187,8 @@ CALLS = {
     "no such optimizer": (lambda m: OptimizerConfig(name="adamm"), "name='adamm': use 'adam' or"),
     "half a step": (lambda m: TrainConfig(num_steps=1.5), r"num_steps=1\.5 \(float\): use a whole number"),
     "steps backwards": (lambda m: TrainConfig(num_steps=-1), "num_steps=-1: must be positive"),
-    "rules of a dict": (lambda m: Rules({"a": "tensor"}), r"rules=.*: write Rules\.make\("),
-    "rules of a list": (lambda m: Rules([1]), r"rules=\[1\]: write Rules\.make\("),
+    "rules of a dict": (lambda m: Rules({"a": "tensor"}), r"rules=.* is not a table of rules"),
+    "rules of a list": (lambda m: Rules([1]), r"rules=\[1\] is not a table of rules"),
     "parameters split over no data": (
         lambda m: jaxpar.fit(TASK, Parallel("tp8", fsdp=True)), "fsdp=True splits over data, and mesh tp8 ",
     ),
@@ -231,7 +231,7 @@ def test_a_wrong_call_is_told_at_once_and_changes_no_file(name, made, tmp_path, 
     with pytest.raises((ValueError, OSError), match=message) as raised:
         call(made)
     assert time.process_time() - begin < SECONDS
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(raised.value).replace("\nFix:", "")
     assert not list(tmp_path.iterdir())
 
 

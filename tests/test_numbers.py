@@ -238,7 +238,7 @@ def test_what_is_printed_of_estimates_says_so():
     cost = estimate_step(task, "dp2tp2")
     for printed in (str(cost), str(cost.known(inspect_step(task, "dp2tp2")))):
         assert re.search(r"^ +axes +estimated +compiled +measured$", printed, re.MULTILINE)
-        assert "estimated step    layers" in printed
+        assert re.search("estimated step +layers", printed)
         assert "arithmetic" not in printed
     compiled = str(cost.known(inspect_step(task, "dp2tp2")))
     for line in re.findall(r"^(?:all|collective)-\S+ .*$", compiled, re.MULTILINE):
