@@ -323,7 +323,7 @@ def test_noise_is_refused_where_it_would_depend_on_the_mesh():
     ):
         check_stacking(setup_of(Own(("gru",) * 3), (1, 2, 1)).layout, NOISE)
     with pytest.raises(
-        ValueError, match=r"update='host': .*task Own draws random numbers; use update="
+        ValueError, match=r"update='host': .*task Own draws random numbers\nFix: use update="
     ):
         abstract_state(setup_of(Own(note="noisy"), (2, 1, 1), update="host"))
 
