@@ -284,10 +284,6 @@ FLAGS = {
         train("--train.out-dir", "empty.txt/run", "--corpus", "none"),  # before that is looked for
         r"cannot make the folder empty\.txt/run: Not a directory; use another --train\.out-dir",
     ),
-    "fallback in a file": (
-        train("--train.fallback-dir", "empty.txt/runs"),
-        r"cannot make fallback_dir='empty\.txt/runs': Not a directory; use",
-    ),
     "unknown flag": (
         train("--hiden-size", "8"),
         "Unrecognized options: --hiden-size, 8 Perhaps you meant: --hidden-size INT .* train lm --help$",

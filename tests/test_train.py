@@ -357,46 +357,30 @@ class Obstacle:
         self.aside.rename(self.folder)
 
 
-def test_a_state_that_cannot_be_saved_goes_to_the_fallback(text, tmp_path, whole_run):
-    options = {"checkpoint_every": 5, "fallback_dir": str(tmp_path / "other" / "disk")}
-    run = make_run(text, tmp_path / "run", **options)
-    obstacle = Obstacle(tmp_path / "run")
-    with pytest.raises(
-        OSError,
-        match=r"of step 10 could not be written in .*run/checkpoints: .*; the state of step 10 is "
-        r"saved in .*other/disk/run-step-10: go on with --resume --train\.out-dir .*run-step-10$",
-    ):
-        fit(*run, report=Recorder(at_step=10, action=obstacle.put))
-    resumed = fit(*make_run(text, tmp_path / "other/disk/run-step-10", **options), resume=True)
-    assert resumed.losses == whole_run[0].losses[10:]
-    lines = RunFolder(resumed.out_dir).metrics()
-    assert [line["step"] for line in lines if line["split"] == "train"] == [1, 5, 10, 11, 15, 20]
-    obstacle.remove()
-    assert RunFolder(tmp_path / "run").checkpoints(Setup.of(*run)).steps() == [5]
-
-
-def test_without_a_fallback_the_newest_checkpoint_is_named(text, tmp_path):
+def test_a_state_that_cannot_be_saved_ends_the_run(text, tmp_path, whole_run):
     run = make_run(text, tmp_path / "run", checkpoint_every=5)
     obstacle = Obstacle(tmp_path / "run")
-    with pytest.raises(OSError, match=r"step 10 could not be written .*; free .*fallback-dir\)$"):
+    with pytest.raises(OSError, match=r"of step 10 could not be written in .*run/checkpoints: .*"):
         fit(*run, report=Recorder(at_step=10, action=obstacle.put))
+    obstacle.remove()
+    assert fit(*run, resume=True).losses == whole_run[0].losses[5:]
 
 
-def test_metrics_that_cannot_be_written_end_the_run_with_its_state_saved(text, tmp_path, whole_run):
-    run = make_run(text, tmp_path / "run")
-    metrics = tmp_path / "run" / "metrics.jsonl"
+def test_metrics_that_cannot_be_written_end_the_run(text, tmp_path, whole_run):
+    run = make_run(text, tmp_path / "run", checkpoint_every=2)
+    metrics, aside = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "aside"
 
     def fill():
-        metrics.unlink()
+        metrics.rename(aside)
         metrics.symlink_to("/dev/full")
 
-    with pytest.raises(
-        OSError,
-        match=r"cannot write .*metrics\.jsonl: No space .*; the state of step 10 is saved in",
-    ):
+    with pytest.raises(OSError, match=r"cannot write .*metrics\.jsonl: No space"):
         fit(*run, report=Recorder(at_step=5, action=fill))
     metrics.unlink()
-    assert fit(*run, resume=True).losses == whole_run[0].losses[10:]
+    aside.rename(metrics)
+    resumed = fit(*run, resume=True)
+    assert resumed.losses == whole_run[0].losses[resumed.first_step :]
+    assert resumed.first_step >= 4
 
 
 @pytest.mark.law

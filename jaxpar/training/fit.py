@@ -4,17 +4,15 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 
 import jax
 
 from jaxpar.base.bucket import BucketPath, as_path
 from jaxpar.base.checks import require, require_instance
-from jaxpar.base.files import make_folder
 from jaxpar.base.loading import guard_remedy
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.custom_backward import check_custom_backward
-from jaxpar.hosts.agree import agree, in_process_0, together
+from jaxpar.hosts.agree import agree, in_process_0
 from jaxpar.hosts.distributed import program_facts
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.rows import check_rows_alone
@@ -220,9 +218,6 @@ def open_run(
         if before is not None:
             stack.enter_context(before.lock())
             state = _restore(before, setup, batches if is_cut_alike else None)
-        if train.fallback_dir is not None:
-            path = Path(train.fallback_dir).expanduser()
-            together(lambda: make_folder(path, f"fallback_dir={str(path)!r}", "use another place"))
         if profile:
             _check_profile(train, 0 if state is None else int(state.step))
         if before is not None:
@@ -235,7 +230,7 @@ def open_run(
         if state is None:
             state = init_state(setup) if taken is None else taken.state()
         audit(state)
-        yield Run(setup, batches, folder, checkpoints, report, texts, state, profile)
+        yield Run(setup, batches, folder, checkpoints, report, state, profile)
 
 
 def _check_metrics(setup: Setup) -> None:

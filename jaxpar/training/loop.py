@@ -1,20 +1,17 @@
 """The loop: steps, with what is written and reported of them, until the last one or a signal."""
 
-import contextlib
 import dataclasses
 import math
 import signal
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from jaxpar.base.files import free_path
 from jaxpar.data.batches import EndOfStreamError, place_batch
-from jaxpar.hosts.agree import SharedError, in_process_0, together
+from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, evaluated, release
@@ -43,7 +40,6 @@ class Run:
     """A run in progress: its state, and everything that records or reports it.
 
     Attributes:
-      texts: that it is continued from; see `texts_of`.
       state: after the last step taken.
       profile: whether steps are traced.
     """
@@ -53,7 +49,6 @@ class Run:
     folder: RunFolder
     checkpoints: Checkpoints
     report: Reports
-    texts: Mapping[str, str]
     state: TrainState
     profile: bool
 
@@ -73,16 +68,11 @@ class Run:
         """Takes the steps that are left, saves the state after the last, and evaluates it.
 
         Raises:
-          OSError: something could not be written; the message says where the state is.
+          OSError: something could not be written, such as on a full disk; the newest checkpoint is whole.
           FloatingPointError: a step is not finite, and may not be skipped.
         """
-        try:
-            first_step, losses, stopped_by = self._take_steps()
-            evaluations = self._finish(stopped_by)
-        except OSError as error:
-            if jax.process_count() > 1 and not isinstance(error, SharedError):
-                raise  # the others do not know; they end when this process does
-            raise _rescue(self, error) from error
+        first_step, losses, stopped_by = self._take_steps()
+        evaluations = self._finish(stopped_by)
         return FitResult(losses, first_step, self.state, self.setup, evaluations, stopped_by)
 
     def _take_steps(self) -> tuple[int, list[float], signal.Signals | str | None]:
@@ -366,57 +356,3 @@ def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient", "update"]
     if not np.isfinite(metrics.loss):
         return "loss"
     return "update" if np.isfinite(metrics.grad_norm) else "gradient"
-
-
-def _rescue(run: Run, error: OSError) -> OSError:
-    """Saves the state of a run where that is possible, when something could not be written.
-
-    Returns:
-      the error to raise, which tells where the state is.
-    """
-    step, places = int(run.state.step), [run.folder]
-    run.report.end(step, run.config.num_steps, None)
-    free = "free some space and go on with --resume, or "
-    with contextlib.suppress(OSError):
-        run.checkpoints.close()  # which may be saving this very step
-    try:
-        together(run.folder.lock().check)
-    except OSError as gone:
-        error, places, free = gone, [], ""
-    message = str(error)
-    if (root := run.config.fallback_dir) is not None:
-        places.append(RunFolder(in_process_0(lambda: _fallback_path(root, run.folder, step))))
-    for folder in places:
-        try:
-            _save_in(folder, run, step)
-        except OSError as another:
-            message += "" if str(another) == message else f"; and {another}"
-            continue
-        return type(error)(
-            f"{message}; the state of step {step} is saved in {folder}: go on with --resume "
-            f"--train.out-dir {folder}"
-        )
-    return type(error)(
-        f"{message}; {free}name another place for the state beforehand (--train.fallback-dir)"
-    )
-
-
-def _save_in(folder: RunFolder, run: Run, step: int) -> None:
-    """Saves the state of a run in its folder, or in another one that it can be continued from."""
-
-    def begin() -> None:
-        if folder is not run.folder:
-            folder.start(run.texts)
-            folder.rewind_metrics(step, run.folder)
-
-    in_process_0(begin)
-    with together(lambda: folder.checkpoints(run.setup)) as checkpoints:
-        checkpoints.losses |= run.checkpoints.losses  # the best is kept
-        if checkpoints.latest_step() != step:
-            checkpoints.save(run.state)
-
-
-def _fallback_path(root: str, folder: RunFolder, step: int) -> str:
-    """A folder for the state of a run that cannot be written in its own: `root/0001-step-700`."""
-    path = Path(root).expanduser() / f"{folder.path.name}-step-{step}"
-    return str(free_path(path.parent, f"{path.name}-") if path.exists() else path)

@@ -134,7 +134,7 @@ class RunFolder:
             )
         settings = read_config(self.config_path)
         # A folder may have been copied or moved, or be somebody else's: it names no place to write to.
-        train = dataclasses.replace(settings.train, out_dir=str(self), fallback_dir=None)
+        train = dataclasses.replace(settings.train, out_dir=str(self))
         return settings._replace(train=train)
 
     def lock(self) -> FolderLock:
