@@ -678,10 +678,10 @@ BOX = re.compile(r"(╭─)? [\w ]+ ( +|─+╮)\n(│? .*\n)+(╰─+╯\n)?(--
 
 
 def one_message(said):
-    """What is said in a line, or in a box that ends with a remedy and is one line here."""
+    """What is said in up to three lines, or in a box that ends with a remedy and is one line here."""
     if said.startswith("error: "):
-        assert said.count("\n") == 1
-        return said.rstrip("\n")
+        assert said.count("\n") <= 3
+        return " ".join(said.splitlines())
     assert BOX.fullmatch(said), said
     words = " ".join(re.sub("[│╭╮╰╯─]|---+", " ", said).split())
     assert re.search(r"For full helptext, (see|run:?) python -m jaxpar \w+ .*--help", words)

@@ -74,7 +74,7 @@ class LoadedRun:
           ValueError: there is no such split, or the data have changed since the run began.
           OSError: they cannot be read.
         """
-        self.folder.record.check_data(describe_data(self.setup))
+        self.folder.check_data(describe_data(self.setup))
         return evaluate(self.setup, self.state, split)
 
     def predict(
@@ -117,7 +117,7 @@ class LoadedRun:
         run = dataclasses.replace(self, setup=setup, state=state)
         batches = run.batches(data) if isinstance(data, str) else data
         name = data if isinstance(data, str) else type(data).__name__
-        known = {"run": self.folder.record.read()["run"], "folder": str(self.folder)}
+        known = {"run": self.folder.data()["run"], "folder": str(self.folder)}
         of = {**known, "step": self.step, "data": name}
         return predict(setup, state, batches, out, of=of, quiet=quiet)
 
@@ -128,7 +128,7 @@ class LoadedRun:
           ValueError: there is no such split, or the data have changed since the run began.
           OSError: they cannot be read.
         """
-        self.folder.record.check_data(describe_data(self.setup))
+        self.folder.check_data(describe_data(self.setup))
         return self.setup.task.make_batches(data)
 
     def export(

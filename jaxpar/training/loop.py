@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxpar.data.batches import EndOfStreamError, place_batch
-from jaxpar.hosts.agree import in_process_0, together
+from jaxpar.hosts.agree import in_process_0
 from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, evaluated, release
@@ -30,9 +30,6 @@ from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import FitResult, Reports
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.times import Times, Utilization
-
-# A loss that is so many times that of the first step, of a model that knows nothing, is going astray.
-EXPLODED = 10.0
 
 
 @dataclasses.dataclass
@@ -57,8 +54,6 @@ class Run:
         self.num_skipped = int(self.state.skipped)  # of the steps that have been looked at
         self.sharding = batch_sharding(self.setup)
         self.rate = self.task.learning_rate(self.config.num_steps)
-        self.first_loss: float | None = None
-        self.warned = False
         self.lines: list[dict[str, Any]] = []  # that a process before this one has written
         self.validations: dict[int, Evaluation] = {}  # of steps
         self.times, self.utilization = Times(), Utilization(self.setup)
@@ -91,8 +86,6 @@ class Run:
         stored = self.checkpoints.stored_losses().items()
         self.checkpoints.losses |= {each: loss for each, loss in stored if each <= step}
         self.lines = self.folder.metrics()
-        losses_before = (line["loss"] for line in self.lines if line["split"] == "train")
-        self.first_loss = next(losses_before, None)
         self.report.begin(step, config.num_steps, self.folder.path)
         clock, units = time.perf_counter(), 0.0  # since the last line
         traces = self.profile and jax.process_index() == 0
@@ -141,14 +134,15 @@ class Run:
                     self._save()
                 clock += time.perf_counter() - before  # speed is that of steps
             losses += [float(each.loss) for each in self._look(waiting, step)]
-            if self.checkpoints.latest_step() != step > first_step:
+            if step > first_step:
                 self._save()
+                self.checkpoints.close()  # what is named in the last lines is there
         self.report.end(step, config.num_steps, stop.reason)
         if ended is not None:
             self.checkpoints.close()
             raise EndOfStreamError(
-                f"{ended}. The state of step {step} is saved: go on with --resume --train.out-dir "
-                f"{self.folder}"
+                f"{ended}. The state of step {step} is saved\n"
+                f"Fix: continue with --resume --train.out-dir {self.folder}"
             ) from ended
         if tracer.path is not None:
             self.report.profile(tracer.path)
@@ -167,20 +161,15 @@ class Run:
             for split in ("valid", "test"):
                 known = self.validations.get(step) if split == "valid" else None
                 evaluations[split] = known or self.evaluate(step, split)
-        with self.times.of("checkpoints"):
-            self.checkpoints.close()  # what is named in the last lines is there
-        if evaluations:
-            loss = evaluations["valid"].loss
-            in_process_0(lambda: self.checkpoints.note_loss(step, loss))
-        in_process_0(self.folder.write_checksums)
+        in_process_0(self.folder.flush_metrics)
         self.report.finish(evaluations, self.folder.path, self.times.parts())
         return evaluations
 
     def _save(self) -> None:
-        """Begins to write a checkpoint; data.json says how the other files are with it."""
+        """Begins to write a checkpoint, if there is none of this step."""
         step = int(self.state.step)
         read, position = self.batches.checksums(step), self.batches.position(step)
-        in_process_0(self.folder.write_checksums)
+        in_process_0(self.folder.flush_metrics)
         with self.times.of("checkpoints"):
             self.checkpoints.save(self.state, read, position, self.batches.settings)
         self.saved = time.perf_counter()
@@ -193,7 +182,7 @@ class Run:
     def _validates(self, step: int) -> bool:
         """Whether a validation follows this step of the loop."""
         every = self.config.eval_every
-        return bool(every) and 0 < step < self.config.num_steps and step % every == 0
+        return every > 0 and step > 0 and step % every == 0
 
     def _validate(self, step: int, stop: Stop) -> bool:
         """Evaluates valid, unless that has been done; False if the run ends with it.
@@ -208,6 +197,8 @@ class Run:
                 return False
             losses[step] = self.validations[step].loss
         patience, every = self.config.patience, self.config.eval_every
+        if step == self.config.num_steps:
+            return True
         since = validations_since_best({s: loss for s, loss in losses.items() if s % every == 0})
         if 0 < patience <= since:
             stop.reason = f"patience={patience}: no lower validation loss in the last {since}"
@@ -283,10 +274,8 @@ class Run:
         assert int(self.state.step) == step
         batch = place_batch(self.batches, step, self.sharding)
         origin = find_origin(self.setup, self.state, batch)
-        if self.checkpoints.latest_step() != step:
-            self._save()
-            self.checkpoints.latest_step()  # it is written
-        together(lambda: None)  # in every process
+        self._save()
+        self.checkpoints.close()  # it is written, in every process
         self.report.end(step, config.num_steps, None)
         skip = (
             f"a larger --train.max-skipped (now {config.max_skipped})"
@@ -295,8 +284,8 @@ class Run:
         )
         return FloatingPointError(
             f"{last.to_text()}; the first number that is not finite is in {origin}. The state before this "
-            f"step is saved: go on with --resume --train.out-dir {self.folder} and a lower learning rate, a "
-            f"smaller --train.clip-norm (now {config.clip_norm:g}; 0 is none), or {skip}"
+            f"step is saved\nFix: continue with --resume --train.out-dir {self.folder} and a lower learning "
+            f"rate, a smaller --train.clip-norm (now {config.clip_norm:g}; 0 is none), or {skip}"
         )
 
     def _log(
@@ -324,20 +313,6 @@ class Run:
         )
         self._write(progress.to_json())
         self.report.progress(progress, self.config.num_steps)
-        self._warn_if_exploded(step, loss)
-
-    def _warn_if_exploded(self, step: int, loss: float) -> None:
-        """Tells it once of a loss that is finite, but far from where it began."""
-        if self.first_loss is None:
-            self.first_loss = loss
-        if self.warned or not 0 < EXPLODED * self.first_loss < loss:
-            return
-        self.warned = True
-        self.report.warning(
-            f"the loss of step {step} is {loss:.4g}, {loss / self.first_loss:.0f} times that of the first "
-            f"step: the run has diverged; begin again, or go on from an earlier checkpoint, with a lower "
-            f"learning rate or a smaller --train.clip-norm (now {self.config.clip_norm:g}; 0 is none)"
-        )
 
     def _write(self, line: dict[str, object]) -> None:
         """Process 0 writes a line."""
