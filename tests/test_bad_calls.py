@@ -213,7 +213,7 @@ CALLS = {
     "a start of a number": (
         lambda m: jaxpar.fit(TASK, start=3), r"start=3 \(int\): use a path, or jaxpar\.Start\(path, rename",
     ),
-    "a start at an address": (lambda m: jaxpar.Start("s3://a/b"), "start='s3://a/b' is an address"),
+    "a start at an address": (lambda m: jaxpar.Start("s3://a/b"), "start='s3://a/b' must be a folder"),
     "a name for nothing": (lambda m: jaxpar.Start("a", rename=("b",)), r"rename=\('b',\): use"),
     "half a pattern": (lambda m: jaxpar.Start("a", leave=("(",)), "is not a valid regular expr"),
     "a start and a resumed run": (

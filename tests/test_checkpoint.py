@@ -279,7 +279,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
         )
         with pytest.raises(
             FileNotFoundError,
-            match=rf"no whole checkpoint of step 8; 8: .*{message}\nFix: use one of \[3\]",
+            match=rf"no whole checkpoint of step 8; 8: .*{message}.*\nFix: use one of \[3\]",
         ):
             reader.restore(step=8)
     # The run comes to this step again.
@@ -363,25 +363,6 @@ def test_no_loss_that_is_not_finite_is_the_best(tmp_path, small):
         reader.restore(best=True)
 
 
-def test_a_save_whose_folder_goes_away_ends_with_one_error(tmp_path, small):
-    # What TensorStore shows of writes that end later fails a test, here or in a later one.
-    state, setup = small
-    errors = []
-    for number in range(50):  # a save may be quicker, or make the folder again
-        folder = tmp_path / str(number)
-        checkpoints = Checkpoints(folder, Setup.of(*setup).replace(keep_checkpoints=2))
-        checkpoints.save(at_step(state, 3))
-        folder.rename(tmp_path / f"{number}-away")
-        try:
-            checkpoints.close()
-        except OSError as error:
-            errors.append(str(error))
-        if len(errors) == 3:
-            break
-    assert len(errors) == 3
-    assert all("/3 could not be written: " in error for error in errors)
-
-
 def test_a_failed_save_is_reported_and_takes_nothing_away(tmp_path, small, monkeypatch):
     state, setup = small
     with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
@@ -394,7 +375,7 @@ def test_a_failed_save_is_reported_and_takes_nothing_away(tmp_path, small, monke
             checkpoints.save(at_step(state, 4))
             with pytest.raises(
                 OSError,
-                match=r"/4 could not be written: No space left on device\nFix: .*newest is of step 3",
+                match=r"/4 could not be written: .*No space left on device\nFix: .*newest is of step 3",
             ):
                 checkpoints.latest_step()
         assert checkpoints.latest_step() == 3

@@ -287,14 +287,11 @@ def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):
 
     damaged = flip_a_bit(folder.checkpoints_path / str(best))
     assert evaluate_run(folder, best=True)[0].loss == losses[12]
-    assert (
-        f"checkpoints/{best}, which cannot be used: {damaged} is not what was written, its checksum "
-        f"differs; the state of step 12 is taken" in caplog.text
-    )
+    assert f"checkpoints/{best}, which is damaged: {damaged} is not what was written" in caplog.text
     damaged = flip_a_bit(folder.checkpoints_path / "12")
     with pytest.raises(
         FileNotFoundError,
-        match=rf"12 cannot be used, {damaged} is not .*, or take the newest state$",
+        match=rf"no whole checkpoint of a validated step; .*12: {damaged} is not what was written",
     ):
         evaluate_run(folder, best=True)
 
@@ -328,7 +325,7 @@ class Obstacle:
 def test_a_state_that_cannot_be_saved_ends_the_run(text, tmp_path, whole_run):
     run = make_run(text, tmp_path / "run", checkpoint_every=5)
     obstacle = Obstacle(tmp_path / "run")
-    with pytest.raises(OSError, match=r"of step 10 could not be written in .*run/checkpoints: .*"):
+    with pytest.raises(OSError, match=r"checkpoints/10 could not be written: .*newest"):
         fit(*run, report=Recorder(at_step=10, action=obstacle.put))
     obstacle.remove()
     assert fit(*run, resume=True).losses == whole_run[0].losses[5:]
@@ -415,8 +412,8 @@ def test_a_changed_text_is_not_resumed(text, tmp_path):
     (own / "train.txt").write_text((own / "train.txt").read_text() + "the cat ran\n")
     with pytest.raises(
         ValueError,
-        match=r"data are not those that the run .* began with: data\.train\.array was \S+\[732\], "
-        r"is \S+\[736\]; .*bring",
+        match=r"data of the run .* have changed: data\.train\.array was \S+\[732\], "
+        r"is \S+\[736\]; .*\nFix: restore them",
     ):
         fit(*run, resume=True)
 
@@ -429,7 +426,7 @@ def test_words_that_have_changed_are_not_resumed(text, tmp_path):
     fit(*run)
     for path in own.iterdir():
         path.write_text(path.read_text().replace("cat", "cow"))
-    message = r" began with: files\.vocabulary\.json was \d+ \w+, is \d+ \w+; bring them back"
+    message = r" have changed: files\.vocabulary\.json was \d+ \w+, is \d+ \w+\nFix: restore them"
     with pytest.raises(ValueError, match=message):
         fit(*run, resume=True)
 
@@ -447,12 +444,10 @@ def test_a_state_is_read_where_its_text_is_gone(text, tmp_path):
         np.testing.assert_array_equal(np.array(own), np.array(other))
     words = (folder.path / "vocabulary.json").read_text()
     (folder.path / "vocabulary.json").write_text(words.replace("cat", "cow"))
-    with pytest.raises(
-        ValueError, match=r"vocabulary\.json is damaged: it is not what was written; bring it"
-    ):
-        folder.restore()
+    with pytest.raises(ValueError, match=r"vocabulary\.json is damaged\nFix: restore it"):
+        folder.read("vocabulary.json")
     (folder.path / "data.json").write_text("{")
-    with pytest.raises(ValueError, match=r"data\.json is damaged: .*; bring it back from a copy"):
+    with pytest.raises(ValueError, match=r"data\.json is damaged, or of .*\nFix: restore it"):
         folder.restore()
 
 
@@ -753,7 +748,9 @@ def test_a_run_keeps_the_file_of_its_task(own_file, caplog):
     )
 
     file.unlink()
-    message = r"the run in .*run is in .*own\.py, which is not there any more; .*run/task\.py is as"
+    message = (
+        r"own\.py, which has the task of the run in .*, does not exist\n.*run/task\.py is a copy"
+    )
     with pytest.raises(FileNotFoundError, match=message):
         folder.settings()
 
@@ -764,9 +761,7 @@ def test_a_run_of_an_older_version_is_named(tmp_path):
         RunFolder(tmp_path).settings,
         lambda: fit(Walk(), resume=True, train=make_train(tmp_path)),
     ):
-        with pytest.raises(
-            ValueError, match=r"names no task, so no run of jaxpar has written it; bring it back"
-        ):
+        with pytest.raises(ValueError, match=r"is damaged: it names no task\nFix: restore it"):
             use()
 
 

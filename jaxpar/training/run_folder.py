@@ -246,6 +246,7 @@ class RunFolder:
         try:
             found = read_json(content)
             require(all(fits(found.get(name), kind) for name, kind in _TYPES.items()), "")
+            require(all(name == Path(name).name for name in found["files"]), "")
         except ValueError:
             raise ValueError(
                 f"{self.data_path} is damaged, or of another version of jaxpar\n"
