@@ -432,21 +432,21 @@ SGD = OptimizerConfig("sgd", 0.01, warmup_steps=2, momentum=0.5)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layers": 3}, "num_layers=2, the task has num_layers=3; set num_layers=2"),
-        ({"hidden_size": 32}, "hidden_size=16, the task has hidden_size=32"),
-        ({"embed_size": 8}, "embed_size=16, the task has embed_size=8"),
-        ({"vocab_size": 128}, "vocab_size=64, the task has vocab_size=128"),
-        ({"num_words": 60}, "num_words=None, the task has num_words=60"),
-        ({"tie_embedding": True}, "tie_embedding=False, the task has tie_embedding=True"),
+        ({"num_layers": 3}, "num_layers=2, and the task has num_layers=3\nFix: set num_layers=2"),
+        ({"hidden_size": 32}, "hidden_size=16, and the task has hidden_size=32"),
+        ({"embed_size": 8}, "embed_size=16, and the task has embed_size=8"),
+        ({"vocab_size": 128}, "vocab_size=64, and the task has vocab_size=128"),
+        ({"num_words": 60}, "num_words=None, and the task has num_words=60"),
+        ({"tie_embedding": True}, "tie_embedding=False, and the task has tie_embedding=True"),
         (
             {"optimizer": OptimizerConfig("adamw", 0.02)},
-            r"another optimizer: name='adam', learning_rate=0\.01, .* then, name='adamw', .* now; set it as",
+            r"another optimizer: expected name='adamw', .*, got name='adam', learning_rate=0\.01, .*\nFix: set it as",
         ),
         (
             {"optimizer": SGD},
-            r"another optimizer: name='adam', momentum=0\.0 then, name='sgd', momentum=0\.5 now",
+            r"another optimizer: expected name='sgd', momentum=0\.5, got name='adam', momentum=0\.0\n",
         ),
-        ({"batch_size": 4}, "carried state of 8 rows, the batch has 4; set its size to 8"),
+        ({"batch_size": 4}, r"carry/lstm/\w+ must be float32\[2, 4, 16\], got float32\[2, 8, 16\]\nFix: set model"),
     ],
 )
 def test_what_does_not_fit_is_named(stored, change, message):
@@ -487,9 +487,9 @@ Biased.__name__ = Frozen.__name__ = "Toy"  # as if the file of the task had chan
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Other, "holds a state of Toy, not of Other"),
-        (Biased, r"params/more is not there, the task needs float32\[3\]; use model and jaxpar as"),
-        (Frozen, "embedding/table was trained then and is frozen now; leave it trained"),
+        (Other, "must be of the task Other, got Toy"),
+        (Biased, r"params/more must be float32\[3\], got nothing\nFix: set model"),
+        (Frozen, "frozen/embedding/table must be float32.*, got nothing"),
     ],
 )
 def test_another_model_of_the_same_fields_is_named(stored, kind, message):

@@ -125,7 +125,7 @@ CRAFTED = {
         *config(f"hidden_size{'.a' * 90} = 1"), r"c\.toml: hidden_size=\{'a': \{'a': .*: use a whole number",
     ),
     "TOML without end": (
-        *config("#" * 300_000), r"cannot read the config c\.toml: it has 300,000 bytes, more than 262,144; g",
+        *config("#" * 300_000), r"cannot read the config c\.toml: it has 300,000 bytes, more than 262,144 ",
     ),
     "a width of 1e20": (*config("hidden_size = 1e20"), r"hidden_size=1e\+20 \(float\): use a whole number"),
     "a width of 67 bits": (*config(f"hidden_size = {10**20}"), r"size=1000\d+: must be below 2\*\*63"),
@@ -137,7 +137,7 @@ CRAFTED = {
     ),
     "no rate at all": (*config("[optimizer]\nlearning_rate = nan"), "learning_rate=nan: use a finite number"),
     "a long text": (*config(f'layer = "{"x" * 200_000}"'), r"c\.toml: layer='x+\.\.\.x+': use 'lstm' or"),
-    "settings in a pipe": (pipe("c.toml"), config("")[1], rf"cannot read the config c\.toml: {PIPE}; give"),
+    "settings in a pipe": (pipe("c.toml"), config("")[1], rf"cannot read the config c\.toml: {PIPE} Fix: give"),
     "settings of a device": (
         nothing, [*TRAIN, "--config", "/dev/zero"], f"cannot read the config /dev/zero: {PIPE}",
     ),
@@ -152,7 +152,7 @@ CRAFTED = {
     "words without end": (nothing, [*TRAIN, "--vocab-size", str(2**31)], "vocab_size=2147483648: must be at"),
     "images without end": (nothing, ["train", "images", "--batch-size", str(10**9)], "batch_size=1000000000"),
     # Texts
-    "a text in a pipe": (pipe("text/train.txt"), TRAIN, rf"cannot read \S*/text/train\.txt: {PIPE}; give"),
+    "a text in a pipe": (pipe("text/train.txt"), TRAIN, rf"cannot read \S*/text/train\.txt: {PIPE} Fix: give"),
     "a pipe for a text": (pipe("p"), [*TRAIN[:-1], "p"], rf"cannot read \S*/p: {PIPE}"),
     "a socket for a text": (listen("s"), [*TRAIN[:-1], "s"], rf"cannot read \S*/s: {PIPE}"),
     "a device for a text": (nothing, [*TRAIN[:-1], "/dev/zero"], f"cannot read /dev/zero: {PIPE}"),
@@ -160,7 +160,7 @@ CRAFTED = {
         write("text/train.txt", "a cat " + "x" * 3_000_000), TRAIN, "the text has 1,048,576 characters witho",
     ),
     # Weights and vocabularies
-    "weights in a pipe": (pipe("w"), START, f"cannot read the weights w: {PIPE}; give a safetensors file"),
+    "weights in a pipe": (pipe("w"), START, f"cannot read the weights w: {PIPE} Fix: give a safet"),
     "weights of 8 bits": (
         weights({"embedding.weight": tensor("F8_E4M3", 4, 4, size=16)}, 16), START,
         r"w: embedding\.weight is of the type F8_E4M3, which NumPy does not have; convert it to F32 or BF16",
@@ -170,7 +170,7 @@ CRAFTED = {
         write("w", struct.pack("<Q", 2**60) + b"{}"), START, "w is not a safetensors file, or not all of it",
     ),
     "weights of 1e20 rows": (
-        weights({"embedding.weight": tensor("F32", 10**20, 4)}), START, "w is not a safetensors file",
+        weights({"embedding.weight": tensor("F32", 10**20, 4)}), START, "w is not a safet",
     ),
     "words nested deeply": (weights(EMBEDDING, 4, words=DEEP), START, "'words' in its metadata is not a"),
     # Machines
@@ -287,20 +287,6 @@ def change_arrays(change):
             store.write(key, json.dumps(zarr).encode()).result()
 
 
-def chunks_of_one_gigabyte():
-    """A parameter of 25 kB in chunks of 1 GB, which zeros make a file of some kB."""
-
-    def change(name, zarr):
-        if name == "params.embedding.table":
-            zarr["chunk_grid"]["configuration"]["chunk_shape"] = [2**24, 16]
-            zarr["codecs"] = [
-                {"name": "bytes", "configuration": {"endian": "little"}},
-                {"name": "zstd", "configuration": {"level": 3}},
-            ]
-
-    change_arrays(change)
-
-
 def model_of_one_terabyte():
     """Settings, description and arrays that agree: 1.2 TB of parameters and optimizer state."""
 
@@ -323,24 +309,20 @@ CHECKPOINTS = {
     "no optimizer": (described(optimizer=None), UNKNOWN),
     "losses that are a list": (described(losses=[1]), UNKNOWN),
     "a loss that is a number": (described(losses={"2": 1}), UNKNOWN),
-    "metadata nested deeply": (state_file(METADATA, DEEP), "run/checkpoints/2 cannot be read"),
+    "metadata nested deeply": (state_file(METADATA, DEEP), "run/checkpoints/2 is damaged"),
     "metadata of another kind": (
         state_file(METADATA, '{"item_handlers": 3, "custom_metadata": {"task": "LM"}}'),
-        "run/checkpoints/2 cannot be read",
+        "run/checkpoints/2 is damaged",
     ),
     "names of arrays nested deeply": (state_file("state/_METADATA", DEEP), "run/checkpoints/2"),
     "names of arrays that are numbers": (
         state_file("state/_METADATA", '{"tree_metadata": {"a": 3}}'), "run/checkpoints/2",
     ),
-    "arrays that are no arrays": (state_file("state/ocdbt.process_0/d/*", "x"), "2 cannot be read"),
+    "arrays that are no arrays": (state_file("state/ocdbt.process_0/d/*", "x"), "2 is damaged"),
     "an index of arrays that is none": (state_file("state/manifest.ocdbt", "{}"), "run/checkpoints/2"),
     "metadata in a pipe": (state_file(METADATA, None), rf"{DAMAGED}: .*{PIPE}"),
     "names of arrays in a pipe": (state_file("state/_METADATA", None), rf"{DAMAGED}: .*{PIPE}"),
     "arrays in a pipe": (state_file("state/ocdbt.process_0/d/*", None), rf"{DAMAGED}: .*{PIPE}"),
-    "chunks that are larger than their array": (
-        chunks_of_one_gigabyte,
-        r"params/embedding/table \[384, 16\] is stored in chunks of \[16777216, 16\]",
-    ),
 }  # fmt: skip
 
 

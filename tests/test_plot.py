@@ -218,7 +218,7 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
         (["bytes", "lm"], "a picture of bytes is a file; say which, such as -o bytes.png"),
         (
             ["schedule", "lm", "-o", "no/a.svg"],
-            "cannot write no/a.svg: no does not exist; make that folder",
+            "cannot write no/a.svg: No such file or directory",
         ),
         (["curves", "-o", "a.png"], "curves of what? Name folders of runs"),
         (["bubble", "lm", "--mesh", "dp8", "-o", "a.png"], "a mesh of stage=1 has no bubble"),

@@ -817,7 +817,7 @@ def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
             batches.batch = lambda step, rows=slice(None): {**whole(step, rows), "starts": False}
             return batches
 
-    with pytest.raises(ValueError, match="first batch says starts=False: it would continue with"):
+    with pytest.raises(ValueError, match="starts must be True in the first batch, got False"):
         evaluate(Setup.of(Late(), parallel), state, "valid")
 
     class Nothing(Walk):
@@ -829,7 +829,7 @@ def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
             }  # fmt: skip
             return batches
 
-    with pytest.raises(ValueError, match=r"nothing in the split 'valid' counts: .* 0\.0"):
+    with pytest.raises(ValueError, match=r"split 'valid': its weights must be above 0, got 0\.0"):
         evaluate(Setup.of(Nothing(), parallel), state, "valid")
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import re
@@ -144,12 +143,6 @@ def read_json(content: str | bytes, kind: type[Kind] = dict) -> Kind:
     return found
 
 
-def free_path(folder: Path, prefix: str, suffix: str = "") -> Path:
-    """Where nothing is in a folder: with the first number from 1 between prefix and suffix."""
-    paths = (folder / f"{prefix}{number}{suffix}" for number in itertools.count(1))
-    return next(path for path in paths if not path.exists())
-
-
 def make_folder(path: Path) -> None:
     """Makes a folder, if it is not there; in a bucket it is there with the first object in it.
 
@@ -184,29 +177,12 @@ def check_folder(path: Path) -> None:
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one letter is a drive
 
 
-def check_place(path: Path) -> None:
-    """Nothing, if the folder of a file that is to be written is there.
-
-    Raises:
-      OSError: it is not.
-    """
-    with in_words(f"write {path}", WRITABLE):  # a name may be too long
-        is_there = path.parent.is_dir()
-    if not is_there:
-        known = "is not a folder" if path.parent.exists() else "does not exist"
-        kind = NotADirectoryError if path.parent.exists() else FileNotFoundError
-        raise kind(
-            f"cannot write {path}: {path.parent} {known}\nFix: make it, or give another place"
-        )
-
-
 def check_output(path: Path) -> None:
     """Nothing, if a file can be written as of `whole_file`; to be asked before work that takes long.
 
     Raises:
       OSError: it cannot; in words.
     """
-    check_place(path)
     with in_words(f"write {path}", WRITABLE):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -228,7 +204,6 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
       OSError: it cannot be written; the message names `path`, and what stood there is as it was.
     """
     path = Path(path)
-    check_place(path)
     partial = _partial_of(path)
     with in_words(f"write {path}", WRITABLE):
         try:

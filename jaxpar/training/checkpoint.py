@@ -211,7 +211,6 @@ class Checkpoints:
         _check_task(path, before, now)
         with _reading_in_words(path):
             stored = dict(named_leaves(orbax.metadata(str(path)).metadata, "/"))
-            _check_chunks(stored)
         if not with_optimizer:
             stored = {n: own for n, own in stored.items() if not n.startswith("opt_state/")}
         _check_arrays(path, stored, abstract, (before["optimizer"], now["optimizer"]))
@@ -234,8 +233,7 @@ class Checkpoints:
 
         path = self._folder / str(self._resolve(None))
         with _reading_in_words(path):
-            known = dict(named_leaves(orbax.metadata(str(path)).metadata, "/"))
-            _check_chunks(known)
+            known = [name for name, _ in named_leaves(orbax.metadata(str(path)).metadata, "/")]
             names = [name for name in known if name.startswith(("params/", "frozen/"))]
             return int(path.name), open_arrays(path, names)
 
@@ -431,15 +429,7 @@ def _reading_in_words(path: Path) -> Iterator[None]:
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         reason = f"{kind}{error}".split("\n")[0]
-        raise ValueError(f"{path} cannot be read ({reason}); bring it back from a copy") from error
-
-
-def _check_chunks(arrays: Mapping[str, Any]) -> None:
-    """Raises if an array is stored in chunks larger than itself: a chunk is unpacked whole."""
-    for name, array in arrays.items():
-        chunk = array.storage_metadata.chunk_shape
-        if any(part > max(size, 1) for part, size in zip(chunk, array.shape, strict=True)):
-            raise ValueError(f"{name} {list(array.shape)} is stored in chunks of {list(chunk)}")
+        raise ValueError(f"{path} is damaged: {reason}\nFix: restore it from a backup") from error
 
 
 def _describe(task: Task) -> dict[str, Any]:
@@ -461,13 +451,13 @@ def _describe(task: Task) -> dict[str, Any]:
 def _check_task(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises if a checkpoint is of another task than this one, both as `_describe` gives them."""
     if before["task"] != now["task"]:
-        raise ValueError(f"{path} holds a state of {before['task']}, not of {now['task']}")
+        raise ValueError(f"{path} must be of the task {now['task']}, got {before['task']}")
     for name, value in now["fields"].items():
         was = before["fields"].get(name, value)
         if was != value:
             raise ValueError(
-                f"{path} holds a state of {name}={was!r}, the task has {name}={value!r}; set "
-                f"{name}={was!r}, {_ELSEWHERE}"
+                f"{path} is of {name}={was!r}, and the task has {name}={value!r}\n"
+                f"Fix: set {name}={was!r}, {_ELSEWHERE}"
             )
 
 
@@ -489,13 +479,6 @@ def _check_arrays(
     )
     differ = [name for name in {**needed, **stored} if needed.get(name) != stored.get(name)]
     of_model = [name for name in differ if name.startswith(("params/", "frozen/"))]
-    for name in of_model:
-        part, _, inner = name.partition("/")
-        if part == "frozen" and f"params/{inner}" in of_model:
-            was, is_now = ("frozen", "trained") if name in stored else ("trained", "frozen")
-            raise ValueError(
-                f"{path}: {inner} was {was} then and is {is_now} now; leave it {was}, {_ELSEWHERE}"
-            )
     was, is_now = optimizers
     of_optimizer = any(name.startswith("opt_state/") for name in differ)
     is_other = bool(was and is_now) and was.get("name") != is_now.get("name")
@@ -506,18 +489,11 @@ def _check_arrays(
             for each in optimizers
         )
         raise ValueError(
-            f"{path} holds the state of another optimizer: {then} then, {today} now; set it as it was, "
-            f"{_ELSEWHERE}"
+            f"{path} is of another optimizer: expected {today}, got {then}\n"
+            f"Fix: set it as it was, {_ELSEWHERE}"
         )
     for name in of_model or differ:
-        if name.startswith("carry/") and name in stored.keys() & needed.keys():
-            was, is_now = (arrays[name].shape[1] for arrays in (before, now))
-            if was != is_now:
-                raise ValueError(
-                    f"{path} holds the carried state of {was} rows, the batch has {is_now}; set its size to "
-                    f"{was}, {_ELSEWHERE}"
-                )
         raise ValueError(
-            f"{path}: {name} is {stored.get(name, 'not there')}, the task needs "
-            f"{needed.get(name, 'no such array')}; use model and jaxpar as they were, {_ELSEWHERE}"
+            f"{path}: {name} must be {needed.get(name, 'absent')}, got {stored.get(name, 'nothing')}\n"
+            f"Fix: set model, frozen parameters and batch_size as they were, {_ELSEWHERE}"
         )

@@ -31,7 +31,7 @@ from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
 from jaxpar.training.console import ConsoleReport
-from jaxpar.training.evaluate import check_reported, evaluate, in_batches
+from jaxpar.training.evaluate import evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
 from jaxpar.training.progress import Evaluation
@@ -90,7 +90,7 @@ def fit(
         same batch.
       OSError: the data or the checkpoint cannot be read (FileNotFoundError), `train.out_dir` holds
         a run already (FileExistsError), or another process trains there (BlockingIOError); or what a run
-        writes cannot be written, in all of its processes, and the message says where the state is.
+        writes cannot be written, in all of its processes; the newest checkpoint is whole.
     """
     if remedy := guard_remedy("fit"):
         raise ValueError(f"fit would train once more\nFix: {remedy}")
@@ -219,7 +219,7 @@ def open_run(
 
 
 def _check_model(setup: Setup, target: TrainState) -> None:
-    """Raises a ValueError if a task's model, optimizer or metrics would not do in a run."""
+    """Raises a ValueError if a task's model or optimizer would not do in a run."""
     task, layout, parallel = setup.task, setup.layout, setup.parallel
     require(
         type(task).after_validation is Task.after_validation or setup.train.eval_every > 0,
@@ -234,18 +234,7 @@ def _check_model(setup: Setup, target: TrainState) -> None:
     check_rows_alone(layout)
     check_custom_backward(layout)
     layout.facts.warn_of_resets()
-    _check_metrics(setup)
     check_storable(abstract_by_layer(target, layout))
-
-
-def _check_metrics(setup: Setup) -> None:
-    """Raises a ValueError if the task would report a number under the name of another one."""
-    loss, names = 0.5, setup.layout.facts.traces.sums.metrics
-    try:
-        metrics = setup.task.metrics(loss, dict.fromkeys(names, loss))
-    except (ArithmeticError, ValueError):  # it makes no sense of these numbers
-        return
-    check_reported(setup.task, loss, metrics)
 
 
 def _hear_end(report: Reports, error: BaseException | None) -> None:

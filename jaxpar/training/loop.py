@@ -139,7 +139,6 @@ class Run:
                 self.checkpoints.close()  # what is named in the last lines is there
         self.report.end(step, config.num_steps, stop.reason)
         if ended is not None:
-            self.checkpoints.close()
             raise EndOfStreamError(
                 f"{ended}. The state of step {step} is saved\n"
                 f"Fix: continue with --resume --train.out-dir {self.folder}"
@@ -240,8 +239,7 @@ class Run:
             if metrics.sums.weight == 0:
                 fetched[number - step] = metrics._replace(loss=np.float32(np.nan))
                 self.report.warning(
-                    f"nothing in the batch of step {number + 1} counts: its weights sum to 0, so it has no "
-                    f"loss; leave such batches out"
+                    f"the weights of batch {number} sum to 0, so step {number + 1} has no loss"
                 )
             if metrics.skipped == self.num_skipped:
                 continue

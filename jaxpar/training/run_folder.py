@@ -39,7 +39,6 @@ from jaxpar.base.files import (
     check_folder,
     check_path,
     checksum,
-    free_path,
     in_words,
     make_folder,
     read_file,
@@ -411,7 +410,8 @@ class RunFolder:
         lines = (line for line in self.metrics() if line["step"] <= step)
         kept = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
         if content != kept:
-            write_file(free_path(self.path, "metrics.before-", ".jsonl"), content)
+            number = 1 + len([*self.path.glob("metrics.before-*.jsonl")])
+            write_file(self.path / f"metrics.before-{number}.jsonl", content)
             write_file(path, kept)
 
     def metrics(self) -> list[dict[str, Any]]:

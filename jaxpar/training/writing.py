@@ -192,17 +192,12 @@ def check_storable(arrays: Mapping[str, Any]) -> None:
     """
     import tensorstore
 
-    paths: dict[str, str] = {}
-    for name in arrays:
-        other = paths.setdefault(name.replace("/", "."), name)
-        inside = [
-            part for part in itertools.accumulate(name.split("/"), "{}/{}".format) if part in arrays
-        ]
-        if {other, *inside} != {name}:
-            both = " and ".join(sorted({name, other, *inside}))
-            raise ValueError(
-                f"a checkpoint cannot tell {both} apart. Fix: use keys without '/' and '.'"
-            )
+    names = sorted((f"{name.replace('/', '.')}.", name) for name in arrays)
+    for (path, name), (other_path, other) in itertools.pairwise(names):
+        require(
+            not other_path.startswith(path),
+            f"a checkpoint cannot tell {name} and {other} apart\nFix: use keys without '/' and '.'",
+        )
     memory: Any = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "create": True}
     for dtype, name in {np.dtype(leaf.dtype): name for name, leaf in arrays.items()}.items():
         one = np.ones(1, dtype)
@@ -214,8 +209,8 @@ def check_storable(arrays: Mapping[str, Any]) -> None:
             is_same = False
         require(
             is_same,
-            f"{name} is {dtype}{list(arrays[name].shape)}, and checkpoints cannot hold {dtype}. Fix: keep it "
-            f"in another type, such as float32 or int32",
+            f"{name} is {dtype}{list(arrays[name].shape)}, and checkpoints cannot hold {dtype}\n"
+            f"Fix: use another type, such as float32 or int32",
         )
 
 
