@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lib import checkpoints
 from lib.checkpoints import (
     RELATIVE_ERROR,
     TASK,
@@ -38,6 +39,7 @@ from jaxpar.state import abstract_state, audit, init_state
 from jaxpar.training.by_layer import abstract_by_layer, by_layer
 from jaxpar.training.checkpoint import Checkpoints, best_of
 
+run = checkpoints.run  # a fixture
 SMALL = dataclasses.replace(TASK, num_layers=2)
 
 
