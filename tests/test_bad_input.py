@@ -126,7 +126,7 @@ FLAGS = {
         train("--start", "run", "--start-rename", "a"), r"--start-rename a: write PATTERN=NAME, such as 'enc",
     ),
     "a start of a resumed run": (
-        resume("--start", "run"), "start is for a run that begins, and resume for one that goes on",
+        resume("--start", "run"), "start is for a run that begins, and resume for one with",
     ),
     "weights of 3 bits": (
         ["export", "run", "-o", "m", "--dtype", "int3"], "invalid choice 'int3' for argument '--dtype'",
@@ -272,10 +272,10 @@ FLAGS = {
     "nothing kept": (train("--train.keep-checkpoints", "0"), "keep_checkpoints=0: must be pos"),
     "no folder": (train("--train.out-dir", ""), "out_dir='' names no folder"),
     "folder where none can be": (
-        train("--train.out-dir", "/proc/run"), r"cannot make the folder /proc/run: .*; use another --train",
+        train("--train.out-dir", "/proc/run"), r"cannot make the folder /proc/run: .* Fix: use another",
     ),
     "folder with too long a name": (
-        train("--train.out-dir", "a" * 300), r"cannot make the folder a+: File name too long; use another",
+        train("--train.out-dir", "a" * 300), r"cannot make the folder a+: File name too long Fix: use another",
     ),
     "no folder for what is planned": (
         train("--mesh", "auto", "--train.out-dir", "empty.txt/run"), r"cannot make the folder empty\.txt/ru",
@@ -635,7 +635,7 @@ RUNS = {
         resume("--num-layers", "3"), "num_layers=2, and the task has num_layers=3 Fix: set",
     ),
     "checkpoint of another optimizer": (
-        resume("--optimizer.name", "sgd"), "is of another optimizer: expected name='sgd', got name='adam' Fix",
+        resume("--optimizer.name", "sgd"), "of another optimizer: expected name='sgd', got name='adam'",
     ),
     "checkpoint of other rows": (
         resume("--batch-size", "16"), r"carry/\S+ must be .*, got .* Fix: set model",

@@ -137,7 +137,7 @@ CRAFTED = {
     ),
     "no rate at all": (*config("[optimizer]\nlearning_rate = nan"), "learning_rate=nan: use a finite number"),
     "a long text": (*config(f'layer = "{"x" * 200_000}"'), r"c\.toml: layer='x+\.\.\.x+': use 'lstm' or"),
-    "settings in a pipe": (pipe("c.toml"), config("")[1], rf"cannot read the config c\.toml: {PIPE} Fix: give"),
+    "settings in a pipe": (pipe("c.toml"), config("")[1], rf"cannot read the config c\.toml: {PIPE} Fix"),
     "settings of a device": (
         nothing, [*TRAIN, "--config", "/dev/zero"], f"cannot read the config /dev/zero: {PIPE}",
     ),
@@ -152,7 +152,7 @@ CRAFTED = {
     "words without end": (nothing, [*TRAIN, "--vocab-size", str(2**31)], "vocab_size=2147483648: must be at"),
     "images without end": (nothing, ["train", "images", "--batch-size", str(10**9)], "batch_size=1000000000"),
     # Texts
-    "a text in a pipe": (pipe("text/train.txt"), TRAIN, rf"cannot read \S*/text/train\.txt: {PIPE} Fix: give"),
+    "a text in a pipe": (pipe("text/train.txt"), TRAIN, rf"cannot read \S*/text/train\.txt: {PIPE} Fix"),
     "a pipe for a text": (pipe("p"), [*TRAIN[:-1], "p"], rf"cannot read \S*/p: {PIPE}"),
     "a socket for a text": (listen("s"), [*TRAIN[:-1], "s"], rf"cannot read \S*/s: {PIPE}"),
     "a device for a text": (nothing, [*TRAIN[:-1], "/dev/zero"], f"cannot read /dev/zero: {PIPE}"),

@@ -49,7 +49,8 @@ def evaluate(
     task = setup.task
     sums = sum_batches(setup, state, task.make_batches(split), before_batch, step)
     require(
-        sums.weight > 0, f"split {split!r}: its weights must be above 0, got {sums.weight} in all"
+        bool(sums.weight > 0),
+        f"split {split!r}: its weights must be above 0, got {sums.weight} in all",
     )
     loss, means = mean_of(sums)
     metrics, baseline = task.metrics(loss, means), task.baseline(split)

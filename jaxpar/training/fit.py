@@ -142,9 +142,9 @@ def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunF
         folder.check()
     else:
         folder = None if out_dir is None else RunFolder(out_dir)
-        if folder is not None and not overwrite:
-            _check_holds_no_run(folder)
     (folder or RunFolder(ROOT)).check_writable()
+    if folder is not None and not (resume or overwrite):
+        _check_holds_no_run(folder)
     return folder
 
 
