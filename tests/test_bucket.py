@@ -25,7 +25,7 @@ from lib.runs import Act
 
 from jaxpar import OptimizerConfig, Parallel, TrainConfig, load_run
 from jaxpar.base.bucket import as_path
-from jaxpar.base.files import remove_folder, sizes_of
+from jaxpar.base.files import remove_folder, sizes_of, write_file
 from jaxpar.cli.main import main
 from jaxpar.hosts.group import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 from jaxpar.mesh import MeshConfig
@@ -324,7 +324,7 @@ def test_objects(server, address):
     assert (path / "a" / "b").read_bytes() == b"one\n\ntwo"
     assert (path.is_dir(), (path / "a").is_dir(), (path / "a/b").is_dir()) == (True, True, False)
     assert [*path.iterdir()] == [path / "a"]
-    (path / "c").write_bytes(b"")
+    write_file(path / "c", b"")
     assert sizes_of(path) == {"a/b": 8, "c": 0}
     # Another process writes: nothing is remembered.
     server.put(("bucket", f"{address.removeprefix('gs://bucket/')}/d"), b"")

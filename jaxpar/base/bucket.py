@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import os
 from pathlib import Path, PurePath, PurePosixPath
-from typing import cast
+from typing import Any, cast
 
 from jaxpar.base.checks import require
 
@@ -58,3 +58,10 @@ def _reach(address: str) -> Path:
             f"cannot reach {address}: {reason}\nFix: check the bucket's name and your credentials"
         ) from error
     return path
+
+
+def storage() -> Any:
+    """What epath asks, by fsspec, for what it does not offer."""
+    import fsspec
+
+    return fsspec.filesystem("gcs")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from jaxpar.base.bucket import SCHEME, as_path, in_bucket
+from jaxpar.base.bucket import SCHEME, as_path, in_bucket, storage
 from jaxpar.base.checks import require, require_instance
 
 Kind = TypeVar("Kind", dict[str, Any], list[Any])
@@ -107,9 +107,7 @@ def sizes_of(folder: Path) -> dict[str, int]:
       OSError: there is what is no file.
     """
     if in_bucket(folder):
-        import fsspec
-
-        found = fsspec.filesystem("gcs").find(str(folder), detail=True)
+        found = storage().find(str(folder), detail=True)
         start = len(str(folder)) - len(SCHEME) + 1
         return {name[start:]: int(told["size"]) for name, told in found.items()}
     files = (path for path in folder.rglob("*") if not path.is_dir())
@@ -223,7 +221,7 @@ def write_file(path: Path, content: bytes) -> None:
     """
     if in_bucket(path):
         with in_words(f"write {path}", WRITABLE):
-            path.write_bytes(content)
+            storage().pipe_file(str(path), content)  # at once, also if it is empty
         return
     with whole_file(path) as file:
         file.write_bytes(content)

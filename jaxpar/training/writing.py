@@ -128,7 +128,8 @@ class Writing:
     def _remove(self) -> None:
         """Removes what is half-written, where it is this run's: the room may be needed for the next."""
         with contextlib.suppress(OSError):
-            self._check()
+            with contextlib.suppress(FileNotFoundError):  # the folder is gone, with its lock
+                self._check()
             if is_half_written(self._partial):
                 remove_folder(self._partial)
 
@@ -140,11 +141,11 @@ class Writing:
         try:
             written = handler.async_save(self._path_of_arrays(), args=orbax.args.PyTreeSave(arrays))
             futures = loop.run_until_complete(written)
+            self._copied.set()
+            for future in futures or []:
+                future.result()
         finally:
             loop.close()
-        self._copied.set()
-        for future in futures or []:
-            future.result()
 
     def _finish(self, handler: orbax.PyTreeCheckpointHandler) -> None:
         """Puts the parts of all processes together, and gives the folder its name."""
