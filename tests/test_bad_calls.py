@@ -206,12 +206,12 @@ CALLS = {
     "a plan for a name": (lambda m: plan("lm"), f"task='lm' .*{A_TASK}"),
     "a plan for a number": (lambda m: plan(TASK, machine=3), r"machine=3 \(int\): must be the name of one"),
     "fewer finalists than none": (lambda m: plan(TASK, num_finalists=-1), "finalists=-1 is too small"),
-    "a plan for no such machine": (lambda m: plan(TASK, machine="gpu"), "machine 'gpu': write a TPU slice"),
+    "a plan for no such machine": (lambda m: plan(TASK, machine="gpu"), "machine 'gpu': must be one of v5e"),
     "a sample of no run": (lambda m: jaxpar.lm.sample("nowhere"), "nowhere holds no run"),
     "a start of a number": (
         lambda m: jaxpar.fit(TASK, start=3), r"start=3 \(int\): must be",
     ),
-    "a start at an address": (lambda m: jaxpar.Start("s3://a/b"), "start='s3://a/b' is an address"),
+    "a start at an address": (lambda m: jaxpar.Start("s3://a/b"), "start='s3://a/b' must be a folder"),
     "a name for nothing": (lambda m: jaxpar.Start("a", rename=("b",)), r"rename=\('b',\): must be"),
     "half a pattern": (lambda m: jaxpar.Start("a", leave=("(",)), "is not a valid regular expr"),
     "a start and a resumed run": (

@@ -189,7 +189,7 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
         (["bytes", "lm"], "plot bytes needs a file\nFix: add one, such as -o bytes.png"),
         (
             ["schedule", "lm", "-o", "no/a.svg"],
-            "cannot write no/a.svg: no does not exist; make that folder",
+            "cannot write no/a.svg: No such file or directory",
         ),
         (["curves", "-o", "a.png"], "plot curves needs runs"),
         (

@@ -438,7 +438,7 @@ def test_a_run_predicts_its_splits_and_other_texts(text_run, text, tmp_path, cap
 CALLS = {
     "a field of the model": (
         lambda run: run.predict("test", num_layers=2),
-        r"num_layers=2 is not a size by which task LM reads data; use .*batch_size or seq_len or",
+        r"num_layers=2 is not a size by which task LM reads data\nFix: use one of .*'batch_size', 'seq_len'",
     ),
     "a kind": (lambda run: run.predict("test", layer="gru"), "layer='gru' is not a size by which"),
     "a size in words": (lambda run: run.predict("test", seq_len="8"), "seq_len='8': must be a whole number"),
@@ -478,7 +478,7 @@ def test_a_size_that_changes_the_model_is_refused():
     setup = Setup.of(Wide(), "dp1")
     state = init_state(setup)
     with pytest.raises(
-        ValueError, match=r"batch_size=4, width=5 changes the parameters of the model; use"
+        ValueError, match=r"'width': 5\} changes the parameters of the model\nFix: use"
     ):
         in_batches(setup, state, batch_size=4, width=5)
     changed, _ = in_batches(setup, state, batch_size=4)
@@ -588,5 +588,5 @@ def test_a_state_of_training_is_not_gone_on_with():
         def example_batch(self):
             return Going().batch(0)
 
-    with pytest.raises(ValueError, match="first batch says starts=False"):
+    with pytest.raises(ValueError, match="starts must be True in the first batch"):
         predicted(Carrying(), "dp1", Going())
