@@ -41,6 +41,7 @@ from jaxpar.state import TrainState, abstract_state, check_room
 from jaxpar.task import Task
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.training.checksums import checksums, find_changed, read_table, write_table
+from jaxpar.training.nonfinite import check_parameters
 from jaxpar.training.writing import (
     DESCRIPTION,
     HALF_WRITTEN,
@@ -129,9 +130,11 @@ class Checkpoints:
         Raises:
           ValueError: the folder has a checkpoint of this step or a later one.
           OSError: this save, or the one before it in the background, failed.
+          FloatingPointError: a parameter is not finite.
         """
         self.close()
         step = int(state.step)
+        check_parameters(self._setup, state)
         arrays = unflatten_dict(by_layer(state, self._setup.layout), sep="/")
         self._saving_step = step
         if not self._is_tidy:
