@@ -52,7 +52,6 @@ def make_schedule(
     *,
     backward: bool = True,
     zero_bubble: bool = False,
-    by_step: bool = False,
 ) -> Schedule:
     """Returns the schedule of a training step, or with `backward=False` of an evaluation step.
 
@@ -67,9 +66,6 @@ def make_schedule(
         and each group finishes a sequence before it starts the next: one state per group is enough.
       num_groups: V; above 1 for "interleaved", 2 for "v", 1 for the others. None is the least.
       backward: False leaves only the forward units, which then hold no residuals.
-      by_step: chunk k of all microbatches before chunk k + 1 of any, where what a chunk begins with is made
-        of what came out of the one before, as in sampling. Fewer microbatches than stages leave stages
-        waiting. With one group of layers a stage, and no backward.
       zero_bubble: takes W, the gradients of weights, out of the backward units, and puts each where stages
         would wait (`_place_weights`), in no more slots than without. Not for gpipe.
     Raises:
@@ -81,11 +77,6 @@ def make_schedule(
     route = route_of(name, num_stages, num_groups)
     num_units = num_microbatches * num_chunks
     forward_PU = _ticks_on_the_way(name, route, num_units)
-    if by_step:
-        assert num_groups == 1
-        assert not backward
-        m, k = np.divmod(np.arange(num_units), num_chunks)
-        forward_PU = k * max(num_microbatches, num_stages) + m + np.arange(num_stages)[:, None]
     # The mirror image: virtual stages, chunks from last to first, and for gpipe microbatches too.
     m, k = np.divmod(np.arange(num_units), num_chunks)
     m = m[::-1] if name == "gpipe" else m

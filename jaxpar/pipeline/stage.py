@@ -58,7 +58,6 @@ class Stage:
         all but `stage`.
       num_chunks: K of the batch, at most `max_chunks`; `num_groups` V, of layers; `num_rows` B.
       x_shape, sums_shape: of what layers pass on, and of what `last` gives of a unit.
-      fed: the newest rows that `last` gave, of all rows of the device, where the next units are made of them.
     """
 
     spec: Spec
@@ -81,7 +80,6 @@ class Stage:
     num_rows: int
     x_shape: Any = None
     sums_shape: Any = None
-    fed: Any = None
 
     @classmethod
     def of(
@@ -346,10 +344,6 @@ class Stage:
             return lax.dynamic_slice(a, corner(a, start, row), (steps, b, *a.shape[2:]))
 
         batch = jax.tree.map(cut, self.batch_on_all if on_all else self.batch)
-        if self.fed is not None:
-            assert self.spec.feed is not None
-            newest = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, row, b, 1), self.fed)
-            batch = self.spec.feed(batch, newest if on_all else vary_like(newest, self.here))
         return At(
             layer=0,
             time=self.first_step + time,
