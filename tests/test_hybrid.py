@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
+from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.analysis import inspect_step
 from jaxpar.cli.main import main
+from jaxpar.config import OptimizerConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, audit, init_state
@@ -27,14 +28,17 @@ from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
 
-# Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
-RELATIVE_ERROR = 1e-5
-
 ROWS = 16
+
+
 TASK = Images(
     channels=(8, 16), hidden_sizes=(24, 16), dropout=0.3, batch_size=ROWS,
     optimizer=OptimizerConfig("sgd", warmup_steps=0),
 )  # fmt: skip
+
+
+# Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
+RELATIVE_ERROR = 1e-5
 
 
 def make_task(strategy="hybrid", **changes):
