@@ -553,7 +553,7 @@ def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
 def test_the_model_of_a_setup_is_looked_at_once_and_one_row_not_at_all(monkeypatch):
     setup = Setup.of(Regress(), ONE)
     check_rows_alone(setup.layout)
-    monkeypatch.setattr(rows, "_Trial", None)
+    monkeypatch.setattr(rows, "Trial", None)
     check_rows_alone(setup.replace(num_steps=3).layout)
     on_stages = Parallel(on_devices((1, 2, 1)))
     check_rows_alone(Setup.of(setup.task, on_stages, facts=setup.layout.facts).layout)
