@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
@@ -68,22 +67,8 @@ def check_custom_backward(layout: Layout) -> None:
 
 def _functions(facts: ModelFacts) -> dict[str, str]:
     """By the part of the model, the functions with a backward pass of their own, in words; not jaxpar's."""
-    graphdef, state = nnx.split(facts.model)
-
-    def first(state, block):
-        return nnx.merge(graphdef, state).first(block, facts.at(block))
-
-    def last(state, y, block):
-        return nnx.merge(graphdef, state).last(y, block, facts.at(block))
-
-    layers = zip(facts.kinds, facts.traces.layers, strict=True)
-    parts = {
-        "`first`": (first, (state, facts.block)),
-        **{f"layer {name}": each for name, each in layers},
-        "`last`": (last, (state, facts.traces.y, facts.block)),
-    }
     found = {}
-    for what, (run, args) in parts.items():
+    for what, (run, args) in facts.parts.items():
         trace = functools.partial(jax.make_jaxpr(run), *args)
         eqns = equations_in(bound(facts.task.axes, trace).jaxpr)
         names = dict.fromkeys(name for eqn in eqns if (name := _function_of(eqn)))

@@ -183,6 +183,24 @@ class ModelFacts:
             *(zero, zero, zero, key, batch), time_major=self.time_major, platform=self.platform
         )
 
+    @functools.cached_property
+    def graphdef(self) -> Any:
+        """The structure of the model."""
+        return nnx.graphdef(self.model)
+
+    def first(self, params: Any, frozen: Any, block: Any, **draws: Any) -> Any:
+        """`first` as a function of the model's variables."""
+        return nnx.merge(self.graphdef, params, frozen).first(block, self.at(block, **draws))
+
+    def last(self, params: Any, frozen: Any, y: Any, block: Any, **draws: Any) -> Sums:
+        """`last` likewise.
+
+        Raises:
+          ValueError: it does not return `Sums`.
+        """
+        sums = nnx.merge(self.graphdef, params, frozen).last(y, block, self.at(block, **draws))
+        return checked_sums(sums, f"`last` of {type(self.model).__name__}")
+
     @property
     def has_last_part(self) -> bool:
         """Whether the model itself says how all stages have a part of what follows the layers."""
@@ -303,19 +321,16 @@ class ModelFacts:
     @in_bound(_own_axes)
     def costs(self) -> PartCosts:
         """FLOPs of each part over a whole batch; layers without any have 1 forward and 2 backward."""
-        (graphdef, params, frozen), y, block = self.split(self.model), self.traces.y, self.block
-
-        def first(params, frozen, block):
-            return nnx.merge(graphdef, params, frozen).first(block, self.at(block))
+        (_, params, frozen), y, block = self.split(self.model), self.traces.y, self.block
 
         def last(params, y, frozen, block):
-            return nnx.merge(graphdef, params, frozen).last(y, block, self.at(block))
+            return self.last(params, frozen, y, block)
 
         by_kind = [_passes(*each) for each in self.layer_totals]
         layers = tuple(by_kind[kind] for kind in self.kind_of)
         return PartCosts(
             layers=layers if np.any(layers) else ((1.0, 2.0),) * len(layers),
-            first=_passes(_total(first), ((params,), frozen, block)),
+            first=_passes(_total(self.first), ((params,), frozen, block)),
             last=_passes(_total(last), ((params, y), frozen, block)),
         )
 
@@ -409,16 +424,11 @@ class ModelFacts:
         Raises:
           ValueError: its derivative is zero, whatever the numbers are.
         """
-        graphdef, params, frozen = self.split(self.model)
-        what = f"`last` of {type(self.model).__name__}"
-
-        def first(params, frozen, block):
-            return nnx.merge(graphdef, params, frozen).first(block, self.at(block))
+        _, params, frozen = self.split(self.model)
 
         def last(inputs, frozen, block):
             params, y = inputs
-            model = nnx.merge(graphdef, params, frozen)
-            return checked_sums(model.last(y, block, self.at(block)), what).loss
+            return self.last(params, frozen, y, block).loss
 
         found = moving_inputs(last, (params, self.traces.y), frozen, self.block)
         num_own = len(jax.tree.leaves(params))
@@ -432,7 +442,7 @@ class ModelFacts:
             num_own += num_carried * self.starts_with_variables
             depends, passes = any(found[:num_own]), any(found[num_own:])
         if passes and not depends:
-            depends = any(moving_inputs(_total(first), (params,), frozen, self.block))
+            depends = any(moving_inputs(_total(self.first), (params,), frozen, self.block))
         require(
             depends,
             f"the loss of model {type(self.model).__name__} depends on no parameter that is trained: its "
@@ -444,14 +454,11 @@ class ModelFacts:
     @in_bound(_own_axes)
     def knows_weight(self) -> bool:
         """Whether the weight of `last` depends on the batch alone: it is known before a backward pass."""
-        graphdef, state = nnx.split(self.model)
 
-        def weight(own, batch):
-            state, y = own
-            model = nnx.merge(graphdef, state)
-            return checked_sums(model.last(y, batch, self.at(batch)), "`last`").weight
+        def weight(own, block):
+            return self.last(*own, block).weight
 
-        own, batch = (state, self.traces.y), self.block
+        own, batch = (*self.split(self.model)[1:], self.traces.y), self.block
         run = pruned(weight, own, batch)
         used = used_inputs(run, *jax.tree.leaves((own, batch)))
         return not any(used[: len(jax.tree.leaves(own))])
@@ -480,37 +487,38 @@ class ModelFacts:
         """
         if self.task.axes:
             return  # whose layers differ over axes that are not there yet: the step's own trace tells
-        y, block = self.traces.y, self.block
-        graphdef, state = nnx.split(self.model)
+        for what, (run, args) in self.parts.items():
+            _check_types(what, run, *args)
 
-        def first(state, block):
-            return nnx.merge(graphdef, state).first(block, self.at(block))
-
-        def last(state, y, block):
-            return nnx.merge(graphdef, state).last(y, block, self.at(block))
-
-        _check_types("`first`", first, state, block)
-        _check_types("`last`", last, state, y, block)
-        for name, (run, args) in zip(self.kinds, self.traces.layers, strict=True):
-            _check_types(f"layer {name}", run, *args)
+    @property
+    def parts(self) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+        """`first`, a layer of each kind and `last` as functions, and shapes of their arguments."""
+        _, *states = self.split(self.model)
+        layers = zip(self.kinds, self.traces.layers, strict=True)
+        return {
+            "`first`": (self.first, (*states, self.block)),
+            **{f"layer {name}": each for name, each in layers},
+            "`last`": (self.last, (*states, self.traces.y, self.block)),
+        }
 
     @functools.cached_property
     @in_bound(_own_axes)
     def uses(self) -> tuple[Uses, Uses]:
         """How `first` and `last` use the modules of the model."""
-        y = self.traces.y
-        first, last = (
-            uses(self.model, lambda model, place=place: self.run_end(place, model, zeros(y)))
-            for place in (0, -1)
-        )
+        return self.uses_of(self.model)
+
+    def uses_of(self, model: Any, *, predicts: bool = False) -> tuple[Uses, Uses]:
+        """How `first` and `last`, or `predict`, use the modules of a model."""
+        run = functools.partial(self.run_end, y=zeros(self.traces.y), predicts=predicts)
+        first, last = (uses(model, functools.partial(run, place)) for place in (0, -1))
         return first, last
 
-    def run_end(self, place: int, model: Any, y: Any) -> Any:
-        """`first` of a model (place 0), or `last` (-1) of y, on a whole batch of zeros, for tracing."""
+    def run_end(self, place: int, model: Any, y: Any, *, predicts: bool = False) -> Any:
+        """`first` of a model (place 0), or what follows y (-1), on a whole batch of zeros, for tracing."""
         batch = zeros(self.block)
         if place == 0:
             return model.first(batch, self.at(batch))
-        return model.last(y, batch, self.at(batch))
+        return self.after_layers(model, y, self.at(batch), predicts=predicts)
 
     @functools.cached_property
     def ends(self) -> dict[str, End]:
@@ -719,17 +727,16 @@ def _check_method(what: str, owner: Any, name: str, *arguments: str) -> None:
     check_takes(getattr(owner, name), arguments, f"{what}: {name}", use)
 
 
-def _check_types(what: str, run: Callable[..., Any], state: Any, *args: Any) -> None:
+def _check_types(what: str, run: Callable[..., Any], *args: Any) -> None:
     """Traces a part of the model inside a `shard_map`, as one whose arguments differ over `data`."""
 
-    def traced(state, args):
-        state, args = jax.tree.map(lambda a: vary_over(a, frozenset([DATA])), (state, args))
+    def traced(*args):
         with constants_told(what):
-            run(state, *args)
+            run(*jax.tree.map(lambda a: vary_over(a, frozenset([DATA])), args))
         return ()
 
     specs: Any = {"in_specs": P(), "out_specs": P(), "axis_names": {DATA}}
-    jax.eval_shape(jax.shard_map(traced, mesh=AbstractMesh((1,), (DATA,)), **specs), state, args)
+    jax.eval_shape(jax.shard_map(traced, mesh=AbstractMesh((1,), (DATA,)), **specs), *args)
 
 
 def _example_of(task: Task) -> Any:

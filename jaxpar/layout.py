@@ -33,7 +33,6 @@ from jaxpar.ends import (
     owner,
     part_call,
     size_of,
-    uses,
     with_calls,
 )
 from jaxpar.facts import ModelFacts, flatten
@@ -760,17 +759,8 @@ class Outer:
         self.graphdef, *self.states = facts.split(model)
         self._paths, self.leaves, self._structures = zip(*map(flatten, self.states), strict=True)
         self._sizes = {name: size_of(module) for name, module in modules(model)}
-
-        def first(model):
-            batch = zeros(facts.block)
-            return model.first(batch, facts.at(batch))
-
-        def last(model):
-            at = facts.at(zeros(facts.block))
-            return facts.after_layers(model, zeros(facts.traces.y), at, predicts=predicts)
-
-        looked = functools.partial(uses, model)
-        self.uses = bound(layout.task.axes, lambda: (looked(first), looked(last)))
+        look = functools.partial(facts.uses_of, model, predicts=predicts)
+        self.uses = bound(layout.task.axes, look)
         self.first, self.last = map(self._numbers, self.uses)
 
     def _numbers(self, uses: Uses) -> tuple[list[int], ...]:
