@@ -62,10 +62,8 @@ from jaxpar.trace.places import place_of_error
 
 _log = logging.getLogger(__name__)
 
-WHY_SAME = (
-    ", since both are layers of one kind; give those that are meant to differ a kind_name each"
-)
-WHY_FLOATS = "; anything else belongs in the batch, which every layer sees (at.batch)"
+WHY_SAME = ", since both are layers of one kind.\nFix: give layers that are meant to differ a kind_name each."
+WHY_FLOATS = ".\nFix: put anything else into the batch, which every layer sees as at.batch."
 
 
 class _Traces(NamedTuple):
@@ -445,9 +443,8 @@ class ModelFacts:
             depends = any(moving_inputs(_total(self.first), (params,), frozen, self.block))
         require(
             depends,
-            f"the loss of model {type(self.model).__name__} depends on no parameter that is trained: its "
-            f"gradient is zero. Fix: compute it without stop_gradient, argmax or rounding, or train other "
-            f"parameters (Task.frozen)",
+            f"the loss of model {type(self.model).__name__} depends on no parameter that is trained.\n"
+            f"Fix: compute it without stop_gradient, argmax or rounding, or change Task.frozen.",
         )
 
     @functools.cached_property
@@ -567,8 +564,8 @@ class ModelFacts:
         name = type(self.model).__name__
         if not says(self.model, "predict"):
             raise ValueError(
-                f"model {name} has no method predict, which says what the output of each row is; write "
-                f'predict(self, y, batch, at) that returns arrays by name, such as {{"y": self.out(y)}}'
+                f"model {name} has no method predict.\n"
+                f'Fix: write predict(self, y, batch, at) that returns arrays by name: {{"y": self.out(y)}}.'
             )
         _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
 
@@ -582,7 +579,7 @@ class ModelFacts:
                 dims = "[time, rows, ...]" if self.time_major else "[rows, ...]"
                 raise ValueError(
                     f"`predict` of {name} returns an array of shape {list(output.shape)} as {key!r} for a "
-                    f"block of {sizes}; let it return arrays {dims}"
+                    f"block of {sizes}.\nFix: return arrays {dims}."
                 )
         return found
 
@@ -615,16 +612,13 @@ class ModelFacts:
         Raises:
           ValueError: it is not arrays by name.
         """
-        what = f"`predict` of {type(self.model).__name__} returns"
-        use = "let it return a dict of arrays by name"
-        require(
-            isinstance(outputs, Mapping) and len(outputs) > 0,
-            f"{what} {in_words(outputs)}; {use}",
-        )
-        for own in outputs.values():
-            require(
-                isinstance(own, np.ndarray | jax.Array),
-                f"{what} {in_words(own)} in its dict; {use}",
+        is_dict = isinstance(outputs, Mapping) and len(outputs) > 0
+        found = [*outputs.values()] if is_dict else [outputs]
+        wrong = [a for a in found if not (is_dict and isinstance(a, np.ndarray | jax.Array))]
+        if wrong:
+            raise ValueError(
+                f"`predict` of {type(self.model).__name__} returns {in_words(wrong[0])}"
+                f"{' in its dict' * is_dict}.\nFix: return a dict of arrays by name."
             )
         return {name: jnp.asarray(own) for name, own in outputs.items()}
 
@@ -637,7 +631,7 @@ class ModelFacts:
         carry, y, *sums = out
         if not self.adds_sums and sums:
             raise ValueError(
-                f"layer {kind} returns sums for some of its calls only; return (carry, y, sums) always"
+                f"layer {kind} returns sums for some of its calls only.\nFix: return (carry, y, sums) always."
             )
         if not self.adds_sums:
             return carry, y
@@ -748,8 +742,8 @@ def _example_of(task: Task) -> Any:
         dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
         if getattr(dtype, "kind", None) in {*"OSUMm"}:  # objects, texts, dates
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}; give "
-                f"numbers: classes and words as int32 ids"
+                f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}.\n"
+                f"Fix: give numbers, and classes and words as int32 ids."
             )
     check_numbers(batch)
     check_parts(batch, f"of task {task.name}")
@@ -776,11 +770,10 @@ def _checked_model(task: Task, make: Callable[[], Any]) -> Any:
         container, name, owner = held.groups()
         stack = "self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
         use = stack if name == LAYERS_OF_MODEL else f"self.{name} = nnx.List(...), or nnx.Dict(...)"
-        told = ValueError(
-            f"task {task.name}: {owner}.{name} is a plain {container} of modules or arrays; write {use}"
-            + f"; for the layers of a model {stack}" * (use != stack)
-        )
-        raise told.with_traceback(error.__traceback__) from None
+        raise ValueError(
+            f"task {task.name}: {owner}.{name} is a plain {container} of modules or arrays.\n"
+            f"Fix: write {use}."
+        ).with_traceback(error.__traceback__) from None
     _check_model(task, model)
     return model
 
@@ -797,14 +790,14 @@ def _check_model(task: Task, model: Any) -> None:
     for name, *arguments in (("first", "batch", "at"), ("last", "y", "batch", "at")):
         if not says(model, name):
             raise ValueError(
-                f"{what}, has no method {name}; a model has first(batch, at), layers (a Stack) and "
-                f"last(y, batch, at)"
+                f"{what}, has no method {name}.\n"
+                f"Fix: write first(batch, at), layers (a Stack) and last(y, batch, at)."
             )
         _check_method(what, model, name, *arguments)
     if not isinstance(getattr(model, LAYERS_OF_MODEL, None), Stack):
         raise ValueError(
-            f"{what}, has no Stack called layers; write "
-            f"self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
+            f"{what}, has no Stack called layers.\n"
+            f"Fix: write self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)."
         )
 
 
@@ -815,9 +808,9 @@ def _check_frozen(task: Task, model: Any) -> None:
     params = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     if not nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, task.frozen))):
         raise ValueError(
-            f"frozen={task.frozen} of task {task.name} matches no parameter; it has "
-            f"{format_names(['.'.join(map(str, path)) for path in params])}: give a filter of some, such as "
-            f"nnx.PathContains({params[0][0]!r})"
+            f"frozen={task.frozen} of task {task.name} matches no parameter of "
+            f"{format_names(['.'.join(map(str, path)) for path in params])}.\n"
+            f"Fix: give a filter of some, such as nnx.PathContains({params[0][0]!r})."
         )
 
 
@@ -826,9 +819,8 @@ def _check_trained(task: Task, params: nnx.State) -> None:
     for path, leaf in nnx.to_flat_state(params):
         require(
             jnp.issubdtype(leaf.dtype, jnp.inexact),
-            f"the parameter {'.'.join(map(str, path))} of task {task.name} is "
-            f"{leaf.dtype}{list(leaf.shape)}, which has no gradient. Fix: make it an nnx.Variable, or name "
-            f"it in Task.frozen",
+            f"parameter {'.'.join(map(str, path))} of task {task.name} is {leaf.dtype}, which has no "
+            f"gradient.\nFix: make it an nnx.Variable, or name it in Task.frozen.",
         )
 
 
@@ -838,8 +830,8 @@ def _sizes_of(task: Task, batch: Any, time_major: bool) -> tuple[int, int | None
     rows = {leaf.shape[0] for leaf in sized}
     if len(rows) != 1:
         raise ValueError(
-            f"the arrays of a batch of task {task.name} have {sorted(rows) or 'no'} rows; each must have "
-            f"the batch's rows as its first dim (only {STARTS!r} is a scalar)"
+            f"the arrays of a batch of task {task.name} have {sorted(rows) or 'no'} rows.\n"
+            f"Fix: make the batch's rows the first dim of each; only {STARTS!r} is a scalar."
         )
     steps = {leaf.shape[1] for leaf in sized if len(leaf.shape) > 1 and leaf.shape[1] > 1}
     if not time_major:
@@ -887,9 +879,8 @@ def _traced(
     if changed:
         name = changed[0].removesuffix("/value").replace("/", ".")
         raise ValueError(
-            f"{what} changes its variable {name} when it is called, and that would be lost: it runs many "
-            f"times in a step, in an order that the schedule decides; keep what lasts from step to step in "
-            f"the carry of a layer, and return what is to be looked at in the metrics of `last`"
+            f"{what} changes its variable {name} when it is called, and that would be lost.\n"
+            f"Fix: keep state in the carry of a layer, and return what you log in the metrics of `last`."
         )
     return out, program
 
@@ -911,9 +902,8 @@ def _program_of(
     if has_key and (found := difference(program, trace()[0])):
         place = f" ({found.place})" if found.place else ""
         raise ValueError(
-            f"{what}{place} computes with other numbers each time it is traced, as NumPy's random ones: "
-            f"all steps would have those of one trace. Fix: draw by at.draw(jax.random.normal, x.shape), and "
-            f"keep counts in a layer's carry"
+            f"{what}{place} computes with other numbers each time it is traced, such as NumPy's random "
+            f"ones.\nFix: draw by at.draw(jax.random.normal, x.shape), and keep counts in a layer's carry."
         )
     return program, out
 

@@ -73,8 +73,8 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     peak, falls_at = config.learning_rate, config.warmup_steps + config.hold_steps
     require(
         config.warmup_steps <= num_steps,
-        f"warmup_steps={config.warmup_steps} of num_steps={num_steps}: the learning rate would never "
-        f"reach its peak; use warmup_steps={num_steps // 10}, or more steps",
+        f"warmup_steps={config.warmup_steps} is more than num_steps={num_steps}.\n"
+        f"Fix: use warmup_steps={num_steps // 10}, or more steps.",
     )
     steps = max(num_steps - falls_at, 1)
     falling = {
@@ -158,8 +158,8 @@ class HostOptimizer:
             self._cpu = jax.local_devices(backend="cpu")[0]
         except RuntimeError as error:
             raise ValueError(
-                f"update='host' runs on the CPU, of which JAX has none ({error}); add it, such as "
-                f"JAX_PLATFORMS=cuda,cpu, or use update='sharded'"
+                f"update='host' runs on the CPU, of which JAX has none: {error}.\n"
+                f"Fix: set JAX_PLATFORMS=cuda,cpu, or use update='sharded'."
             ) from error
         # JAX keeps what it traces by the function: one of the user's may read something that has changed.
         self._init = jax.jit(lambda params: optimizer.init(params))

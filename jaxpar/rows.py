@@ -303,7 +303,7 @@ class Trial:
         if name := _unlike(whole, again, _near):
             raise ValueError(
                 f"{part.what} gives other numbers each time it is called with the same inputs: its {name} "
-                f"differs. Fix: draw random numbers by {_DRAW}"
+                f"differs.\nFix: draw random numbers by {_DRAW}"
             )
         same = _near if _unlike(whole, again, _same) else _same
         for row, by_nan in itertools.product((0, last), (False, True)):
@@ -316,7 +316,7 @@ class Trial:
                 by = " (whole numbers by -1, 0 and others)" if by_nan else ""
                 raise ValueError(
                     f"{part.what} mixes the rows of a batch: where row {row} of its input is replaced{by}, "
-                    f"its {name} changes in others, too. Fix: {_ALONE[name == 'gradient']}"
+                    f"its {name} changes in others, too.\nFix: {_ALONE[name == 'gradient']}"
                 )
 
         moved = functools.partial(self.moved, part, inputs, "row")
@@ -325,7 +325,7 @@ class Trial:
             self.refuse(
                 part,
                 functools.partial(moved, same=same),
-                "{what} gives a row other numbers at another place in its block: {wrong}. Fix: count rows "
+                "{what} gives a row other numbers at another place in its block: {wrong}.\nFix: count rows "
                 f"from at.row, or draw random numbers by {_DRAW}",
             )
 
@@ -360,7 +360,7 @@ class Trial:
             return _not_added(whole, *pieces, of=words)
 
         message = (
-            "the sums of {what} do not add up: {wrong}. Fix: return sums over rows, no means, or multiply "
+            "the sums of {what} do not add up: {wrong}.\nFix: return sums over rows, no means, or multiply "
             "what counts once, such as a penalty on parameters, by the weight"
         )
         self.refuse(part, halves, message)
@@ -405,7 +405,7 @@ class Trial:
         self.refuse(
             part,
             finds,
-            "{what} gives real steps other numbers where padding is replaced: {wrong}. Fix: mask steps "
+            "{what} gives real steps other numbers where padding is replaced: {wrong}.\nFix: mask steps "
             "from at.lengths on, by jaxpar.nn.mask_padding(x, at) or by a weight of 0",
         )
 
@@ -431,7 +431,7 @@ class Trial:
             part,
             chunks,
             "{what} gives something else where its window is cut into "
-            f"{self.num_chunks} chunks of time: {{wrong}}. Fix: keep what lasts in a layer's carry and "
+            f"{self.num_chunks} chunks of time: {{wrong}}.\nFix: keep what lasts in a layer's carry and "
             "count steps from at.time, or use num_chunks=1, and say whole_window = True in the layer",
         )
 
@@ -491,7 +491,7 @@ class Trial:
                 return
         if self.key is not None and find(None) is None:
             message = (
-                "{what} draws random numbers that depend on how a batch is cut: {wrong}. Fix: "
+                "{what} draws random numbers that depend on how a batch is cut: {wrong}.\nFix: "
                 f"{_DRAW} in place of jax.random.normal(at.key, x.shape)"
             )
         raise ValueError(message.format(what=part.what, wrong=wrong))

@@ -108,12 +108,12 @@ class CompiledStep:
         require_instance("state", state, TrainState, "what init_state or a step returns")
         sizes = self._layout.parallel.mesh.sizes
         if not isinstance(state.step, jax.Array):
-            raise ValueError("the state is abstract; make one with values by init_state")
+            raise ValueError("the state is abstract.\nFix: make one with values by init_state.")
         lies_on = getattr(state.step.sharding, "mesh", None)
         if lies_on is not None and dict(lies_on.shape) != sizes:
             raise ValueError(
-                f"the state lies on a mesh of {dict(lies_on.shape)}, the step is for {sizes}; make both with "
-                f"the same parallel"
+                f"the state lies on a mesh of {dict(lies_on.shape)}, the step is for {sizes}.\n"
+                f"Fix: make both with the same parallel."
             )
 
     def lower(self, state: Any, batch: Any) -> Any:
@@ -140,8 +140,8 @@ class CompiledStep:
         chunk_len = whole // K
         if length % chunk_len:
             raise ValueError(
-                f"a batch of {length} time steps is not made of 1 to {K} chunks of {chunk_len}; pad it with "
-                f"steps that do not count, or change the {whole} steps of a batch or num_chunks={K}"
+                f"a batch of {length} time steps is not made of 1 to {K} chunks of {chunk_len}.\n"
+                f"Fix: pad it with steps that do not count, or change num_chunks={K}."
             )
         if length < whole:
 
@@ -177,19 +177,21 @@ def check_batch_shape(layout: Layout, batch: Any) -> int:
         if shape != expected or kinds[0] != kinds[1]:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} is {jnp.dtype(dtype)}{list(np.shape(leaf))}, in batches "
-                f"of task {name} it is {wanted.dtype}{list(wanted.shape)}; give a batch of these sizes, or "
-                f"change those of the task"
+                f"of task {name} it is {wanted.dtype}{list(wanted.shape)}.\n"
+                f"Fix: change the sizes of the batch, or those of the task."
             )
     if len(lengths) > 1:
-        raise ValueError(f"arrays of one batch have {sorted(lengths)} time steps; give all as many")
+        raise ValueError(
+            f"the arrays of a batch have {sorted(lengths)} time steps.\nFix: make them equally long."
+        )
     length = lengths.pop() if lengths else whole or 1
     if whole is not None and (
         length > whole or (length < whole and not layout.task.variable_length)
     ):
+        at_most = " at most" * layout.task.variable_length
         raise ValueError(
-            f"a batch of {length} time steps, those of task {name} have {whole}"
-            + (" at most" if layout.task.variable_length else "")
-            + "; give a batch of that length, or change that of the task"
+            f"a batch of {length} time steps, those of task {name} have {whole}{at_most}.\n"
+            f"Fix: change the length of the batch, or that of the task."
         )
     return length
 
@@ -205,8 +207,8 @@ def check_arrays(layout: Layout, batch: Any) -> None:
     example = layout.facts.batch
     if jax.tree.structure(batch) != jax.tree.structure(example):
         raise ValueError(
-            f"the batch is {describe(batch)}, those of task {layout.task.name} are {describe(example)}; give "
-            f"all of these, also for `predict`: zeros where targets are not known"
+            f"the batch is {describe(batch)}, those of task {layout.task.name} are {describe(example)}.\n"
+            f"Fix: give all of these arrays. For `predict`, unknown targets can be zeros."
         )
 
 
@@ -363,13 +365,9 @@ def check_program(program: jax.stages.Compiled) -> None:
         places.setdefault(not place, f"{operation} ({place})" if place else operation)
     if places:
         raise ValueError(
-            f"the compiler moves parts of an array between the devices of {TENSOR!r} within a unit's work, "
-            f"at {places[min(places)]}; all stages, and all data-parallel groups of unequal shares, would "
-            f"have to take part in that, and wait forever. An array is cut, joined or reshaped across a dim "
-            f"that {TENSOR!r} splits: give what is cut (such as gates or heads) a dim of its own, as in "
-            f"[input, gates, hidden], or have all of it on each device before the cut, at.layout(x, None, "
-            f'"batch", None) (a layer with code of a library, such as nnx.GRUCell: all that it takes and '
-            f"returns), or use tensor=1, or stage=1 and equal shares"
+            f"{places[min(places)]} cuts, joins or reshapes a dim that {TENSOR!r} splits: stages would wait "
+            f"for each other forever.\nFix: give gates or heads a dim of their own, or call "
+            f'at.layout(x, None, "batch", None) before, or use tensor=1.'
         )
 
 

@@ -522,11 +522,11 @@ def of_model(method):
 
 REFUSED = {
     "an array": (lambda self, y, batch, at: y, r"`predict` of Wrong returns an array of shape \[8, 4\]"),
-    "nothing": (lambda self, y, batch, at: None, r"returns nothing; let it return a dict of arrays by name"),
-    "none in it": (lambda self, y, batch, at: {"y": None}, r"returns nothing in its dict; let it"),
+    "nothing": (lambda self, y, batch, at: None, r"returns nothing\.\nFix: return a dict of arrays by name"),
+    "none in it": (lambda self, y, batch, at: {"y": None}, r"returns nothing in its dict\.\nFix"),
     "a sum": (
         lambda self, y, batch, at: {"y": jnp.sum(y)},
-        r"an array of shape \[\] as 'y' for a block of \[8\]; let it return arrays \[rows, \.\.\.\]",
+        r"an array of shape \[\] as 'y' for a block of \[8\]\.\nFix: return arrays \[rows, \.\.\.\]",
     ),
     "rows that mix": (
         lambda self, y, batch, at: {"a": y, "p": jax.nn.softmax(y, axis=0)},
@@ -552,7 +552,7 @@ def test_a_model_that_does_not_say_what_it_predicts_is_refused():
         def make_model(self, rngs):
             return Silent(rngs)
 
-    with pytest.raises(ValueError, match=r"model Silent has no method predict, which says what"):
+    with pytest.raises(ValueError, match=r"model Silent has no method predict"):
         predicted(Other(), "dp1", Rows().make_batches("test"))
 
 

@@ -297,25 +297,21 @@ def _check(name: str, zero_bubble: bool, counts: tuple[int, ...]) -> None:
     if name not in NAMES:
         nearest = difflib.get_close_matches(str(name).lower(), NAMES, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"name={name!r} is not a schedule; "
-            f"did you mean {nearest!r}? Use one of {', '.join(NAMES)}."
+            f"name={name!r} is not a schedule.\nFix: use {nearest!r}, or another of {', '.join(NAMES)}."
         )
     names = "num_stages", "num_microbatches", "num_chunks", "num_groups"
     for what, count in zip(names, counts, strict=True):
         if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-            raise ValueError(f"{what}={count!r} is not a count; use an integer of 1 or more.")
-    require(
-        isinstance(zero_bubble, bool),
-        f"zero_bubble={zero_bubble!r} is not a bool; use True to take W out of backward units, or False.",
-    )
+            raise ValueError(f"{what}={count!r} is not a count.\nFix: use an integer of 1 or more.")
+    require(isinstance(zero_bubble, bool), f"zero_bubble={zero_bubble!r}: must be True or False.")
     fits = {"interleaved": counts[-1] > 1, "v": counts[-1] == 2}.get(name, counts[-1] == 1)
     require(
         fits,
-        f"name={name!r} with num_groups={counts[-1]} groups of layers on a stage; use num_groups=2 or more "
-        f"with name='interleaved', num_groups=2 with 'v', and num_groups=1 with the others.",
+        f"name={name!r} cannot have num_groups={counts[-1]} groups of layers on a stage.\n"
+        f"Fix: use num_groups=2 or more with 'interleaved', 2 with 'v', 1 with others.",
     )
     require(
         not (zero_bubble and name == "gpipe"),
-        "name='gpipe' keeps all residuals, and has no zero_bubble; use name='1f1b', 'interleaved' or 'v', "
-        "which hold fewer.",
+        "name='gpipe' keeps all residuals, and has no zero_bubble.\n"
+        "Fix: use name='1f1b', 'interleaved' or 'v'.",
     )
