@@ -7,7 +7,6 @@ How it lies on devices is a `Layout`, which is arithmetic on these facts.
 import functools
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -119,7 +118,8 @@ class ModelFacts:
         self.batch = jax.tree.map(shape_of, example)
         self.rounded = _rounded(example)
         what = f"the model of task {task.name}, a"
-        self.model = _checked_model(task, lambda: traced_twice(what, lambda: self.make(0))[0])
+        self.model = traced_twice(what, lambda: self.make(0))[0]
+        _check_model(task, self.model)
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
         _check_frozen(task, self.model)
         _check_trained(task, self.params)
@@ -757,32 +757,6 @@ def _rounded(batch: Any) -> tuple[str, ...]:
         for path, leaf in jax.tree.leaves_with_path(batch)
         if np.ndim(leaf) and leaf.dtype == np.float64 != shape_of(leaf).dtype
     )
-
-
-def _checked_model(task: Task, make: Callable[[], Any]) -> Any:
-    """The model that a function makes, if it is one."""
-    try:
-        model = make()
-    except ValueError as error:
-        held = _HELD.match(str(error))
-        if held is None:
-            raise
-        container, name, owner = held.groups()
-        stack = "self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
-        use = stack if name == LAYERS_OF_MODEL else f"self.{name} = nnx.List(...), or nnx.Dict(...)"
-        raise ValueError(
-            f"task {task.name}: {owner}.{name} is a plain {container} of modules or arrays.\n"
-            f"Fix: write {use}."
-        ).with_traceback(error.__traceback__) from None
-    _check_model(task, model)
-    return model
-
-
-# How Flax begins a page about modules in a plain list: the list, its name, the class that has it.
-_HELD = re.compile(
-    r"Found data on value of type '<class '([\w.]+)'>' assigned to static attribute '(\w+)' "
-    r"of Pytree type '<class '(?:[^']*\.)?(\w+)'>'"
-)
 
 
 def _check_model(task: Task, model: Any) -> None:

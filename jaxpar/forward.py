@@ -113,16 +113,9 @@ def _run_at_once(
     """The whole batch and window as one block on every data-parallel group."""
 
     def run(params, others, frozen, carry, batch, key, time=0, first_row=0, at_layout=anywhere):
-        at = At(
-            layer=jnp.int32(0),
-            time=jnp.int32(time),
-            row=jnp.int32(first_row),
-            key=key,
-            batch=layout.facts.to_block(batch),
-            layout=at_layout,
-            time_major=layout.facts.time_major,
-            platform=layout.facts.platform,
-        )
+        at = layout.facts.at(layout.facts.to_block(batch), draws=False)
+        time, row = jnp.int32(time), jnp.int32(first_row)
+        at = at._replace(time=time, row=row, key=key, layout=at_layout)
         return run_block(layout, layers, params, others, frozen, carry, at, predicts=predicts)
 
     own = layout.task.axes
@@ -153,19 +146,13 @@ def _run_at_once(
         return P(*(rows, times if splits_time else None)[: jnp.ndim(a)])
 
     of_carry = _carry_specs(layout, carry, DATA)
+    of_batch = jax.tree.map(spec_of, batch)
     of_block = P(times, rows) if facts.time_major else P(rows)
     return jax.shard_map(
         run_shard,
         mesh=mesh,
         axis_names={*axes},
-        in_specs=(
-            layout.specs(params),
-            P(),
-            layout.specs(frozen),
-            of_carry,
-            jax.tree.map(spec_of, batch),
-            P(),
-        ),
+        in_specs=(layout.specs(params), P(), layout.specs(frozen), of_carry, of_batch, P()),
         out_specs=(of_carry, of_block if predicts else P()),
     )(params, others, frozen, carry, batch, key)
 

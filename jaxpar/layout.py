@@ -172,9 +172,9 @@ class Layout:
                 f"outputs divide by stage={self.parallel.mesh.stage}.\nFix: use {use}, or write last_part."
             )
         if named and named.has_first == self.shares_first:
-            why, use = "has nothing to split over stages", "name it on the first stage"
+            why, use = "cannot be split over stages", "name it on the first stage"
             if named.has_first:
-                why = f"shares {', '.join(sorted(self.parts[0]))} with what comes after the layers, in parts"
+                why = f"shares {', '.join(sorted(self.parts[0]))} with what comes after, in parts"
                 use = "leave it out, or name last as well"
             raise ValueError(
                 f"placement={str(named)!r} {'names' if named.has_first else 'leaves out'} first: what comes "
@@ -667,18 +667,9 @@ class Layout:
     def _graphdef_of(self, kind: str) -> Any:
         return nnx.graphdef(getattr(self.abstract_model().layers, kind))
 
-    def abstract_model(self, sizes: Mapping[str, int] | None = None) -> Any:
-        """The model of shapes, in its slots.
-
-        Args:
-          sizes: of the mesh's axes, to have it as a step that runs in units uses it (`prepare`).
-        """
-
-        def make(params, frozen):
-            model = self.merge(params, frozen)
-            return model.prepare(sizes) if sizes and says(model, "prepare") else model
-
-        return nnx.eval_shape(make, self.params, self.frozen)
+    def abstract_model(self) -> Any:
+        """The model of shapes, in its slots."""
+        return nnx.eval_shape(self.merge, self.params, self.frozen)
 
     def initial_carry(self, params: nnx.State, frozen: nnx.State) -> dict[str, Any]:
         """The state of the layers at the start, as variables."""

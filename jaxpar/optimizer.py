@@ -11,7 +11,7 @@ programs: inside of one, JAX 0.10.1 cannot place them in host memory on CPU.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -184,26 +184,25 @@ class HostOptimizer:
         return self._run(self._update, (params, grads, opt_state, *how), (params, opt_state))
 
     def _run(self, function: Callable[..., Any], trees: Any, targets: Any) -> Any:
-        """Applies a function to what each device has of the trees; targets say where results go."""
-        wanted, structure = jax.tree.flatten(targets)
-        kinds, results = [leaf.sharding.memory_kind for leaf in wanted], []
-        for device, done in self._on_host(function, trees):
+        """Applies a function, on the CPU, to what each device has of the trees.
+
+        Args:
+          targets: arrays, or their shapes, that say where results go.
+        """
+        leaves, structure = jax.tree.flatten(trees)
+        wanted, of_results = jax.tree.flatten(targets)
+        shards = [
+            {shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves
+        ]
+        results = []
+        for device in shards[0]:
+            own = jax.device_put([on[device] for on in shards], self._cpu, may_alias=False)
+            done = jax.tree.leaves(function(*jax.tree.unflatten(structure, own)))
+            kinds = (leaf.sharding.memory_kind for leaf in wanted)
             places = [SingleDeviceSharding(device, memory_kind=kind) for kind in kinds]
             results.append(jax.device_put(done, places))
         arrays = [
             jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [*parts])
             for leaf, *parts in zip(wanted, *results, strict=True)
         ]
-        return jax.tree.unflatten(structure, arrays)
-
-    def _on_host(
-        self, function: Callable[..., Any], trees: Any
-    ) -> Iterator[tuple[Any, list[jax.Array]]]:
-        """For each device of this process what the function makes, on the CPU, of the device's shards."""
-        leaves, structure = jax.tree.flatten(trees)
-        shards = [
-            {shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves
-        ]
-        for device in shards[0]:
-            own = jax.device_put([on[device] for on in shards], self._cpu, may_alias=False)
-            yield device, jax.tree.leaves(function(*jax.tree.unflatten(structure, own)))
+        return jax.tree.unflatten(of_results, arrays)

@@ -200,7 +200,7 @@ CALLS = {
         lambda m: jaxpar.show(np.zeros(3)), r"type ndarray; .* of JAX \(of NumPy's: jax\.numpy\.as",
     ),
     "a picture of a number": (lambda m: jaxpar.show(3), "no picture of type int; give a MeshConf"),
-    "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), r"is not a schedule\.\nFix: use '1f1b'"),
+    "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a schedule"),
     "a schedule of no stage": (lambda m: make_schedule("1f1b", 0, 2), "num_stages=0 is not a count"),
     "stages in words": (lambda m: make_schedule("1f1b", "4", 2), "num_stages='4' is not a count"),
     "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), r"cannot have num_groups=2"),
@@ -234,7 +234,7 @@ def test_a_wrong_call_is_told_at_once_and_changes_no_file(name, made, tmp_path, 
     with pytest.raises((ValueError, OSError), match=message) as raised:
         call(made)
     assert time.process_time() - begin < SECONDS
-    assert "\n" not in str(raised.value)
+    assert str(raised.value).count("\n") <= 2
     assert not list(tmp_path.iterdir())
 
 

@@ -462,7 +462,7 @@ def test_a_wrong_call_of_a_run_is_told_at_once(name, text_run):
     call, message = CALLS[name]
     with pytest.raises(ValueError, match=message) as raised:
         call(text_run)
-    assert "\n" not in str(raised.value)
+    assert str(raised.value).count("\n") <= 2
 
 
 def test_a_size_that_changes_the_model_is_refused():
@@ -499,7 +499,9 @@ def test_images_have_probabilities():
 
 @pytest.mark.parametrize("task", [TASK, jaxpar.images.Images()])
 def test_a_split_that_is_not_there_is_refused(task):
-    with pytest.raises(ValueError, match="there is no split 'tset'; use one of train, valid, test"):
+    with pytest.raises(
+        ValueError, match=r"there is no split 'tset'\.\nFix: use one of train, valid, test"
+    ):
         task.make_batches("tset")
 
 

@@ -247,7 +247,7 @@ class Loop:
         """
         stage, is_there = self.stage, entering.number >= 0
         on_stage = stage.number == self.table.route.stages[0]
-        if not stage.shares_first:
+        if not self.spec.shares_first:
             return lax.cond(is_there & on_stage, lambda: stage.first(own), lambda: arrived)
 
         def enter():
@@ -267,7 +267,7 @@ class Loop:
         on_stage = stage.number == self.table.route.stages[0]
 
         def leave():
-            if not stage.shares_first:
+            if not self.spec.shares_first:
                 return vary_like(stage.first_gradient(grads, own, dx), stage.here)
             at_all = jax.tree.map(lambda a: jnp.where(on_stage, a, jnp.zeros_like(a)), dx)
             dtypes = jax.tree.map(lambda a: a.dtype, dx)
@@ -275,7 +275,7 @@ class Loop:
             after = stage.first_gradient(grads, leaving, at_all)
             return jax.tree.map(vary_like, after, grads)
 
-        runs = is_there if stage.shares_first else is_there & on_stage
+        runs = is_there if self.spec.shares_first else is_there & on_stage
         return lax.cond(runs, leave, lambda: grads)
 
     @jax.named_scope(LEAVE)

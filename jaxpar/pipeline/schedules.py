@@ -32,8 +32,6 @@ Legend: S stages, M microbatches, K chunks of time, V groups of layers per stage
 Unit u = m K + k is chunk k of microbatch m.
 """
 
-import difflib
-
 import numpy as np
 
 from jaxpar.base.checks import require
@@ -295,10 +293,7 @@ def _write(
 
 def _check(name: str, zero_bubble: bool, counts: tuple[int, ...]) -> None:
     if name not in NAMES:
-        nearest = difflib.get_close_matches(str(name).lower(), NAMES, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"name={name!r} is not a schedule.\nFix: use {nearest!r}, or another of {', '.join(NAMES)}."
-        )
+        raise ValueError(f"name={name!r} is not a schedule.\nFix: use one of {', '.join(NAMES)}.")
     names = "num_stages", "num_microbatches", "num_chunks", "num_groups"
     for what, count in zip(names, counts, strict=True):
         if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
