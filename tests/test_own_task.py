@@ -401,7 +401,7 @@ WRONG = [
     slow("split, seed=None", "split", r"make_batches takes \(split\), .* write make_batches\(self"),
     slow("make_model(self, rngs)", "make_model(self)", r"; write make_model\(self, rngs\)"),
     ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+\.\n.* int32"),
-    ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"\[8, 6\]: must .*\n.*line \d+\)$"),
+    ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"must be .*\n.*line \d+\)$"),
     ("@dataclasses.dataclass(frozen=True)\n", "", "Forecast has fields and is not a dataclass .* above it$"),
     ("jnp.zeros((rows, self", "jnp.zeros((4, self", r"_carry\(16\) has the shape \[4, 6\]; let"),
     slow("jnp.zeros((rows, self.w_h.shape[0]))", "jnp.zeros(6)", r"has the shape \[6\]; let it be"),
