@@ -453,7 +453,8 @@ class ModelFacts:
         """Whether the weight of `last` depends on the batch alone: it is known before a backward pass."""
 
         def weight(own, block):
-            return self.last(*own, block).weight
+            params, frozen, y = own
+            return self.last(params, frozen, y, block).weight
 
         own, batch = (*self.split(self.model)[1:], self.traces.y), self.block
         run = pruned(weight, own, batch)

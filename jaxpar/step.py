@@ -309,9 +309,10 @@ def _make_train_step(setup: Setup, *options: Any) -> CompiledStep:
             return state, grads, applies, scale, rate, metrics
 
     def step(state: TrainState, batch: Any, table: TickTable | None) -> tuple[TrainState, Metrics]:
-        state, grads, *how, metrics = gradients(state, batch, table)
+        state, grads, applies, scale, rate, metrics = gradients(state, batch, table)
         with jax.named_scope("update"):
-            params, opt_state = update(optimizer, state.params, grads, state.opt_state, *how)
+            old = state.params, state.opt_state
+            params, opt_state = update(optimizer, old[0], grads, old[1], applies, scale, rate)
             params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 

@@ -112,7 +112,8 @@ def _parallel_of(layout: Layout) -> Parallel:
 def _make_sampler(setup: Setup, num_steps: int) -> jax.stages.Compiled:
     """(params, frozen, carry, given tokens [T, B], draw) -> those that are drawn, [T, B], on every device."""
     forward = make_forward(setup.layout, setup.mesh, predicts=True)
-    table, is_packed = full_table(setup.parallel, backward=False), setup.task.packed
+    table, task = full_table(setup.parallel, backward=False), setup.task
+    assert isinstance(task, LM)
 
     def run(params, frozen, carry, given_TB, draw):
         def step(carried, inputs):
@@ -120,7 +121,7 @@ def _make_sampler(setup: Setup, num_steps: int) -> jax.stages.Compiled:
             place, given_B = inputs
             inputs_B1 = jnp.where(given_B == TO_DRAW, drawn_B, given_B)[:, None]
             parts = {"starts": place == 0, "draw": draw._replace(place=place)}
-            if is_packed:
+            if task.packed:
                 parts["resets"] = inputs_B1 == draw.separator
                 parts["lengths"] = jnp.ones_like(drawn_B)
             batch = Batch(inputs_B1, jnp.zeros_like(inputs_B1), **parts)
