@@ -326,9 +326,9 @@ class TrainConfig:
     Attributes:
       num_steps: optimizer steps.
       clip_norm: bound on the global norm of the gradients; 0 for none.
-      nonfinite: what happens when the loss, gradient norm or update of a step is not finite. "stop": the run
-        ends, and the state before the step is saved. "skip": parameters and optimizer state stay as they
-        are, the carried state is reset, and the next batch is taken.
+      nonfinite: what happens when the loss or gradient norm of a step is not finite. "stop": the run ends,
+        and the state before the step is saved. "skip": parameters and optimizer state stay as they are, the
+        carried state is reset, and the next batch is taken. Parameters that are not finite end the run.
       max_skipped: how many steps of a run "skip" may skip; one more stops it.
       seed: of initial values, dropout and the order of the data.
       log_every: steps between lines of progress.

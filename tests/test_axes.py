@@ -265,7 +265,7 @@ class Mistyped(Context):
         (Unnamed(), "dp1", r"attention \(.*\) .* along 'context', .*\n.*axes = \(\"context\",\)"),
         (Mistyped(), "dp1", r"rule 'time' -> \('contxt',\): unknown mesh axis 'contxt'; axes of task Mis"),
         (Context(), "contxt2", "unknown axis 'contxt' of task Context\nFix: use .*context"),
-        (Context(kinds=("gru",)), "context2", "layer gru goes from step to step: its state would begin"),
+        (Context(kinds=("gru",)), "context2", "layer gru carries state from step to step"),
         (Context(seq_len=9), "context2", "seq_len=9 does not divide by context=2"),
         (Mixture(batch_size=6), "dp2expert2", "batch_size=6 does not divide by data=2 x .*expert=2"),
     ],

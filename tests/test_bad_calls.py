@@ -110,7 +110,7 @@ CALLS = {
     "too many rows": (
         lambda m: m.step(m.state, batch(16)), r"inputs_BT is int32\[16, 4\], in .* of task LM it is int32\[",
     ),
-    "too few rows": (lambda m: m.step(m.state, batch(3)), r"int32\[3, 4\].*give a batch of these sizes"),
+    "too few rows": (lambda m: m.step(m.state, batch(3)), r"int32\[3, 4\], in batches"),
     "too many steps": (lambda m: m.step(m.state, batch(8, 5)), "a batch of 5 time steps, those of .* have 4"),
     "tokens that are no integers": (
         lambda m: m.step(m.state, batch(dtype=np.float32)), "is float32.*it is int32|no ids; give integers",
@@ -123,10 +123,10 @@ CALLS = {
     ),
     "no batch": (lambda m: m.step(m.state, None), "the batch is nothing, those"),
     "a state of another mesh": (
-        lambda m: m.step(m.other, batch()), r"lies on a mesh of \{'data': 8, .* is for \{'data': 2, .*make",
+        lambda m: m.step(m.other, batch()), r"lies on a mesh of \{'data': 8, .* is for \{'data': 2,",
     ),
     "no state": (lambda m: m.step({}, batch()), A_STATE),
-    "an abstract state": (lambda m: m.step(m.abstract, batch()), "the state is abstract; make one"),
+    "an abstract state": (lambda m: m.step(m.abstract, batch()), r"the state is abstract\.\nFix: make one"),
     "gradients of too many rows": (lambda m: m.grad(m.state, batch(16)), r"int32\[16, 4\]"),
     "gradients of tokens beyond the vocabulary": (
         lambda m: m.grad(m.state, batch(token=99)), "token 99 .* vocabulary of 32",
@@ -199,10 +199,10 @@ CALLS = {
         lambda m: jaxpar.show(np.zeros(3)), r"no picture of type ndarray\nFix: give a mesh, a JAX array",
     ),
     "a picture of a number": (lambda m: jaxpar.show(3), "no picture of type int"),
-    "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a sch.* mean '1f1b'"),
+    "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a schedule"),
     "a schedule of no stage": (lambda m: make_schedule("1f1b", 0, 2), "num_stages=0 is not a count"),
     "stages in words": (lambda m: make_schedule("1f1b", "4", 2), "num_stages='4' is not a count"),
-    "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), "num_groups=1 with the"),
+    "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), r"cannot have num_groups=2"),
     "a plan for a name": (lambda m: plan("lm"), f"task='lm' .*{A_TASK}"),
     "a plan for a number": (lambda m: plan(TASK, machine=3), r"machine=3 \(int\): must be the name of one"),
     "fewer finalists than none": (lambda m: plan(TASK, num_finalists=-1), "finalists=-1 is too small"),

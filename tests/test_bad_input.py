@@ -211,11 +211,11 @@ FLAGS = {
     ),
     "placement for other stages": (
         train("--mesh", "dp4pp2", "--pipeline.placement", "first, 0 | 1 | last"),
-        "names 2 layers in 3 places; num_layers=2 on stage=2 needs 2 places .* 'first, 0 | 1, last'",
+        "names 2 layers in 3 places, num_layers=2 on stage=2 needs 2 in 2.\n.* 'first, 0 | 1, last'",
     ),
     "layers by stages": (
         train("--mesh", "dp4pp2", "--num-layers", "3", "--pipeline.placement", "even"),
-        r"num_layers=3 does not split evenly over stage=2; use 2 or 4 layers.*\(2, 1\)",
+        r"num_layers=3 does not split evenly over stage=2\.\nFix: use 2 or 4 layers.*\(2, 1\)",
     ),
     "unknown head": (train("--pipeline.head", "first"), "head.*last.*sharded"),
     "level": (train("--level", "byte"), "level.*auto.*word.*char"),

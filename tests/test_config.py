@@ -158,7 +158,7 @@ SIZES = [
     ),
     (
         Parallel("pp3", PipelineConfig(num_chunks=4, placement="even")),
-        r"num_layers=4 does not split evenly over stage=3; use 3 or 6 layers, stage=1, 2, 4, "
+        r"num_layers=4 does not split evenly over stage=3\.\nFix: use 3 or 6 layers, stage=1, 2, 4, "
         r"or a placement such as \(2, 1, 1\)",
     ),
     (
@@ -167,11 +167,11 @@ SIZES = [
     ),
     (
         Parallel("pp2", PipelineConfig(placement=(1, 2))),
-        r"placement=\(1, 2\) has 3 layers in 2 places.*such as \(2, 2\)",
+        r"placement=\(1, 2\) has 3 layers in 2 places[\s\S]*such as \(2, 2\)",
     ),
     (
         Parallel("pp2", PipelineConfig(placement="first, 0-3 | 4, last")),
-        r"placement='first, 0-3 \| 4, last' names 5 layers.*such as 'first, 0-1 \| 2-3, last'",
+        r"placement='first, 0-3 \| 4, last' names 5 layers[\s\S]*such as 'first, 0-1 \| 2-3, last'",
     ),
     (Parallel("dp-1"), r"mesh dp-1: a size is not inferred yet"),
     (
@@ -218,7 +218,7 @@ def test_layers_stand_in_the_slots_of_their_stage(placement, num_groups, layers)
     [(3, OptimizerConfig(warmup_steps=50)), (0, OptimizerConfig(warmup_steps=1))],
 )
 def test_a_warm_up_longer_than_the_run_is_refused(steps, config):
-    message = f"warmup_steps={config.warmup_steps} of num_steps={steps}: .*; use warmup_steps=0"
+    message = f"warmup_steps={config.warmup_steps} is more than num_steps={steps}.\\nFix: use warmup_steps=0"
     for make in (make_optimizer, learning_rate):
         with pytest.raises(ValueError, match=message):
             make(config, steps)

@@ -125,7 +125,7 @@ MISTAKES = {
     ),
     "microbatches": (
         {}, Parallel("dp2tp4", PipelineConfig(num_microbatches=2)),
-        r"split the batch over \('data', 'tensor'\); .*num_microbatches=1",
+        r"split the batch over \('data', 'tensor'\); .*\nFix: .*num_microbatches=1",
     ),
 }  # fmt: skip
 
