@@ -50,13 +50,21 @@ FIELDS = [
     (OptimizerConfig, {"hold_steps": 2**31}, "hold_steps=2147483648: must be below 2147483648"),
     (TrainConfig, {"max_skipped": 2**31}, "max_skipped=2147483648: must be below 2147483648"),
     (LM, {"optimizer": "adam"}, "optimizer='adam': must be an OptimizerConfig"),
-    (Images, {"image_shape": (8, 8.0, 1)}, r"image_shape=\(8, 8\.0, 1\): must be a list of whole num"),
+    (
+        Images,
+        {"image_shape": (8, 8.0, 1)},
+        r"image_shape=\(8, 8\.0, 1\): must be a list of whole num",
+    ),
     (
         PipelineConfig,
         {"placement": 2},
         r"placement=2 \(int\): must be a string or a list of whole numbers",
     ),
-    (PipelineConfig, {"placement": (1, 2.0)}, r"placement=\(1, 2\.0\): must be a string or a list of"),
+    (
+        PipelineConfig,
+        {"placement": (1, 2.0)},
+        r"placement=\(1, 2\.0\): must be a string or a list of",
+    ),
     (PipelineConfig, {"schedule": "1f1c"}, "schedule='1f1c': must be '1f1b' or 'gpipe' or"),
     (PipelineConfig, {"head": None}, "head=None: must be 'auto' or 'last' or 'sharded'"),
     (Parallel, {"shares": 3}, r"shares=3 \(int\): must be a list of whole numbers or None"),
@@ -65,10 +73,18 @@ FIELDS = [
     (Parallel, {"pipeline": {}}, r"pipeline=\{\}: must be a PipelineConfig"),
     (Parallel, {"mesh": (2, 1, 1)}, r"mesh=\(2, 1, 1\): must be a MeshConfig"),
     (OptimizerConfig, {"learning_rate": "1e-3"}, "learning_rate='1e-3': must be a number"),
-    (OptimizerConfig, {"learning_rate": float("inf")}, "learning_rate=inf: must be a finite number"),
+    (
+        OptimizerConfig,
+        {"learning_rate": float("inf")},
+        "learning_rate=inf: must be a finite number",
+    ),
     (TrainConfig, {"nonfinite": None}, "nonfinite=None: must be 'stop' or 'skip'"),
     (TrainConfig, {"out_dir": Path("runs")}, r"out_dir=.*: must be a string or None"),
-    (MeshConfig, {"devices": (0, "1")}, r"mesh devices=\(0, '1'\): must be a list of whole numbers"),
+    (
+        MeshConfig,
+        {"devices": (0, "1")},
+        r"mesh devices=\(0, '1'\): must be a list of whole numbers",
+    ),
 ]
 
 

@@ -216,7 +216,9 @@ def test_a_save_that_fails_in_the_background_ends_the_run_before_the_next(
 
     monkeypatch.setattr(Writing, "_write", fail)
     run = make_run(text, tmp_path / "run", checkpoint_every=5, num_steps=10**6, log_every=1)
-    with pytest.raises(OSError, match=r"checkpoints/5 could not be written: .*\nFix: .*there is none"):
+    with pytest.raises(
+        OSError, match=r"checkpoints/5 could not be written: .*\nFix: .*there is none"
+    ):
         fit(*run, report=Slow())
 
 

@@ -377,7 +377,8 @@ def test_sizes_of_memory_are_numbers_with_units(capsys):
     for size in ("16 potatoes", "1.2.3GB", "GB"):
         assert main(["plan", "lm", *flags.split(), "--memory", size]) == 2
         assert (
-            f"--memory {size}: must be a number and its unit, such as 16GB" in capsys.readouterr().err
+            f"--memory {size}: must be a number and its unit, such as 16GB"
+            in capsys.readouterr().err
         )
     for size in ("1kB", "2MB"):
         assert main(["plan", "lm", *flags.split(), "--memory", size]) == 2
