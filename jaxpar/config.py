@@ -326,9 +326,9 @@ class TrainConfig:
     Attributes:
       num_steps: optimizer steps.
       clip_norm: bound on the global norm of the gradients; 0 for none.
-      nonfinite: what happens when the loss, gradient norm or update of a step is not finite. "stop": the run
-        ends, and the state before the step is saved. "skip": parameters and optimizer state stay as they
-        are, the carried state is reset, and the next batch is taken.
+      nonfinite: what happens when the loss or gradient norm of a step is not finite. "stop": the run ends,
+        and the state before the step is saved. "skip": parameters and optimizer state stay as they are, the
+        carried state is reset, and the next batch is taken. Parameters that are not finite end the run.
       max_skipped: how many steps of a run "skip" may skip; one more stops it.
       seed: of initial values, dropout and the order of the data.
       log_every: steps between lines of progress.
@@ -340,8 +340,6 @@ class TrainConfig:
         another one; 0 for none.
       keep_checkpoints: the newest ones kept.
       keep_best: also save and keep the state with the lowest validation loss.
-      fallback_dir: where the state is saved, in a folder of its own, when out_dir can no longer be written:
-        the disk is full, or read-only. All processes write there.
       out_dir: where metrics, settings and checkpoints are written: a folder, which all processes share, or
         gs://BUCKET/FOLDER (with the package gcsfs); None takes the next free folder of runs/0001,
         runs/0002, ...
@@ -359,7 +357,6 @@ class TrainConfig:
     checkpoint_minutes: float = 0.0
     keep_checkpoints: int = 2
     keep_best: bool = True
-    fallback_dir: str | None = None
     out_dir: str | None = None
 
     def __post_init__(self):
@@ -374,10 +371,9 @@ class TrainConfig:
         )
         require(0 <= self.seed < 2**32, f"seed={self.seed}: must be from 0 to {2**32 - 1}")
         require_int32(self, "num_steps", "max_skipped")
-        for name in ("out_dir", "fallback_dir"):
-            if (path := getattr(self, name)) is not None:
-                require(path != "", f"{name}='' names no folder\nFix: leave it out.")
-                check_path(name, path, of_run=name == "out_dir")
+        if self.out_dir is not None:
+            require(self.out_dir != "", "out_dir='' names no folder\nFix: leave it out.")
+            check_path("out_dir", self.out_dir, of_run=True)
 
     @property
     def allowed_skips(self) -> int:

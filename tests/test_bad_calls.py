@@ -21,7 +21,6 @@ from jaxpar import (
     Stack,
     TrainConfig,
 )
-from jaxpar.analysis import strategy_for
 from jaxpar.pipeline import make_schedule
 from jaxpar.planning import plan
 from jaxpar.setup import Setup
@@ -111,7 +110,7 @@ CALLS = {
     "too many rows": (
         lambda m: m.step(m.state, batch(16)), r"inputs_BT is int32\[16, 4\], in .* of task LM it is int32\[",
     ),
-    "too few rows": (lambda m: m.step(m.state, batch(3)), r"int32\[3, 4\].*give a batch of these sizes"),
+    "too few rows": (lambda m: m.step(m.state, batch(3)), r"int32\[3, 4\], in batches"),
     "too many steps": (lambda m: m.step(m.state, batch(8, 5)), "a batch of 5 time steps, those of .* have 4"),
     "tokens that are no integers": (
         lambda m: m.step(m.state, batch(dtype=np.float32)), "is float32.*it is int32|no ids; give integers",
@@ -124,10 +123,10 @@ CALLS = {
     ),
     "no batch": (lambda m: m.step(m.state, None), "the batch is nothing, those"),
     "a state of another mesh": (
-        lambda m: m.step(m.other, batch()), r"lies on a mesh of \{'data': 8, .* is for \{'data': 2, .*make",
+        lambda m: m.step(m.other, batch()), r"lies on a mesh of \{'data': 8, .* is for \{'data': 2,",
     ),
     "no state": (lambda m: m.step({}, batch()), A_STATE),
-    "an abstract state": (lambda m: m.step(m.abstract, batch()), "the state is abstract; make one"),
+    "an abstract state": (lambda m: m.step(m.abstract, batch()), r"the state is abstract\.\nFix: make one"),
     "gradients of too many rows": (lambda m: m.grad(m.state, batch(16)), r"int32\[16, 4\]"),
     "gradients of tokens beyond the vocabulary": (
         lambda m: m.grad(m.state, batch(token=99)), "token 99 .* vocabulary of 32",
@@ -188,8 +187,8 @@ CALLS = {
     "no such optimizer": (lambda m: OptimizerConfig(name="adamm"), "name='adamm': must be 'adam' or"),
     "half a step": (lambda m: TrainConfig(num_steps=1.5), r"num_steps=1\.5 \(float\): must be a whole"),
     "steps backwards": (lambda m: TrainConfig(num_steps=-1), "num_steps=-1: must be positive"),
-    "rules of a dict": (lambda m: Rules({"a": "tensor"}), r"rules=.*: write Rules\.make\("),
-    "rules of a list": (lambda m: Rules([1]), r"rules=\[1\]: write Rules\.make\("),
+    "rules of a dict": (lambda m: Rules({"a": "tensor"}), r"rules=.* is not a table of rules"),
+    "rules of a list": (lambda m: Rules([1]), r"rules=\[1\] is not a table of rules"),
     "parameters split over no data": (
         lambda m: jaxpar.fit(TASK, Parallel("tp8", fsdp=True)), "fsdp=True splits over data, and mesh tp8 ",
     ),
@@ -200,20 +199,19 @@ CALLS = {
         lambda m: jaxpar.show(np.zeros(3)), r"no picture of type ndarray\nFix: give a mesh, a JAX array",
     ),
     "a picture of a number": (lambda m: jaxpar.show(3), "no picture of type int"),
-    "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a sch.* mean '1f1b'"),
+    "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a schedule"),
     "a schedule of no stage": (lambda m: make_schedule("1f1b", 0, 2), "num_stages=0 is not a count"),
     "stages in words": (lambda m: make_schedule("1f1b", "4", 2), "num_stages='4' is not a count"),
-    "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), "num_groups=1 with the"),
+    "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), r"cannot have num_groups=2"),
     "a plan for a name": (lambda m: plan("lm"), f"task='lm' .*{A_TASK}"),
     "a plan for a number": (lambda m: plan(TASK, machine=3), r"machine=3 \(int\): must be the name of one"),
     "fewer finalists than none": (lambda m: plan(TASK, num_finalists=-1), "finalists=-1 is too small"),
-    "a size of tensor alone": (lambda m: plan(TASK, tensor=2), r"tensor=2 \(int\): must be a list of sizes"),
     "a plan for no such machine": (lambda m: plan(TASK, machine="gpu"), "machine 'gpu': must be one of v5e"),
     "a sample of no run": (lambda m: jaxpar.lm.sample("nowhere"), "nowhere holds no run"),
     "a start of a number": (
         lambda m: jaxpar.fit(TASK, start=3), r"start=3 \(int\): must be",
     ),
-    "a start at an address": (lambda m: jaxpar.Start("s3://a/b"), "start='s3://a/b' is an address"),
+    "a start at an address": (lambda m: jaxpar.Start("s3://a/b"), "start='s3://a/b' must be a folder"),
     "a name for nothing": (lambda m: jaxpar.Start("a", rename=("b",)), r"rename=\('b',\): must be"),
     "half a pattern": (lambda m: jaxpar.Start("a", leave=("(",)), "is not a valid regular expr"),
     "a start and a resumed run": (
@@ -221,7 +219,6 @@ CALLS = {
     ),
     "a corpus of no file": (lambda m: jaxpar.lm.load_corpus("nowhere"), "no corpus 'nowhere': it is neither"),
     "a corpus of a number": (lambda m: jaxpar.lm.load_corpus(3), r"corpus=3 \(int\): must be python-docs, "),
-    "advice on a number": (lambda m: strategy_for(3, 3, MeshConfig(data=2)), "has no kernel"),
     "layers in words": (lambda m: jaxpar.lm.LM("four"), "num_layers='four': must be a whole number"),
 }  # fmt: skip
 

@@ -153,7 +153,10 @@ def test_a_task_is_as_its_file_is_now(tmp_path, own):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[train]\nxyzzy = 3", r"no key train\.xyzzy\nFix: use one of train\.num_steps, train\.clip_norm"),
+        (
+            "[train]\nxyzzy = 3",
+            r"no key train\.xyzzy\nFix: use one of train\.num_steps, train\.clip_norm",
+        ),
         ("num_step = 3", r"no key num_step\nFix: use train\.num_steps\."),
         ("[model]\nhidden_size = 3", r"no key model\.hidden_size\nFix: use hidden_size\."),
         ("[optimiser]\nmomentum = 3", r"no key optimiser\.momentum\nFix: use optimizer\.mom"),

@@ -125,7 +125,7 @@ MISTAKES = {
     ),
     "microbatches": (
         {}, Parallel("dp2tp4", PipelineConfig(num_microbatches=2)),
-        r"split the batch over \('data', 'tensor'\); .*num_microbatches=1",
+        r"split the batch over \('data', 'tensor'\); .*\nFix: .*num_microbatches=1",
     ),
 }  # fmt: skip
 
@@ -157,7 +157,9 @@ def test_a_network_that_cannot_be_is_refused(sizes, message):
 
 def test_a_width_that_does_not_split_is_refused_by_its_name():
     task = make_task("model", channels=(8, 12))
-    with pytest.raises(ValueError, match=r"convs\.1\.\w+: dim 'channels' has size 12, .* = 8; use"):
+    with pytest.raises(
+        ValueError, match=r"convs\.1\.\w+: dim 'channels' has size 12, .*\nFix: use"
+    ):
         init_state(task, on_mesh(2, 4))
 
 

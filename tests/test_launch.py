@@ -239,7 +239,7 @@ def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_
     resume = [*arguments("run", 25), "--resume", "--mesh", "dp2pp2"]
     code, out, err = finish(start(resume, "--devices-per-process", "2"))
     assert code == 0, err
-    assert f"skipped {checkpoint}, which cannot be used: {damaged} is not what was written" in err
+    assert f"skipped {checkpoint}, which is damaged: {damaged} is not what was written" in err
     assert "resumed at step 3;" in out
     assert main([*arguments("run", 30), "--resume", "--mesh", "dp2pp2tp2"]) == 0
     assert main(arguments("whole", 30, "--devices", "0")) == 0

@@ -11,7 +11,6 @@ import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.planning import estimate_step
-from jaxpar.planning.running import make_stepper
 from jaxpar.setup import Setup
 from jaxpar.step import abstract_batch, batch_sharding, make_eval_step
 
@@ -78,7 +77,6 @@ def test_whoever_is_given_no_mesh_takes_the_same_devices():
     _, sums = evaluate(state, batch)
     _, metrics = step(state, batch)
     assert sums.weight == metrics.sums.weight > 0
-    assert make_stepper(SMALL)().loss == pytest.approx(float(metrics.loss), rel=RELATIVE_TOLERANCE)
     assert {total.axes for total in jaxpar.inspect_step(SMALL).totals} == {("data",)}
     assert estimate_step(SMALL).parallel == Setup.of(SMALL).parallel
     batch = abstract_batch(Setup.of(SMALL))

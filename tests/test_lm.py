@@ -283,7 +283,8 @@ def test_a_model_of_no_known_vocabulary_is_refused():
 def test_a_width_that_tensor_does_not_divide_is_refused():
     task = dataclasses.replace(TASK, hidden_size=18)
     with pytest.raises(
-        ValueError, match=r"hidden_size=18 does not divide by tensor=4\nFix: use hidden_size=16 or 20"
+        ValueError,
+        match=r"hidden_size=18 does not divide by tensor=4\nFix: use hidden_size=16 or 20",
     ):
         init_state(task, on_mesh((1, 1, 4)))
 

@@ -225,7 +225,7 @@ def test_the_caption_says_why_a_step_is_not_as_predicted():
 @pytest.mark.parametrize(
     ("mesh", "others", "message"),
     [
-        ({"data": 2}, {}, "no pipeline to measure; give a mesh with stages"),
+        ({"data": 2}, {}, "no pipeline to measure\\nFix: give a mesh with stages"),
         ({"stage": 2}, {"update": "host"}, "update='host' is not one program"),
     ],
 )

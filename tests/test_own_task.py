@@ -13,8 +13,6 @@ import tomllib
 import jax
 import pytest
 
-from jaxpar.training.checksums import checksum, read_table, write_table
-
 FILE = '''"""Forecasts of waves whose period changes: a GRU says the next value."""
 
 import dataclasses
@@ -139,10 +137,6 @@ def here(world, tmp_path):
     run = tmp_path / "user/runs/0001"
     config = run / "config.toml"
     config.write_text(config.read_text().replace(str(folder), str(tmp_path / "user")))
-    data = read_table(run / "data.json", {})
-    # As if they had been written so.
-    data["written"] = {file: checksum((run / file).read_bytes()) for file in data["written"]}
-    write_table(run / "data.json", data)
     return tmp_path / "user"
 
 
@@ -262,7 +256,7 @@ def test_a_file_that_has_changed_is_told(here):
     assert evaluated(printed).keys() == {"valid", "test"}
     assert said.count("\n") == 1
     assert f"{file} has changed since " in said
-    assert "has changed since the run began; the task is as it is now, runs/0001/task.py as" in said
+    assert "has changed since the run began, see runs/0001/task.py" in said
 
 
 def test_a_file_that_is_gone_is_told_with_its_copy(here):
@@ -270,8 +264,8 @@ def test_a_file_that_is_gone_is_told_with_its_copy(here):
     file.unlink()
     _, said = jaxpar("evaluate", "runs/0001", cwd=here, code=2)
     assert re.fullmatch(
-        rf"error: the task of the run in runs/0001 is in {file}, which is not there any more; bring it back: "
-        r"runs/0001/task\.py is as it was when the run began\n",
+        rf"error: {file}, which has the task of the run in runs/0001, does not exist\n"
+        r"Fix: restore it; runs/0001/task\.py is a copy\n",
         said,
     )
     shutil.copy(here / "runs/0001/task.py", file)
@@ -374,8 +368,8 @@ STACK = "jaxpar.Stack([lambda r: GRU(width, rngs=r)] * num_layers, rngs=rngs)"
 UNIT = '    unit: ClassVar[str] = "values"'
 LOOP = "jax.lax.scan(step, h, x)"
 FROZEN = (
-    r"frozen=PathContains\(.*'lstm'.*\) of task Forecast matches no parameter; it has embed\.bias, "
-    r"embed\.kernel, layers\.gru\.b, .* such as nnx\.PathContains\('embed'\)"
+    r"frozen=PathContains\(.*'lstm'.*\) of task Forecast matches no parameter of embed\.bias, "
+    r"embed\.kernel, layers\.gru\.b, .*\n.* such as nnx\.PathContains\('embed'\)"
 )
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 WRONG = [
@@ -390,21 +384,19 @@ WRONG = [
     (OPTIMIZER, "", r"Forecast has neither make_optimizer\(self, .* nor a field optimizer: .*; write one$"),
     (STACK, STACK.replace("GRU(width", "nnx.Linear(width, width"), r"layer Linear takes .*nn\.Stateless\("),
     slow(STACK, STACK.replace("GRU(", "nnx.GRUCell(width, "), r"layer GRUCell takes .*Recurrent\(cell\)"),
-    (STACK, "[GRU(width, rngs=rngs)]", r"Forecaster\.layers is a plain list .*self\.layers = jaxpar\.S"),
-    slow(f"self.layers = {STACK}", "self.own = (GRU(width, rngs=rngs),)", "own is a plain tuple .*nnx.List"),
-    slow(STACK, f"nnx.List([{STACK}])", r"has no Stack called layers; write self\.layers = jaxpar"),
+    slow(STACK, f"nnx.List([{STACK}])", r"has no Stack called layers\.\nFix: write self\.layers = jaxpar"),
     (STACK, STACK.replace("lambda r: ", "").replace("=r)", "=rngs)"), "a GRU is a layer already"),
     slow(STACK, STACK.replace("lambda r:", "lambda:").replace("=r)", "=rngs)"), r"takes \(\), expected \("),
     slow(STACK, STACK.replace("GRU(width, rngs=r)", "None"), "maker of a Stack returns=None .*: must be"),
     (BATCHES, '{"x": series[:-1]}', "make_batches of task Forecast returns a dict; .* such as jaxpar.Array"),
     slow("split, seed=None", "split", r"make_batches takes \(split\).* write make_batches\(self"),
     slow("make_model(self, rngs)", "make_model(self)", r"Fix: write make_model\(self, rngs\)"),
-    ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+; .* int32"),
-    ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"\[-1\] \(own\.py, line \d+\)$"),
+    ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+\.\n.* int32"),
+    ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"must be .*\n.*line \d+\)$"),
     ("@dataclasses.dataclass(frozen=True)\n", "", "Forecast has fields and is not a dataclass .* above it$"),
     ("jnp.zeros((rows, self", "jnp.zeros((4, self", r"_carry\(16\) has the shape \[4, 6\]; let"),
     slow("jnp.zeros((rows, self.w_h.shape[0]))", "jnp.zeros(6)", r"has the shape \[6\]; let it be"),
-    (OPTIMIZER, "    def make_optimizer(self, n):\n        pass", "make_optimizer .* returns nothing; let"),
+    (OPTIMIZER, "    def make_optimizer(self, n):\n        pass", "make_optimizer .* returns nothing"),
     (LOOP, LOOP.replace("h, x", "jnp.zeros(h.shape), x"), r"gru has a loop .*: jnp\.zeros_like\("),
     ("nnx.Linear(1, width", "nnx.Linear(2, width", r"TypeError: dot_general .* in first of .*\(own\.py, l"),
     ("h, y = ", "h, y = h, x if x.any() else ", r"gru \(own\.py, line 35\) decides in .* to be computed$"),

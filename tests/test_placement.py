@@ -168,9 +168,9 @@ def test_what_training_says_of_the_balance():
 @pytest.mark.parametrize(
     ("costs", "num_places", "most", "message"),
     [
-        (equal(2), 0, None, "2 layers in 0 places"),
-        (equal(5), 2, 2, "5 layers in 2 places, 2 in each at most; use more"),
-        (PartCosts(((1, -2),)), 1, None, r"layers=\(\(1, -2\),\).*: use numbers from 0"),
+        (equal(2), 0, None, "2 layers do not fit into 0 places"),
+        (equal(5), 2, 2, "5 layers do not fit into 2 places of at most 2"),
+        (PartCosts(((1, -2),)), 1, None, r"layers=\(\(1, -2\),\).*\nFix: use numbers from 0"),
         (PartCosts(((1, float("nan")),)), 1, None, "nan"),
         (PartCosts(((1, 2),), last=(-1.0, 0)), 1, None, r"last=\(-1.0, 0\)"),
     ],
@@ -362,35 +362,39 @@ def test_names_say_where_the_head_is():
         (
             "even",
             (6, 4),
-            r"num_layers=6 does not split evenly over stage=4; use 4 or 8 layers, stage=1, 2, 3, 6, "
-            r"or a placement such as \(2, 2, 1, 1\)$",
+            r"num_layers=6 does not split evenly over stage=4\.\nFix: use 4 or 8 layers, stage=1, 2, 3, 6, "
+            r"or a placement such as \(2, 2, 1, 1\)\.$",
         ),
         (
             "even",
             (6, 2, 2),
-            r"num_layers=6 does not split evenly over stage=2 x num_groups=2 = 4; use 4 or 8 layers, "
-            r"stage=1, 3, or a placement such as \(2, 2, 1, 1\)$",
+            r"num_layers=6 does not split evenly over stage=2 x num_groups=2 = 4\.\nFix: use 4 or 8 layers, "
+            r"stage=1, 3, or a placement such as \(2, 2, 1, 1\)\.$",
         ),
         (
             "even",
             (5, 2, 2),
-            r"num_layers=5 does not .* = 4; use 4 or 8 layers, or a placement such as \(2, 1, 1, 1\)$",
+            r"num_layers=5 does not .* = 4\.\nFix: use 4 or 8 layers, or .* such as \(2, 1, 1, 1\)\.$",
         ),
-        ("even", (3, 4), r"over stage=4; use 4 layers, stage=1, 3, or .* such as \(1, 1, 1, 0\)$"),
+        (
+            "even",
+            (3, 4),
+            r"over stage=4\.\nFix: use 4 layers, stage=1, 3, or .* such as \(1, 1, 1, 0\)\.$",
+        ),
         (
             (1, 2),
             (4, 2),
-            r"placement=\(1, 2\) has 3 layers in 2 places; num_layers=4 on stage=2 needs 2 places with 4 "
-            r"layers in all, from 0 in each, such as \(2, 2\)$",
+            r"placement=\(1, 2\) has 3 layers in 2 places, num_layers=4 on stage=2 needs 4 in 2\.\n"
+            r"Fix: use such as \(2, 2\)\.$",
         ),
-        ((2, 1, 1), (4, 2), r"placement=\(2, 1, 1\) has 4 layers in 3 places; .* needs 2 places"),
-        ((5, -1), (4, 2), r"placement=\(5, -1\) has 4 layers in 2 places; .* from 0 in each"),
+        ((2, 1, 1), (4, 2), r"placement=\(2, 1, 1\) has 4 layers in 3 places, .* needs 4 in 2"),
+        ((5, -1), (4, 2), r"placement=\(5, -1\) has 4 layers in 2 places, .* needs 4 in 2"),
         ((), (4, 2), r"placement=\(\) has 0 layers in 0 places"),
         (
             read_placement("first, 0-1 | 2, last"),
             (4, 3),
-            r"placement='first, 0-1 \| 2, last' names 3 layers in 2 places; num_layers=4 on stage=3 needs 3 "
-            r"places .* such as 'first, 0-1 \| 2 \| 3, last'$",
+            r"placement='first, 0-1 \| 2, last' names 3 layers in 2 places, num_layers=4 on stage=3 needs 4 "
+            r"in 3\.\nFix: use such as 'first, 0-1 \| 2 \| 3, last'\.$",
         ),
     ],
 )

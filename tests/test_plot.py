@@ -181,7 +181,7 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
             "cannot draw strategies into 'a.png'\nFix: end it in .svg, .html",
         ),
         (["strategies"], "plot strategies needs a task\nFix: write plot strategies lm"),
-        (["strategies", "lm", "--devices", "0"], "one device shares its step with none"),
+        (["strategies", "lm", "--devices", "0"], "one device cannot share a step"),
         (
             ["bytes", "lm", "--machine", "v5e:2x2", "-o", "a.png"],
             "machine='v5e:2x2' has no effect on bytes\nFix: leave it out",
@@ -189,7 +189,7 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
         (["bytes", "lm"], "plot bytes needs a file\nFix: add one, such as -o bytes.png"),
         (
             ["schedule", "lm", "-o", "no/a.svg"],
-            "cannot write no/a.svg: no does not exist; make that folder",
+            "cannot write no/a.svg: No such file or directory",
         ),
         (["curves", "-o", "a.png"], "plot curves needs runs"),
         (

@@ -154,7 +154,9 @@ def test_a_cluster_that_is_not_there_is_told_and_signals_stay_with_the_launcher(
         on_ray.connect()
         assert signal.getsignal(signal.SIGTERM) is mine
         there = False
-        with pytest.raises(ValueError, match=r"no cluster: .*\nFix: start one \(ray start --head\)"):
+        with pytest.raises(
+            ValueError, match=r"no cluster: .*\nFix: start one \(ray start --head\)"
+        ):
             on_ray.connect()
     finally:
         signal.signal(signal.SIGTERM, handler)

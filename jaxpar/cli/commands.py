@@ -86,7 +86,6 @@ class Train(RunOptions):
       overwrite: remove the run that is in --train.out-dir.
       elastic: if the mesh does not fit the available devices, take another one; so runs continue with those
         left.
-      balance: what a balanced placement evens out: FLOPs, time (the first placements run here), or memory.
       memory: memory of a device, such as 16GB: a layout that needs more, by the compiler's number, is
         refused.
       profile: write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev.
@@ -100,7 +99,6 @@ class Train(RunOptions):
     resume_or_begin: Switch = False
     overwrite: Switch = False
     elastic: Switch = False
-    balance: Literal["work", "time", "memory"] = "work"
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
     profile: Switch = False
     track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
@@ -151,7 +149,7 @@ class Train(RunOptions):
 
         task, parallel, train = self.settings
         plans, num_bytes = self.parallel.mesh is AUTO, _num_bytes(self.memory)
-        if not plans and not self.elastic and self.balance == "work" and num_bytes is None:
+        if not plans and not self.elastic and num_bytes is None:
             return self.settings
         sized = task.resolve()
         if self.elastic:
@@ -166,13 +164,8 @@ class Train(RunOptions):
             raise ValueError("--mesh auto takes all devices\nFix: leave out --devices.")
         elif plans:
             parallel = _plan(Settings(sized, parallel, train), None, num_bytes).best.parallel
-        machine = planning.find_machine(None, num_bytes)
-        if self.balance != "work":
-            cost = planning.estimate_step(sized, parallel, train, machine)
-            placement = planning.place(cost, self.balance)
-            pipeline = dataclasses.replace(cost.parallel.pipeline, placement=placement)
-            parallel = dataclasses.replace(cost.parallel, pipeline=pipeline)
         if num_bytes is not None and not plans:
+            machine = planning.find_machine(None, num_bytes)
             planning.check_fits(planning.estimate_step(sized, parallel, train, machine))
         return Settings(task, parallel, train)
 

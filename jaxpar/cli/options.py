@@ -9,7 +9,6 @@ import io
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -128,13 +127,6 @@ def read_settings(
     settings = None if task is None else default_settings(task)
     if folder is not None:
         settings, source = folder.settings(), str(folder)
-        before = read_config(folder.config_path).train.fallback_dir
-        if before is not None and "--train.fallback-dir" not in given:
-            print(
-                f"warning: the settings of {folder} have fallback_dir={before!r}, which is not followed, for "
-                f"a folder may be somebody else's; if it is yours, add --train.fallback-dir {before}",
-                file=sys.stderr,
-            )
         task = task or type(settings.task)
     if config:
         settings, source = read_config(config, settings), config

@@ -11,7 +11,6 @@ from jaxpar.layout import Layout
 from jaxpar.pipeline.placement import balanced, tick_cost
 from jaxpar.setup import Setup
 from jaxpar.sharding import annotated, dims_of, named_leaves
-from jaxpar.step import how_often
 
 # A placement whose ticks take so much longer than those of the best one is worth a warning.
 TOLERATED_IMBALANCE = 1.1
@@ -39,10 +38,6 @@ def summarize(setup: Setup) -> list[tuple[str, str]]:
     rows.append(
         ("training", steps) if optimizer is None else ("optimizer", f"{optimizer}, {steps}")
     )
-    times, why = how_often(setup)
-    if why:
-        twice = "twice, first to see whether it is finite; " * (times == 2)
-        rows.append(("update", f"{twice or 'once, '}{why}"))
     return rows
 
 
