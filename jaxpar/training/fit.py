@@ -93,7 +93,7 @@ def fit(
         writes cannot be written, in all of its processes; the newest checkpoint is whole.
     """
     if remedy := guard_remedy("fit"):
-        raise ValueError(f"fit would train once more\nFix: {remedy}")
+        raise ValueError(f"fit would train once more\nFix: {remedy}.")
     check_task(task)
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")

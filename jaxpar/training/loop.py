@@ -24,7 +24,7 @@ from jaxpar.training.evaluate import (
     mean_of,
 )
 from jaxpar.training.fingerprint import HashedBatches
-from jaxpar.training.nonfinite import find_origin
+from jaxpar.training.nonfinite import check_parameters, find_origin
 from jaxpar.training.profiler import StepTracer
 from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import FitResult, Reports
@@ -270,6 +270,7 @@ class Run:
         config, step = self.config, last.step - 1
         self.state = release(self.state, config.allowed_skips)
         assert int(self.state.step) == step
+        check_parameters(self.setup, self.state)
         batch = place_batch(self.batches, step, self.sharding)
         origin = find_origin(self.setup, self.state, batch)
         self._save()
@@ -324,8 +325,6 @@ def validations_since_best(losses: Mapping[int, float]) -> int:
     return sum(step > best for step in losses)
 
 
-def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient", "update"]:
+def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient"]:
     """Of a step that was skipped."""
-    if not np.isfinite(metrics.loss):
-        return "loss"
-    return "update" if np.isfinite(metrics.grad_norm) else "gradient"
+    return "gradient" if np.isfinite(metrics.loss) else "loss"
