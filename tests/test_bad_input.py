@@ -684,7 +684,7 @@ BOX = re.compile(r"(╭─)? [\w ]+ ( +|─+╮)\n(│? .*\n)+(╰─+╯\n)?(--
 def one_message(said):
     """What is said in a line, or in a box that ends with a remedy and is one line here."""
     if said.startswith("error: "):
-        assert said.count("\n") == 1
+        assert said.count("\n") <= 3
         return said.rstrip("\n")
     assert BOX.fullmatch(said), said
     words = " ".join(re.sub("[│╭╮╰╯─]|---+", " ", said).split())
