@@ -47,8 +47,8 @@ class TrainState(Shown):
 
     Attributes:
       step: int32 scalar, steps taken.
-      skipped: int32 scalar, how many of them were skipped because their loss, gradient or update was not
-        finite. One more than the settings allow halts the state: it stays as it was before that step.
+      skipped: int32 scalar, how many of them were skipped because their loss or gradient was not finite.
+        One more than the settings allow halts the state: it stays as it was before that step.
       params: `nnx.State` of what is trained; variables carry the names of their dims. Layers, and what
         is used before and after them, may be in pools (`Layout.pools`): `training.by_layer` has them by their
         names.

@@ -264,8 +264,8 @@ class Mistyped(Context):
         (Ringed(), "dp1", r"layer ring \(test_axes\.py, line \d+\) uses ppermute, which would exchange with"),
         (Unnamed(), "dp1", r"attention \(.*\) .* along 'context', .*\n.*axes = \(\"context\",\)"),
         (Mistyped(), "dp1", r"rule 'time' -> \('contxt',\): unknown mesh axis 'contxt'; axes of task Mis"),
-        (Context(), "contxt2", "unknown axis 'contxt'; axes of task Context are .*did you mean 'context'"),
-        (Context(kinds=("gru",)), "context2", "layer gru goes from step to step: its state would begin"),
+        (Context(), "contxt2", "unknown axis 'contxt' of task Context\nFix: use .*context"),
+        (Context(kinds=("gru",)), "context2", "layer gru carries state from step to step"),
         (Context(seq_len=9), "context2", "seq_len=9 does not divide by context=2"),
         (Mixture(batch_size=6), "dp2expert2", "batch_size=6 does not divide by data=2 x .*expert=2"),
     ],
@@ -287,7 +287,6 @@ def test_chunks_of_time_and_unequal_shares_are_refused():
     ("text", "axes", "written"),
     [
         ("dp2pp2context2", (("context", 2),), "dp2pp2context2"),
-        ("data=2,stage=2,context=2", (("context", 2),), "dp2pp2context2"),
         ("expert4", (("expert", 4),), "expert4"),
     ],
 )
@@ -299,7 +298,7 @@ def test_a_mesh_is_read_with_its_axes(text, axes, written):
 
 @pytest.mark.parametrize("name", ["data", "dp", "Context", "two words", ""])
 def test_names_that_cannot_be_axes_are_refused(name):
-    with pytest.raises(ValueError, match="is not a name for an axis of your own"):
+    with pytest.raises(ValueError, match="cannot name an axis of yours"):
         MeshConfig(axes=((name, 2),))
 
 

@@ -121,11 +121,11 @@ MISTAKES = {
     "update": ({}, Parallel(update="sharded"), "update='sharded' is not for"),
     "batch": (
         {"batch_size": 12}, on_mesh(2, 4),
-        r"batch_size=12 does not divide by data=2 x tensor=4 = 8; use batch_size 8 or 16",
+        r"batch_size=12 does not divide by data=2 x tensor=4 = 8\nFix: use batch_size=8 or 16",
     ),
     "microbatches": (
         {}, Parallel("dp2tp4", PipelineConfig(num_microbatches=2)),
-        r"split the batch over \('data', 'tensor'\); .*num_microbatches=1",
+        r"split the batch over \('data', 'tensor'\); .*\nFix: .*num_microbatches=1",
     ),
 }  # fmt: skip
 
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused(mistake):
         ({"channels": (8, 0)}, r"channels=\(8, 0\): must be positive"),
         ({"channels": (8,) * 8}, r"image_shape=\(8, 8, 1\) is too small for the 4 poolings of 8"),
         ({"image_shape": (8, 8)}, r"image_shape=\(8, 8\): give height, width and colours"),
-        ({"strategy": "modell"}, r"strategy='modell': use 'hybrid' or"),
+        ({"strategy": "modell"}, r"strategy='modell': must be 'hybrid' or"),
         ({"dropout": 1.0}, r"dropout=1.0: must be at least 0"),
     ],
 )

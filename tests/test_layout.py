@@ -52,7 +52,7 @@ def test_what_others_have_a_part_in_is_not_made_smaller(monkeypatch):
     with pytest.raises(ValueError, match="batch_size=6 does not divide by data=4"):
         jaxpar.init_state(task, named)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="batch_size=6 does not divide by data=8; use batch_size"):
+    with pytest.raises(ValueError, match="batch_size=6 does not divide by data=8"):
         jaxpar.fit(task)
 
 

@@ -299,7 +299,7 @@ def test_where_stacks_stay_the_table_says_why():
     assert setup.layout.pools is None
     assert "wide0" in abstract_state(setup).params["layers"]
     [(_, text)] = describe_pools(setup.layout)
-    assert text.startswith("stacks of their kinds, ")
+    assert text.startswith("stacks of their kinds; ")
     assert "but an optimizer that is not an OptimizerConfig may look at single" in text
 
 

@@ -115,14 +115,14 @@ def test_a_smaller_share_runs_fewer_units():
 @pytest.mark.parametrize(
     ("shares", "mesh", "message"),
     [
-        ((1, 0), (2, 1, 1), r"shares=\(1, 0\): every data-parallel group needs at least one part"),
-        ((2, -1), (2, 1, 1), r"shares=\(2, -1\): every"),
-        ((), (2, 1, 1), r"shares=\(\): every"),
-        ((3, 1), (4, 1, 1), r"shares=\(3, 1\) are 2 parts for data=4; give one to every"),
+        ((1, 0), (2, 1, 1), r"shares=\(1, 0\): must be positive"),
+        ((2, -1), (2, 1, 1), r"shares=\(2, -1\): must be positive"),
+        ((), (2, 1, 1), r"shares=\(\): must be positive"),
+        ((3, 1), (4, 1, 1), r"shares=\(3, 1\): expected 4 \(data\), got 2"),
         (
             (2, 1),
             (2, 1, 1),
-            r"batch_size=16 does not divide by sum of shares=3; use batch_size 15 or 18",
+            r"batch_size=16 does not divide by sum of shares=3\nFix: use batch_size=15 or 18",
         ),
     ],
 )

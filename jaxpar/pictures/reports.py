@@ -9,7 +9,7 @@ from rich.table import Table
 from jaxpar.analysis.collectives import Collective
 from jaxpar.analysis.program import ProgramReport, Total
 from jaxpar.base.axes import TENSOR
-from jaxpar.base.console import FittingTable
+from jaxpar.base.console import make_table
 from jaxpar.base.display import format_bytes, format_count, format_seconds, format_shape, show
 from jaxpar.base.memory import num_cores
 from jaxpar.pictures.picture import Picture
@@ -49,7 +49,7 @@ def show_cost(cost: StepCost) -> Picture:
     Memory is the compiler's.
     """
     program = cost.program
-    table = FittingTable("", "axes", ">estimated", ">compiled", ">measured")
+    table = make_table("", "axes", ">estimated", ">compiled", ">measured")
     sums = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for part in cost.sent:
         if TENSOR not in part.axes:
@@ -81,7 +81,7 @@ def show_cost(cost: StepCost) -> Picture:
 @show.register
 def show_ranking(ranking: Ranking) -> Picture:
     """The first of the ranking, and why the first is the first."""
-    table = FittingTable("config", ">step", ">waits", ">memory", "known by")
+    table = make_table("config", ">step", ">waits", ">memory", "known by")
     for cost in ranking.fitting[:NUM_SHOWN]:
         known = "running it" if cost.measured else "compiling it" if cost.program else "an estimate"
         waits = format_seconds(cost.waiting) if cost.program else ""
@@ -111,7 +111,7 @@ def show_ranking(ranking: Ranking) -> Picture:
 def _collectives_table(collectives: Sequence[Collective]) -> Table:
     overlap = any(c.beside is not None for c in collectives)
     columns = "collective", "axes", "payload", ">bytes", ">runs", "in loops", ">sent", "pass"
-    table = FittingTable(*columns, "module", *["beside"] * overlap)
+    table = make_table(*columns, "module", *["beside"] * overlap)
     for c in sorted(collectives, key=lambda c: -(c.count or 1) * c.sent_bytes):
         dims = format_shape(c.shapes[0])
         more = f" +{len(c.shapes) - 1}" if len(c.shapes) > 1 else ""
@@ -139,7 +139,7 @@ def _beside(collective: Collective) -> str:
 
 
 def _totals_table(totals: Sequence[Total]) -> Table:
-    table = FittingTable("axes", ">collectives", ">runs", ">payload in all", ">sent by a device")
+    table = make_table("axes", ">collectives", ">runs", ">payload in all", ">sent by a device")
     for total in totals:
         table.add_row(
             " ".join(total.axes),

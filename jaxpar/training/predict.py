@@ -28,7 +28,7 @@ from rich.progress import Progress
 
 from jaxpar.base.checks import require
 from jaxpar.base.console import make_console
-from jaxpar.base.files import WRITABLE, check_folder, check_path, in_words, make_folder
+from jaxpar.base.files import WRITABLE, check_folder, check_path, in_words
 from jaxpar.data.batches import Batches, place_batch
 from jaxpar.data.order import DrawnBatches
 from jaxpar.hosts.agree import Together, in_process_0, together
@@ -38,10 +38,10 @@ from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state
 from jaxpar.step import batch_sharding, check_batch_shape, make_predict_step
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
-from jaxpar.training.checksums import read_table, write_table
+from jaxpar.training.checkpoint import read_table, write_table
 from jaxpar.training.evaluate import CheckedBatches, check_begins, do_not_run_ahead
 from jaxpar.training.fingerprint import hash_rows
-from jaxpar.training.lock import FolderLock
+from jaxpar.training.run_folder import FolderLock
 from jaxpar.training.writing import Writing
 
 PART_SECONDS = 30.0  # about what is lost where a process is killed
@@ -94,7 +94,7 @@ def check_out(out: str | os.PathLike[str]) -> None:
     """
     check_path("out", out)
     path = Path(out).expanduser()
-    in_process_0(lambda: check_folder(path, f"the folder {path}", _ELSEWHERE))
+    in_process_0(lambda: check_folder(path))
 
 
 def _run(data: "_Data", state: TrainState, out: "_Memory", *, quiet: bool) -> None:
@@ -262,7 +262,7 @@ class _Folder(_Memory):
     def __init__(self, path: Path, data: _Data, of: Mapping[str, Any]):
         self._path, self.kept_in = path, str(path)
         self._data, self._together = data, Together()
-        self.lock = FolderLock(path, self._make)
+        self.lock = FolderLock(path)
         arrays = {name: f"{s.dtype}{list(s.shape)}" for name, s in data.shapes.items()}
         first = f"{hash_rows(data.batches.batch(0), 0):016x}"
         sizes = {
@@ -323,9 +323,6 @@ class _Folder(_Memory):
                 together=self._together,
             ).wait()
         in_process_0(lambda: self._note(number))
-
-    def _make(self) -> None:
-        make_folder(self._path, f"the folder {self._path}", _ELSEWHERE)
 
     def _begin(self) -> int:
         """Makes the files, or finds them as they were left."""

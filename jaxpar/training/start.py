@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.base.bucket import BucketPath, as_path
+from jaxpar.base.bucket import as_path, in_bucket
 from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.display import format_names, format_shape
 from jaxpar.base.files import check_path
@@ -286,7 +286,7 @@ def find_weights(setup: Setup, start: Start) -> Taken:
 
 def _open(setup: Setup, start: Start) -> Weights:
     folder = RunFolder(start.path)
-    if folder.config_path.exists() or isinstance(folder.path, BucketPath):
+    if folder.config_path.exists() or in_bucket(folder.path):
         return _open_run(setup, folder)
     return open_files(folder.path)
 
@@ -327,7 +327,7 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
             tensors |= {each: Tensor(stored, row) for row, each in enumerate(own)}
         else:
             tensors[".".join((first, *rest))] = Tensor(stored)
-    texts = {name: folder.read(name) for name in folder.record.read()["files"]}
+    texts = {name: folder.read(name) for name in folder.data()["files"]}
     return Weights(f"{folder} after step {step}", tensors, texts)
 
 
