@@ -184,7 +184,7 @@ WRONG = {
         r"split 'train': batch\(0, slice\(0, 4\)\) has \[8\] rows, not 4; return these rows",
     ),
     "no rows": (
-        lambda: NoRows(ARRAYS, 8, 0), r"(?s)split 'train'.*rows.*write batch\(self, step, rows=slice\(None\)\)",
+        lambda: NoRows(ARRAYS, 8, 0), r"(?s)split .train.*rows.*write batch\(self, step, rows=slice\(None\)\)",
     ),
 }  # fmt: skip
 
