@@ -45,7 +45,6 @@ from jaxpar import pipeline as pipeline
 from jaxpar import planning as planning
 from jaxpar import analysis as analysis
 from jaxpar.tasks import lm as lm
-from jaxpar.tasks import images as images
 
 __version__: str
 __all__: list[str]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxpar.training.weights import Weights
 
 # Those that come with jaxpar, by the name that a command line gives them: module and class.
-TASKS = {"lm": ("jaxpar.tasks.lm.task", "LM"), "images": ("jaxpar.tasks.images.task", "Images")}
+TASKS = {"lm": ("jaxpar.tasks.lm.task", "LM")}
 # Modules with commands of theirs, each in a table COMMANDS.
 COMMANDS_OF_TASKS = ("jaxpar.tasks.lm.commands",)
 
@@ -237,7 +237,7 @@ def check_task(task: Any) -> None:
 
 
 def find_task(spec: str) -> type[Task]:
-    """The class of a task: "lm", "images", or one of yours as "path/to/file.py:Name".
+    """The class of a task: "lm", or one of yours as "path/to/file.py:Name".
 
     Raises:
       OSError: there is no such file.

@@ -8,6 +8,7 @@ The messages below each other:
 import json
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from jaxpar.cli.main import main
 from jaxpar.training.checksums import write_table
 
 LOWERS = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # what JAX says before it compiles
+HYBRID = f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits"
 LINES = "the cat sat on the mat\na dog ran to the cat\n"
 WORDS = ["<eos>", "<unk>", "the", "cat", "sat", "on", "mat", "a", "dog", "ran", "to"]
 SIZES = [
@@ -58,12 +60,6 @@ def train(*more):
     mesh = () if {"--mesh", "--devices"} & {*more} else ("--mesh", "dp8")
     corpus = () if "--corpus" in more else ("--corpus", "text")
     return ["train", "lm", *SIZES, *corpus, *mesh, *more]
-
-
-def images(*more):
-    mesh = () if "--mesh" in more else ("--mesh", "dp8")
-    steps = ("--train.num-steps", "2", "--optimizer.warmup-steps", "0")
-    return ["train", "images", *steps, *mesh, *more]
 
 
 def config(text):
@@ -310,7 +306,7 @@ FLAGS = {
         train("--optimizer.learning-rate", "0,01"), r"parsing --optimizer\.learning-rate: .*float: '0,01'",
     ),
     "a whole number as a power": (train("--hidden-size", "1e3"), "parsing --hidden-size: .*int.*: '1e3'"),
-    "a task as a module": (["train", "own:Task"], r"no task 'own:Task'; use lm, images, or .*py:Name$"),
+    "a task as a module": (["train", "own:Task"], r"no task 'own:Task'; use lm, or .*py:Name$"),
     "a run for a task": (
         ["inspect", "run"],
         r"no task 'run'; run is the folder of a run, whose settings --config run/config\.toml gives; use lm,",
@@ -318,43 +314,13 @@ FLAGS = {
     "unknown command": (["trian", "lm"], "there is no command 'trian'; did you mean train"),
     "no command like it": (["go"], "there is no command 'go'; there are train, plan, evaluate"),
     "no task": (
-        ["train", "--mesh", "dp8"], r"train what\? .* train lm .* train images .* path/to/file\.py:Name",
+        ["train", "--mesh", "dp8"], r"train what\? .* train lm .* path/to/file\.py:Name",
     ),
     "no task to plan": (["plan", "--devices", "8"], r"plan what\? Name a task after it: plan lm"),
     "no task to plot": (["plot", "schedule"], r"plot schedule what\? .* plot schedule lm"),
     "unknown task": (["train", "lmm"], "there is no task 'lmm'; did you mean 'lm'"),
     "no such picture": (["plot", "lm"], "there is no picture 'lm'; write plot KIND TASK with one of sched"),
     "no picture at all": (["plot", "--mesh", "pp4"], "there is no picture ''; write plot KIND TASK"),
-}  # fmt: skip
-
-IMAGES = {
-    "no channel": (images("--channels", "0"), r"channels=\(0,\): must be positive"),
-    "negative units": (images("--hidden-sizes", "-1"), r"hidden_sizes=\(-1,\): must be"),
-    "image without colours": (
-        images("--image-shape", "8", "8"), r"image_shape=\(8, 8\): give height, width and colours",
-    ),
-    "image too small": (
-        images("--image-shape", "1", "1", "1"), r"image_shape=\(1, 1, 1\) is too small for",
-    ),
-    "other images": (
-        images("--image-shape", "9", "8", "1"),
-        r"image_shape=\(9, 8, 1\) of the model does not fit the images 'digits'; use",
-    ),
-    "no class": (images("--num-classes", "0"), "num_classes=0: must be positive"),
-    "all dropped": (images("--dropout", "1"), r"dropout=1\.0: must be at least 0 and less"),
-    "unknown strategy": (images("--strategy", "both"), "strategy.*hybrid-gather"),
-    "unknown images": (images("--dataset", "letters"), "dataset.*digits"),
-    "no images in a batch": (images("--batch-size", "0"), "batch_size=0: must be positive"),
-    "images by devices": (
-        images("--batch-size", "12"), "batch_size=12 does not divide by data=8; use batch_size 8",
-    ),
-    "a pipeline of images": (
-        images("--mesh", "dp4pp2"), "stage=2: the task images has no pipeline; use stage=1",
-    ),
-    "two ways to split": (images("--fsdp"), "fsdp=True is not for .*, whose"),
-    "two places of an update": (
-        images("--update", "sharded"), "update='sharded' is not for ",
-    ),
 }  # fmt: skip
 
 DEVICES = {
@@ -457,7 +423,8 @@ FILES = {
     ),
     "unknown table": (config("[optimiser]\n"), r"no key optimiser; did you mean optimizer\?"),
     "settings of another task": (
-        config('task = "images"\n'), r"settings of config\.toml are of the task images, not of lm; name no",
+        config(f'task = "{HYBRID}"\n'),
+        r"settings of config\.toml are of the task .*hybrid\.py:Digits, not of lm; name no",
     ),
     "settings of no task": (
         (lambda world: (world / "c.toml").write_text("fsdp = true\n"), ["train", "--config", "c.toml"]),
@@ -588,8 +555,8 @@ RUNS = {
         train("--train.out-dir", "run"), r"run' holds a run already; go on with it \(--resume\), use",
     ),
     "a run of another task": (
-        ["train", "images", "--resume", "--train.out-dir", "run"],
-        "the settings of run are of the task lm, not of images; name no task, or begin another run",
+        ["train", HYBRID, "--resume", "--train.out-dir", "run"],
+        r"the settings of run are of the task lm, not of .*hybrid\.py:Digits; name no task, or begin",
     ),
     "no run to evaluate": (["evaluate", "text"], "text holds no run: there is no config"),
     "no run to sample": (["sample", "none"], "none holds no run: there is no config"),
@@ -602,9 +569,9 @@ RUNS = {
     "an export of a damaged checkpoint": (
         (truncate_checkpoint, ["export", "run", "-o", "m"]), "no whole checkpoint in .*: 2 cannot be used, ",
     ),
-    "an export of images": (
-        (damage("config.toml", 'task = "images"\n'), ["export", "run", "-o", "m"]),
-        r"run/checkpoints/2 holds a state of LM, not of Images",
+    "an export of another task": (
+        (damage("config.toml", f'task = "{HYBRID}"\n'), ["export", "run", "-o", "m"]),
+        r"run/checkpoints/2 holds a state of LM, not of Digits",
     ),
     "a prompt in several words": (
         ["sample", "run", "--prompt", "the", "cat"], "Unrecognized options: cat ",
@@ -664,8 +631,8 @@ RUNS = {
     ),
     "no length": (["sample", "run", "--length", "0"], "length=0 is too small; use 1 or more"),
     "no temperature": (["sample", "run", "--temperature", "nan"], "temperature=nan"),
-    "a sample of images": (
-        (damage("config.toml", 'task = "images"\n'), ["sample", "run"]), "run in run is .*images",
+    "a sample of another task": (
+        (damage("config.toml", f'task = "{HYBRID}"\n'), ["sample", "run"]), r"run in run is .*Digits",
     ),
     "negative temperature": (["sample", "run", "--temperature", "-1"], r"temperature=-1\.0.*no neg"),
     "negative seed of a sample": (["sample", "run", "--seed", "-1"], "seed=-1 is too small; use 0 or more"),
@@ -674,7 +641,7 @@ RUNS = {
 # What a plan says before.
 RANKING = "ranking every mesh and pipeline by arithmetic ..."
 
-MISTAKES = FLAGS | IMAGES | DEVICES | FILES | RUNS
+MISTAKES = FLAGS | DEVICES | FILES | RUNS
 
 
 # With frames where what is printed to may have them.

@@ -12,7 +12,6 @@ from jaxpar.base.checks import check_fields, nearest_multiples
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
 from jaxpar.optimizer import learning_rate, make_optimizer
-from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
 
@@ -40,17 +39,10 @@ FIELDS = [
     ),
     (LM, {"dropout": 10**400}, r"dropout=a number of 1329 bits: must be below 2\*\*63"),
     (LM, {"dtype": "x" * 10**6}, r"dtype='x{20,30}\.\.\.x{20,30}': use 'float32'"),
-    (
-        Images,
-        {"batch_size": 2**23},
-        r"batch_size=8388608 x image_shape=\(8, 8, 1\) are more numbers",
-    ),
-    (Images, {"channels": (2**31,)}, r"channels=\(2147483648,\): must be at most"),
     (Parallel, {"shares": (10**20, 1)}, r"shares=100000000000000000000: must be below 2\*\*63"),
     (OptimizerConfig, {"hold_steps": 2**31}, "hold_steps=2147483648: must be below 2147483648"),
     (TrainConfig, {"max_skipped": 2**31}, "max_skipped=2147483648: must be below 2147483648"),
     (LM, {"optimizer": "adam"}, "optimizer='adam': use an OptimizerConfig"),
-    (Images, {"image_shape": (8, 8.0, 1)}, r"image_shape=\(8, 8\.0, 1\): use a list of whole num"),
     (
         PipelineConfig,
         {"placement": 2},

@@ -26,12 +26,11 @@ from jaxpar.planning.machine import SHEETS, Link, sheet_of
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
 from jaxpar.task import Settings, find_task
-from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
 from jaxpar.trace.counts import amount
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-NAMES = ("lm", "gru", "transformer", "mixed", "images")
+NAMES = ("lm", "gru", "transformer", "mixed", "hybrid")
 # Sums of the loss, norms, and those of a shared head, of one number for each token, are left out.
 LEFT_OUT = 0.03
 # Of gathers along `tensor`: where the compiler needs an array twice, it may keep it or gather it again.
@@ -48,8 +47,8 @@ def task_of(name):
     """Five models, of sizes at which memory is worth a thought."""
     if name == "lm":
         return LM(4, 128, 128, vocab_size=1920, batch_size=32, seq_len=16, dropout=0.1)
-    if name == "images":
-        return Images(batch_size=64)
+    if name == "hybrid":
+        return find_task(f"{EXAMPLES}/hybrid.py:Digits")(batch_size=64)
     if name == "mlstm":
         return LM(2, 32, 32, vocab_size=384, batch_size=32, seq_len=16, layer="mlstm")
     spec, sizes = {
@@ -68,7 +67,7 @@ def random_settings(name, seed):
     rng, task = random.Random(seed), task_of(name)
     sizes = [(d, s) for d in (1, 2, 4) for s in (1, 2, 3, 4) if 1 < d * s <= 8]
     mesh = MeshConfig(*rng.choice(sizes))
-    if name == "images":
+    if name == "hybrid":
         return Settings(task, Parallel(dataclasses.replace(mesh, stage=1)), TrainConfig())
     num_groups = 2 if mesh.stage == 2 and name != "transformer" and rng.random() < 0.3 else 1
     pipeline = PipelineConfig(

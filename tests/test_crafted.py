@@ -159,7 +159,6 @@ CRAFTED = {
     "layers without end": (nothing, [*TRAIN, "--num-layers", str(10**9)], "num_layers=1.*at most 10000"),
     "steps without end": (nothing, [*TRAIN, "--seq-len", str(10**9)], "batch_size=16 x seq_len=1000000000"),
     "words without end": (nothing, [*TRAIN, "--vocab-size", str(2**31)], "vocab_size=2147483648: must be at"),
-    "images without end": (nothing, ["train", "images", "--batch-size", str(10**9)], "batch_size=1000000000"),
     # Texts
     "a text in a pipe": (pipe("text/train.txt"), TRAIN, rf"cannot read \S*/text/train\.txt: {PIPE}; give"),
     "a pipe for a text": (pipe("p"), [*TRAIN[:-1], "p"], rf"cannot read \S*/p: {PIPE}"),

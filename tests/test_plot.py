@@ -222,10 +222,6 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
         ),
         (["curves", "-o", "a.png"], "curves of what? Name folders of runs"),
         (["bubble", "lm", "--mesh", "dp8", "-o", "a.png"], "a mesh of stage=1 has no bubble"),
-        (
-            ["schedule", "images", "--mesh", "pp2"],
-            "use stage=1, and data and tensor for all devices",
-        ),
         (["curves", "nowhere", "-o", "a.png"], "nowhere"),
         (["memory", "lm", "--meshes", "dp3x"], "cannot read 'dp3x'"),
     ],

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -25,8 +26,9 @@ from jaxpar.forward import full_table
 from jaxpar.planning.running import make_stepper, measure_groups, propose_shares
 from jaxpar.state import audit, init_state
 from jaxpar.step import make_train_step
-from jaxpar.tasks.images import Images
+from jaxpar.task import find_task
 
+Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
 MODEL_4 = dataclasses.replace(MODEL, num_layers=4)
 NO_MASKS = dataclasses.replace(MODEL_4, dropout=0.0)  # half of a program to compile
 
@@ -208,7 +210,7 @@ def test_groups_are_measured_on_their_own_devices(monkeypatch):
 
 
 def test_any_task_can_be_stepped():
-    step = make_stepper(Images(channels=(4,), hidden_sizes=(8,), batch_size=16), "dp2tp4")
+    step = make_stepper(Digits(channels=(4,), widths=(8,), batch_size=16), "dp2tp4")
     losses = [float(step().loss) for _ in range(3)]
     assert losses[2] < losses[0]
 

@@ -219,8 +219,8 @@ def read_settings(
     if settings is None:
         what = " ".join(words)
         raise ValueError(
-            f"{what} what? Name a task after it: {what} lm (a language model), {what} images (a network of "
-            f"convolutions), or one of your own, {what} path/to/file.py:Name"
+            f"{what} what? Name a task after it: {what} lm (a language model), or one of your own, "
+            f"{what} path/to/file.py:Name"
         )
     if task is not None and type(settings.task) is not task:
         raise ValueError(
