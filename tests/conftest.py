@@ -14,6 +14,8 @@ import hypothesis
 import jax
 import pytest
 
+pytest.register_assert_rewrite("lib")
+
 # Also for the subprocesses that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests compile far more than they compute: LLVM is to hurry, and XLA to emit by hand, where it still can,

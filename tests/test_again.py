@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import WIDTH, Regress, Regression
+from lib.models import WIDTH, Regress, Regression
 
 from jaxpar import Stack, Sums
 from jaxpar.facts import ModelFacts

@@ -16,16 +16,16 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from models import MAKERS, WIDTH, Dense, Regress, Regression, draw
-from test_equivalence import assert_close, by_layer, on_devices, slow
+from lib.any_model import Calm, assert_same
+from lib.laws import assert_close, by_layer, on_devices, slow
+from lib.models import MAKERS, WIDTH, Dense, Regress, Regression, draw
 
 import jaxpar
-from jaxpar import RULES, At, Parallel, PipelineConfig, Stack, Sums, nn
+from jaxpar import RULES, Parallel, PipelineConfig, Stack, Sums, nn
 from jaxpar.config import TrainConfig
 from jaxpar.data.array import ArrayBatches
 from jaxpar.data.batches import place_batch
 from jaxpar.facts import ModelFacts
-from jaxpar.model import wrap_like
 from jaxpar.nn import named_param
 from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state
@@ -42,105 +42,11 @@ from jaxpar.training.summary import summarize
 pytestmark = pytest.mark.law
 
 
-def batch_of(task):
-    return task.make_batches("train", 0).batch(1)  # the carry of a window before counts
-
-
-@functools.lru_cache(maxsize=8)
-def plainly(task):
-    """Loss, metrics, gradients and carry on one device, from the definition.
-
-    A layer that mixes rows is called for as many of them as it says, the next and the next.
-    """
-    settings = Settings(task, Parallel("dp1"), TrainConfig())
-    graphdef, state = jax.jit(lambda: nnx.split(Setup.of(task, settings.parallel).layout.make(0)))()
-    key, block = jax.random.fold_in(jax.random.key(0), 0), batch_of(task)
-    time = int(getattr(nnx.merge(graphdef, state), "time_major", True))
-    block = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1) if time and np.ndim(a) > 1 else a, block)
-
-    def rows(tree, begin, number):
-        def of(a):
-            dim = time if jnp.ndim(a) > 1 else 0
-            return jax.lax.slice_in_dim(a, begin, begin + number, axis=dim) if jnp.ndim(a) else a
-
-        return jax.tree.map(of, tree)
-
-    def joined(dim, *parts):
-        return jax.tree.map(lambda *a: jnp.concatenate(a, dim), *parts)
-
-    def layers(stack, x, at):
-        carries, found, size = stack.initial_carry(task.batch_size), [], task.batch_size
-        after = {name: [] for name in stack.kinds}
-        for layer_number, kind in enumerate(map(stack.kinds.__getitem__, stack.kind_of)):
-            layer = stack.layer(layer_number)
-            carry = layer.initial_carry(size) if hasattr(layer, "initial_carry") else ()
-            number, parts = getattr(layer, "rows_together", None) or size, []
-            for begin in range(0, size, number):
-                own = at._replace(
-                    layer=layer_number, row=begin, batch=rows(at.batch, begin, number)
-                )
-                before = jax.tree.map(lambda a, b=begin, n=number: a[b : b + n], carry)
-                parts.append(layer(before, rows(x, begin, number), own))
-            after[kind].append(joined(0, *(part[0] for part in parts)))
-            x = joined(time, *(part[1] for part in parts))
-            found += [part[2] for part in parts if len(part) > 2]
-        stacked = {name: jax.tree.map(lambda *a: jnp.stack(a), *own) for name, own in after.items()}
-        return {name: wrap_like(stacked[name], carries[name]) for name in stacked}, x, found
-
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def loss(state):
-        model = nnx.merge(graphdef, state)
-        at, last = At(0, 0, 0, key, block, time_major=bool(time)), len(model.layers)
-        carry, y, found = layers(model.layers, model.first(block, at._replace(layer=last + 1)), at)
-        found.append(model.last(y, block, at._replace(layer=last)))
-        names = {name: 0.0 for own in found for name in own.metrics}
-        found = [jax.tree.map(jnp.float32, own.with_names(names)) for own in found]
-        sums = jax.tree.map(lambda *a: sum(a), *found)
-        return sums.loss / sums.weight, (carry, sums)
-
-    if task.axes:  # which layers may use by their names: of size 1
-        mesh = jax.make_mesh((1,) * len(task.axes), task.axes, devices=jax.devices()[:1])
-        loss = jax.shard_map(loss, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    (value, (carry, sums)), grads = jax.jit(loss)(state)
-    return float(value), sums, by_layer(grads, settings), by_layer(carry, settings)
-
-
-def assert_same(task, parallel):
-    """Of a step: loss, sums, gradients, and the state that layers carry on."""
-    settings = Settings(task, parallel, TrainConfig())
-    setup = Setup.of(task, parallel)
-    state = init_state(setup)
-    audit(state)
-    batch = place_batch(task.make_batches("train", 0), 1, batch_sharding(setup))
-    batch = jax.tree.map(jnp.asarray, batch)
-    program = jax.jit(make_loss_and_grad(setup)).lower(state, batch).compile()
-    if parallel.mesh.stage > 1 or not parallel.has_equal_shares:
-        check_program(program)  # else it might wait forever
-    (loss, (carry, sums)), grads = program(state, batch)
-    expected_loss, expected_sums, expected_grads, expected_carry = plainly(task)
-    assert_close({"loss": np.float32(loss)}, {"loss": np.float32(expected_loss)})
-    for ours, theirs in zip(jax.tree.leaves(sums), jax.tree.leaves(expected_sums), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    trained = by_layer(state.params, settings).keys()
-    assert_close(by_layer(grads, settings), {name: expected_grads[name] for name in trained})
-    assert_close(by_layer(carry, settings), expected_carry)
-
-
 @pytest.mark.parametrize(("freeze", "mesh"), [("dense", (2, 2, 2)), ("layers", (1, 2, 1))])
 def test_a_model_that_is_frozen_in_part_equals_its_definition(freeze, mesh):
     units = PipelineConfig(num_microbatches=2, num_chunks=4)
     task = Regress(("gru", "dense", "gru", "cell", "dense"), freeze=freeze)
     assert_same(task, Parallel(on_devices(mesh), units))
-
-
-@dataclasses.dataclass(frozen=True)
-class Calm(Regress):
-    """Its inputs saturate no gate: the slope of one that is would be a difference of rounded numbers."""
-
-    def make_batches(self, split, seed=None):
-        batches = super().make_batches(split, seed)
-        batches.arrays |= {"x": batches.arrays["x"] / 10}
-        return batches
 
 
 UNITS = {"num_microbatches": 2, "num_chunks": 4, "zero_bubble": True}

@@ -5,7 +5,8 @@ import functools
 
 import numpy as np
 import pytest
-from test_equivalence import awd, by_layer, make_batch, make_settings
+from lib.awd import awd
+from lib.laws import by_layer, make_batch, make_settings
 
 from jaxpar import OptimizerConfig, TrainConfig, load_run
 from jaxpar.config import Parallel

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from models import FEATURES, MAKERS, SGD, WIDTH, Regress
-from test_any_model import assert_same
-from test_cost import sums_of
-from test_equivalence import slow
+from lib.any_model import assert_same
+from lib.laws import slow
+from lib.layers import Attention, Experts
+from lib.models import FEATURES, MAKERS, SGD, WIDTH, Regress
+from lib.planned import sums_of
 
 import jaxpar
 from jaxpar import At, MeshConfig, Parallel, PipelineConfig, Stack, Sums, TrainConfig, nn
@@ -28,46 +29,6 @@ from jaxpar.step import make_eval_step, make_loss_and_grad, make_predict_step
 from jaxpar.task import Settings, find_task
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-class Attention(nnx.Module):
-    """Causal attention of each device's part of time to all keys and values."""
-
-    whole_window = True
-
-    def __init__(self, *, rngs):
-        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, rngs=rngs)
-
-    def __call__(self, carry, x_TBW, at: At):
-        q, *kv = jnp.split(self.qkv(nn.dropout(x_TBW, 0.2, at)), 3, -1)
-        k, v = (lax.all_gather(a, "context", tiled=True) for a in kv)
-        seen = at.time + jnp.arange(len(q))[:, None] >= jnp.arange(len(k))[None]
-        scores = jnp.einsum("tbw,sbw->tsb", q, k) * WIDTH**-0.5
-        weights = jax.nn.softmax(jnp.where(seen[..., None], scores, -1e9), 1)
-        return carry, x_TBW + jnp.einsum("tsb,sbw->tbw", weights, v)
-
-
-class Experts(nnx.Module):
-    """Each row goes to one of four experts by all_to_all, and comes back; the balance of use is a loss."""
-
-    num_experts = 4
-
-    def __init__(self, *, rngs):
-        self.router = nnx.Linear(WIDTH, self.num_experts, use_bias=False, rngs=rngs)
-        kernel = jax.random.normal(rngs.params(), (self.num_experts, WIDTH, WIDTH)) / 4
-        self.kernel = nn.named_param(kernel, ("experts", None, None))
-
-    def __call__(self, carry, x_TBW, at: At):
-        scores_TBE = jax.nn.softmax(self.router(x_TBW))
-        chosen_TBE = jax.nn.one_hot(scores_TBE.argmax(-1), self.num_experts)
-        sent_ETBW = jnp.einsum("tbe,tbw->etbw", chosen_TBE, x_TBW)
-        # From [all experts, own rows] to [own experts, all rows].
-        here = lax.all_to_all(sent_ETBW, "expert", 0, 2, tiled=True)
-        made = jnp.tanh(jnp.einsum("etbw,ewv->etbv", here, self.kernel[...]))
-        back_ETBW = lax.all_to_all(made, "expert", 2, 0, tiled=True)
-        y = x_TBW + jnp.einsum("etbw,tbe->tbw", back_ETBW, chosen_TBE * scores_TBE)
-        penalty = 0.1 * jnp.sum(jnp.square(scores_TBE))
-        return carry, y, Sums(penalty, jnp.float32(0), {"penalty": penalty})
 
 
 LAYERS = {

@@ -1,6 +1,6 @@
 """A run's folder in Google Cloud Storage: nothing of it is on a disk, and nothing is lost there.
 
-The storage is a fake (`tests/fake_gcs.py`). The long form, with two hosts that share no folder and are killed
+The storage is a fake (`lib/fake_gcs.py`). The long form, with two hosts that share no folder and are killed
 while they save:
 
     pytest -n 0 -m slow -s tests/test_bucket.py
@@ -21,7 +21,8 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from test_run_folder import Act
+from lib.fake_gcs import FakeGCS
+from lib.runs import Act
 
 from jaxpar import OptimizerConfig, Parallel, TrainConfig, load_run
 from jaxpar.base.bucket import BucketPath, as_path
@@ -34,7 +35,6 @@ from jaxpar.training import lock, metrics_file
 from jaxpar.training.fit import fit
 from jaxpar.training.lock import FolderLock
 from jaxpar.training.run_folder import RunFolder
-from tests.fake_gcs import FakeGCS
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

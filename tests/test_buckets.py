@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from models import Regress
+from lib.models import Regress
 
 import jaxpar
 from jaxpar.data.batches import place_batch

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_measured import Own
+from lib.measured import Own
 
 from jaxpar.analysis import (
     ProgramReport,

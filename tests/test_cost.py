@@ -4,13 +4,12 @@ import dataclasses
 import functools
 import random
 import re
-from collections import Counter
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from test_equivalence import make_settings
+from lib.laws import make_settings
+from lib.planned import CPU, H100, sums_of, task_of
 
 from jaxpar.analysis import inspect_step
 from jaxpar.base.axes import DATA, STAGE, TENSOR
@@ -19,17 +18,15 @@ from jaxpar.cli.main import main
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig, split_machine
 from jaxpar.pipeline.schedules import make_schedule
-from jaxpar.planning import Machine, estimate_step, find_machine
+from jaxpar.planning import estimate_step, find_machine
 from jaxpar.planning.cost import Step
 from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import SHEETS, Link, sheet_of
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
-from jaxpar.task import Settings, find_task
-from jaxpar.tasks.lm import LM
+from jaxpar.task import Settings
 from jaxpar.trace.counts import amount
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ("lm", "gru", "transformer", "mixed", "hybrid")
 # Sums of the loss, norms, and those of a shared head, of one number for each token, are left out.
 LEFT_OUT = 0.03
@@ -38,28 +35,7 @@ GATHERED = 0.1
 # What must be there by arithmetic is at most so much more than what the compiler finds room for.
 OVERLAID = 1.05
 
-CPU, H100 = (Machine(name, 8, 8, **SHEETS[name]) for name in ("cpu", "h100"))
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-@functools.cache
-def task_of(name):
-    """Five models, of sizes at which memory is worth a thought."""
-    if name == "lm":
-        return LM(4, 128, 128, vocab_size=1920, batch_size=32, seq_len=16, dropout=0.1)
-    if name == "hybrid":
-        return find_task(f"{EXAMPLES}/hybrid.py:Digits")(batch_size=64)
-    if name == "mlstm":
-        return LM(2, 32, 32, vocab_size=384, batch_size=32, seq_len=16, layer="mlstm")
-    spec, sizes = {
-        "gru": ("forecaster.py:Forecast", {"width": 128, "batch_size": 16}),
-        "transformer": (
-            "transformer.py:Characters",
-            {"width": 128, "batch_size": 32, "seq_len": 32},
-        ),
-        "mixed": ("mixed.py:Digits", {"width": 128, "batch_size": 64, "num_convs": 3}),
-    }[name]
-    return find_task(f"{EXAMPLES}/{spec}")(**sizes)
 
 
 def random_settings(name, seed):
@@ -80,16 +56,6 @@ def random_settings(name, seed):
     update = rng.choice(("replicated", "sharded", "host"))
     parallel = Parallel(mesh, pipeline, fsdp=rng.random() < 0.3, update=update)
     return Settings(task, parallel, TrainConfig(clip_norm=rng.choice((0.0, 1.0))))
-
-
-def sums_of(parts, axes):
-    """(op, axes) -> bytes of all runs, of collectives over some of these axes."""
-    sums = Counter()
-    for part in parts:
-        if {*part.axes} <= {*axes}:
-            runs = part.runs if hasattr(part, "runs") else part.count
-            sums[part.op, part.axes] += runs * part.bytes
-    return sums
 
 
 # ---- counts ----

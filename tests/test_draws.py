@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import MAKERS, WIDTH, Regress, Regression
-from test_any_model import Calm, assert_same
-from test_equivalence import assert_same_as_plain, awd, make_settings, on_devices, slow
+from lib.any_model import Calm, assert_same
+from lib.awd import awd
+from lib.laws import assert_same_as_plain, make_settings, on_devices, slow
+from lib.models import MAKERS, WIDTH, Regress, Regression
 
 from jaxpar import (
     RULES,

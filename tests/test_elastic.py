@@ -1,7 +1,6 @@
 """A run goes on when processes are lost, and when there are more: on which mesh, and with which losses."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -12,7 +11,8 @@ import time
 
 import jax
 import pytest
-from test_launch import children_of
+from lib.models import Regress
+from lib.runs import children_of, flags, read_until, train_losses
 
 from jaxpar import MeshConfig, Parallel, TrainConfig
 from jaxpar.cli.main import main
@@ -20,7 +20,6 @@ from jaxpar.hosts import launch
 from jaxpar.planning import fit_devices
 from jaxpar.planning.machine import SHEETS
 from jaxpar.tasks.lm import LM
-from tests.models import Regress
 
 RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
 END_SECONDS = 600  # which only a process that hangs takes
@@ -133,15 +132,6 @@ def test_every_start_resumes_what_has_begun():
             launch.elastic_command([*command, "--overwrite"], 3, 1)
 
 
-def flags(text, out_dir, num_steps, *more):
-    return [
-        "train", "lm", "--corpus", str(text), "--batch-size", "12", "--seq-len", "8", "--num-layers", "2",
-        "--hidden-size", "16", "--embed-size", "16", "--optimizer.lr-schedule", "constant",
-        "--optimizer.warmup-steps", "2", "--train.log-every", "1", "--train.checkpoint-every", "5",
-        "--train.num-steps", str(num_steps), "--train.out-dir", str(out_dir), *more,
-    ]  # fmt: skip
-
-
 def start(processes, arguments):
     return subprocess.Popen(
         [
@@ -150,21 +140,6 @@ def start(processes, arguments):
         ],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-
-
-def read_until(process, pattern):
-    """The lines until one matches."""
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if re.search(pattern, line):
-            return lines
-    raise AssertionError("".join(lines))
-
-
-def train_losses(out_dir):
-    lines = (json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line["split"] == "train"]
 
 
 @pytest.mark.law

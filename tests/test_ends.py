@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_checkpoint
-import test_predict
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from models import FEATURES, MAKERS, WIDTH, Regress
-from test_any_model import assert_same
-from test_checkpoint import (
+from lib import checkpoints, predictions
+from lib.any_model import assert_same
+from lib.checkpoints import (
     RELATIVE_ERROR,
     TASK,
     assert_bit_equal,
@@ -23,14 +21,15 @@ from test_checkpoint import (
     next_losses,
     restore,
 )
-from test_cost import sums_of
-from test_equivalence import MODEL, assert_same_as_plain, make_settings, on_devices, slow
+from lib.laws import MODEL, assert_same_as_plain, make_settings, on_devices, slow
+from lib.layers import Ends
+from lib.models import Regress
+from lib.planned import sums_of
 
-from jaxpar import At, Parallel, PipelineConfig, Stack, Sums, nn
+from jaxpar import Parallel, PipelineConfig, nn
 from jaxpar.analysis import inspect_step
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.ends import part_call
-from jaxpar.nn import dropout
 from jaxpar.planning.cost import estimate_step
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
@@ -38,42 +37,7 @@ from jaxpar.state import abstract_state, audit
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.summary import describe_ends
 
-WORDS = 64
-run = test_checkpoint.run  # a fixture
-
-
-class Ends(nnx.Module):
-    """Words and numbers go in through layers of jaxpar and Flax; `how` says which part is what."""
-
-    def __init__(self, how, *, rngs):
-        self.how = how
-        self.words = nn.Embedding(WORDS, WIDTH, rngs=rngs)
-        self.marks = nnx.List([nnx.Embed(WORDS, WIDTH, rngs=rngs)])
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, dims=("input", None), rngs=rngs)
-        self.scale = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH))
-        self.layers = Stack([MAKERS[kind] for kind in ("gru", "gru", "dense", "cell")], rngs=rngs)
-        self.out = nnx.Linear(WIDTH, 8 * FEATURES, rngs=rngs)
-
-    def first(self, batch, at: At):
-        ids = [(jnp.abs(batch["x"][..., n]) * 100).astype(jnp.int32) % WORDS for n in (0, 1)]
-        x = dropout(self.words(ids[0]), 0.2, at, number=7) + self.marks[0](ids[1])
-        if "twice" in self.how:  # the same table once more
-            x = x + self.words(ids[1] - WORDS)
-        if "array" in self.how:
-            x = x + self.marks[0].embedding[...][ids[0]]
-        if "loop" in self.how:
-            x = x + jax.lax.map(self.marks[0], ids[0])
-        x = x * self.scale[...][None, None] * batch["level"][:, :, None]
-        return x + self.down(jnp.tanh(self.up(x))) if "deep" in self.how else x
-
-    def last(self, y, batch, at: At):
-        found = self.out(y * self.scale[...][None, None])
-        error = found.reshape(*y.shape[:2], FEATURES, -1).mean(-1) - batch["y"]
-        loss = jnp.sum(jnp.square(error) * batch["weight"][..., None]) + 0.1 * jnp.sum(
-            jnp.square(y)
-        )
-        return Sums(loss, jnp.sum(batch["weight"]), {"most": jnp.sum(jnp.abs(error))})
+run = checkpoints.run  # a fixture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,11 +145,11 @@ def test_a_run_goes_on_where_parts_are_others(large, run, before, after):
 
 @pytest.mark.parametrize("tied", [False, slow(True)])
 def test_predictions_of_a_table_in_rows_equal_plain(large, tied):
-    task = dataclasses.replace(test_predict.TASK, hidden_size=8, embed_size=8, tie_embedding=tied)
+    task = dataclasses.replace(predictions.TASK, hidden_size=8, embed_size=8, tie_embedding=tied)
     parallel = Parallel("pp2", PipelineConfig(num_chunks=2))
     assert "embedding.table" in parts_of(task, parallel)
-    found, text = test_predict.predicted(task, parallel), test_predict.text_of()
-    expected = test_predict.plain(task, text)
+    found, text = predictions.predicted(task, parallel), predictions.text_of()
+    expected = predictions.plain(task, text)
     np.testing.assert_allclose(found["log_likelihood"], expected, rtol=1e-5, atol=1e-6)
 
 

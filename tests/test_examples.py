@@ -16,9 +16,10 @@ import optax
 import pandas as pd
 import pytest
 from flax import nnx
+from lib.laws import slow
+from lib.references import FOLDER, RELATIVE_ERROR, assert_close
 from sklearn.linear_model import LinearRegression
 from statsmodels.datasets import co2
-from test_equivalence import slow
 
 import jaxpar
 from jaxpar import At, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, load_run
@@ -33,10 +34,6 @@ from jaxpar.task import find_task
 
 pytestmark = pytest.mark.law
 
-FOLDER = Path(__file__).parent.parent / "examples"
-
-# Sums in another order differ by float32 rounding, 6e-8 a term; 1e-5 is the project's promise.
-RELATIVE_ERROR = 1e-5
 
 SGD = OptimizerConfig(name="sgd", learning_rate=0.05, lr_schedule="constant", warmup_steps=0)
 SIZES = {
@@ -207,13 +204,6 @@ def initial_params(task):
 @functools.cache
 def plain_batches(task):
     return plain_program(task).two_batches(initial_params(task))
-
-
-def assert_close(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        error, scale = np.linalg.norm(actual[name] - value), np.linalg.norm(value)
-        assert error <= RELATIVE_ERROR * scale, f"{name}: error {error:.1e} of {scale:.1e}"
 
 
 def assert_batches_equal_plain(task, parallel):

@@ -10,8 +10,7 @@ import sys
 import time
 
 import pytest
-from test_stopping import NEVER, start_by_hand
-from test_train import make_run
+from lib.runs import NEVER, make_run, start_by_hand
 
 from jaxpar.cli.main import main
 from jaxpar.config import TrainConfig

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import SGD
+from lib.models import SGD
 
 import jaxpar
 from jaxpar import ArrayBatches, Stack, Sums, Task, TrainConfig, nn

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_equivalence import MODEL, assert_same_as_plain, make_settings, slow
+from lib.laws import MODEL, assert_same_as_plain, make_settings, slow
 
 from jaxpar import At
 from jaxpar.analysis.program import inspect_step

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from test_equivalence import on_devices
+from lib.laws import on_devices
 
 from jaxpar import nn
 from jaxpar.analysis import inspect_function

@@ -134,3 +134,14 @@ def test_arrows_up_and_circles_are_seen():
     circle = {"a": {"b"}, "b": {"a"}}
     with pytest.raises(graphlib.CycleError, match="nodes are in a cycle"):
         graphlib.TopologicalSorter(circle).prepare()
+
+
+def test_no_test_imports_a_test():
+    """What several of them use is in `lib`."""
+    folder = Path(__file__).parent
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "asname")]
+            modules = names if isinstance(node, ast.Import) else [getattr(node, "module", None)]
+            for module in filter(None, modules):
+                assert not module.split(".")[-1].startswith("test_"), path.name

@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-from models import Regress
-from test_stopping import start_by_hand
+from lib.models import Regress
+from lib.runs import start_by_hand
 
 from jaxpar import IteratorBatches
 from jaxpar.config import Parallel, TrainConfig

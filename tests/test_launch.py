@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_train import flip_a_bit
+from lib.runs import children_of, flip_a_bit
 
 from jaxpar.cli.main import main
 from jaxpar.hosts.distributed import listen_on
@@ -179,15 +179,6 @@ def start_long_run(text, out_dir, *more, **how):
     else:
         raise AssertionError(process.stderr.read())
     return process, children_of(process.pid)
-
-
-def children_of(parent):
-    """The processes of a run, not who watches over them."""
-    listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid=,comm="], capture_output=True, text=True, check=True
-    )
-    rows = [row.split(maxsplit=2) for row in listed.stdout.splitlines()]
-    return sorted(int(pid) for pid, its, name in rows if int(its) == parent and name != "sh")
 
 
 def assert_gone(pids, seconds):

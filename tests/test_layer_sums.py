@@ -7,14 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import Regress, Regression
-from test_equivalence import (
-    RELATIVE_ERROR,
-    assert_close,
-    by_layer,
-    make_settings,
-    slow,
-)
+from lib.laws import RELATIVE_ERROR, assert_close, by_layer, make_settings, slow
+from lib.layers import PENALTY, Penalized
+from lib.models import Regress, Regression
 
 import jaxpar
 from jaxpar import At, Stack, Sums
@@ -22,24 +17,6 @@ from jaxpar.data.batches import put_batch
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
-
-PENALTY = 0.3
-
-
-class Penalized(nnx.Module):
-    """A GRU of Flax that adds a penalty on its outputs, and counts how many are above 0."""
-
-    def __init__(self, *, rngs):
-        self.cell = nnx.GRUCell(16, 16, rngs=rngs)
-
-    def initial_carry(self, rows):
-        return jnp.zeros((rows, 16))
-
-    def __call__(self, carry, x_TBW, at: At):
-        with jax.numpy_rank_promotion("allow"):
-            carry, y_TBW = jax.lax.scan(self.cell, carry, x_TBW)
-        loss = PENALTY * jnp.sum(jnp.square(y_TBW) * at.batch["weight"][..., None])
-        return carry, y_TBW, Sums(loss, 0, {"penalty": loss, "above": jnp.sum(y_TBW > 0)})
 
 
 class Silent(nnx.Module):

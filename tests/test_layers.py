@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lib.drawn import RELATIVE_ERRORS
 
 from jaxpar.base.at import At
 from jaxpar.nn import (
@@ -30,8 +31,6 @@ from jaxpar.nn import (
 # A row that goes the same ways as others.
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
-# The promise: bfloat16 has 8 bits, float32 24, and the roundings of some tens of operations add up.
-RELATIVE_ERRORS = {"float32": 1e-5, "bfloat16": 2e-2}
 MORE_WIDTH = {
     "float32": 0,
     "bfloat16": 8,

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from lib.models import Regress
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
@@ -13,7 +14,6 @@ from jaxpar.planning import estimate_step
 from jaxpar.planning.running import make_stepper
 from jaxpar.setup import Setup
 from jaxpar.step import abstract_batch, batch_sharding, make_eval_step
-from tests.models import Regress
 
 RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
 SMALL = Regress(kinds=("gru",), batch_size=12, seq_len=4)

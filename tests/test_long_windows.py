@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_equivalence import (
+from lib.laws import (
     SGD,
     assert_close,
     assert_same_as_plain,

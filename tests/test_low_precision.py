@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from test_equivalence import make_settings, slow
+from lib.laws import make_settings, slow
 
 import jaxpar
 from jaxpar import At, OptimizerConfig, SeriesBatches, Stack, Sums

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import MAKERS, WIDTH, Regression
-from test_any_model import Calm, assert_same
-from test_equivalence import on_devices, slow
+from lib.any_model import Calm, assert_same
+from lib.drawn import FAR_APART
+from lib.laws import on_devices, slow
+from lib.models import MAKERS, WIDTH, Regression
 
 import jaxpar
 from jaxpar import At, OptimizerConfig, Parallel, PipelineConfig, Stack, TrainConfig
@@ -28,8 +29,6 @@ from recipes.awd import AWD
 
 # Sums in another order: float64 has 53 bits; float32 24, bfloat16 8, and some tens of roundings add up.
 ROUNDING = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 2e-2}
-# Of an mLSTM's numbers between two programs in float32: a divisor may be a small difference.
-FAR_APART = 1e-4
 
 
 # ---- the formulas ----

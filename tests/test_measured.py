@@ -7,24 +7,17 @@ import math
 import re
 from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
-from models import Regress
+from lib.measured import Own, make_measured
+from lib.models import Regress
 
 import jaxpar
 from jaxpar import (
-    ArrayBatches,
     MeshConfig,
-    OptimizerConfig,
     Parallel,
     PipelineConfig,
-    Stack,
-    Sums,
     show,
 )
-from jaxpar.analysis.measured import MeasuredStep, Span
 from jaxpar.cli.main import main
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.schedules import make_schedule
@@ -136,50 +129,6 @@ def test_layers_without_a_w_of_their_own_are_shown_as_they_run():
     assert 0 < measured.predicted_bubble < 1
 
 
-class Dense(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(4, 4, rngs=rngs)
-
-    def __call__(self, carry, x, at):
-        return carry, jnp.tanh(self.linear(x))
-
-
-class Summing(nnx.Module):
-    def initial_carry(self, rows):
-        return jnp.zeros((rows, 4))
-
-    def __call__(self, carry, x, at):
-        y = carry[None] + jnp.cumsum(x, axis=0)
-        return y[-1], y
-
-
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.scale = nnx.Param(jnp.ones(4))
-        self.layers = Stack([Dense, lambda rngs: Summing(), Dense], rngs=rngs)
-
-    def first(self, batch, at):
-        return batch["x"] * self.scale[...][None, None]
-
-    def last(self, y, batch, at):
-        return Sums(jnp.sum(y**2), jnp.sum(batch["weight"]))
-
-
-@dataclasses.dataclass(frozen=True)
-class Own(jaxpar.Task):
-    """A task of two kinds of layers, one without parameters, and a batch that is a dict."""
-
-    optimizer: OptimizerConfig = OptimizerConfig()
-    frozen = nnx.PathContains("scale")
-    parallel = Parallel(MeshConfig(stage=3, devices=(0, 1, 2)), PipelineConfig(num_microbatches=2))
-
-    def make_model(self, rngs):
-        return Model(rngs)
-
-    def make_batches(self, split, seed=None):
-        return ArrayBatches({"x": np.ones((8, 3, 4), np.float32)}, 4, seed)
-
-
 def test_a_task_of_ones_own_is_measured_on_its_own_layout():
     measured = jaxpar.measure_step(Own(), num_steps=1)
     check_order(measured)
@@ -211,29 +160,6 @@ def test_busy_and_idle_time_are_all_of_the_loop(measured):
     assert re.search(cost, text)
     quicker = dataclasses.replace(measured, traced_seconds=0.0101, plain_seconds=0.0122)
     assert "less than steps vary: 10.1 ms with it, 12.2 without." in " ".join(str(quicker).split())
-
-
-def make_measured(heads=(0, 1), **changes):
-    """Exactly what the schedule predicts: a forward takes 2 s, a head 1, a backward 4.
-
-    Args:
-      heads: the stages that have one, together after the forward of the last.
-    """
-    schedule = make_schedule("1f1b", 2, 3)
-    unit_TS = np.where(np.isin([0, 1], heads), schedule.forward.unit[:, 1:], -1)
-    schedule = dataclasses.replace(schedule, head=schedule.forward._replace(unit=unit_TS))
-    spans, start = [], 0.0
-    for tick in range(schedule.num_ticks):
-        for parts in ([(schedule.forward, FORWARD, 0.5), (schedule.forward, FORWARD, 1.5)],
-                      [(schedule.head, HEAD, 1.0), (schedule.backward, BACKWARD, 4.0)]):  # fmt: skip
-            ends = [start, start]
-            for lane, part, seconds in parts:
-                for stage in np.flatnonzero(lane.unit[tick] >= 0).tolist():
-                    spans.append(Span(stage, tick, part, ends[stage], seconds))
-                    ends[stage] += seconds
-            start = max(ends)
-    step = MeasuredStep(schedule, tuple(spans), start, start + 3, start + 4, start + 3.5, 42, 2, 2)
-    return dataclasses.replace(step, **changes)
 
 
 @pytest.mark.parametrize(

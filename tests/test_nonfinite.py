@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from models import Regress, Series
+from lib.models import Regress, Series
 
 from jaxpar import ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task
 from jaxpar.base.axes import STAGE

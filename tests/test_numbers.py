@@ -15,8 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import Regress
-from test_ways import Tokens
+from lib.models import Regress, Tokens
 
 from jaxpar import (
     ArrayBatches,

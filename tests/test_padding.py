@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import SGD
-from test_equivalence import MODEL, awd, by_layer, on_devices, slow
-from test_examples import FOLDER
+from lib.awd import awd
+from lib.laws import MODEL, by_layer, on_devices, slow
+from lib.models import SGD
+from lib.references import FOLDER
 
 import jaxpar
 from jaxpar import At, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task, TrainConfig, nn

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import Regress
-from test_equivalence import (
+from lib.laws import (
     MODEL,
     RELATIVE_ERROR,
     assert_close,
@@ -21,6 +20,7 @@ from test_equivalence import (
     plain,
     slow,
 )
+from lib.models import Regress
 
 import jaxpar.forward
 from jaxpar.analysis import inspect_step

@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from test_equivalence import MODEL, make_settings
+from lib.laws import MODEL, make_settings
 
 from jaxpar.base.stage_names import NamedPlacement, read_placement
 from jaxpar.config import PipelineConfig

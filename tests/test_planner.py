@@ -10,8 +10,8 @@ import time
 import jax
 import numpy as np
 import pytest
-from test_cost import CPU, H100, task_of
-from test_equivalence import make_settings
+from lib.laws import make_settings
+from lib.planned import CPU, H100, task_of
 
 from jaxpar.analysis import inspect_step
 from jaxpar.cli.main import main

@@ -9,10 +9,10 @@ import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
-from models import MAKERS, WIDTH, Regression, draw, named
-from test_any_model import Calm, assert_same
-from test_cost import sums_of
-from test_equivalence import assert_close, on_devices, slow
+from lib.any_model import Calm, assert_same
+from lib.laws import assert_close, on_devices, slow
+from lib.models import WIDTH, Regression, draw
+from lib.planned import sums_of
 
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, fit, load_run
 from jaxpar.analysis import inspect_step
@@ -20,7 +20,6 @@ from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.trees import device_bytes
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
-from jaxpar.nn import dropout
 from jaxpar.planning.cost import estimate_step
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, audit, init_state
@@ -32,24 +31,6 @@ from jaxpar.training.start import Start, find_weights
 from jaxpar.training.summary import describe_ends, describe_pools
 
 TRAIN = TrainConfig(num_steps=9, clip_norm=0.5)
-
-
-class Wide(nnx.Module):
-    """Of any inner width, none a multiple of a row's columns; what is not trained is of another dtype."""
-
-    def __init__(self, inner, *, rngs):
-        self.up = nnx.Linear(WIDTH, inner, kernel_init=named("input", "inner"), rngs=rngs)
-        self.down = nnx.Linear(inner, WIDTH, kernel_init=named("inner", None), rngs=rngs)
-        self.scale = nnx.Variable(jnp.linspace(0.5, 1, WIDTH).astype(jnp.bfloat16))
-
-    def __call__(self, carry, x, at):
-        y = self.down(jnp.tanh(dropout(self.up(x), 0.2, at)))
-        return carry, 0.5 * x + y * self.scale[...].astype(x.dtype)[None, None]
-
-
-MAKERS |= {
-    f"wide {inner}": lambda rngs, inner=inner: Wide(inner, rngs=rngs) for inner in (20, 50, 60)
-}
 KINDS = ("gru", "wide 60", "wide 20", "gru")
 ALIKE = ("gru", "gru", "gru", "gru")
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from lib.predictions import SEPARATOR, TASK, plain, predicted, text_of
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig, Stack, Sums
@@ -20,18 +21,11 @@ from jaxpar.nn import Stateless
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.task import find_task
-from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.model import LanguageModel
-from jaxpar.tasks.lm.streams import line_places
 from jaxpar.training.evaluate import in_batches
-from jaxpar.training.predict import predict
 
 slow = pytest.mark.slow
 Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
-WORDS, SEPARATOR = 11, 0
-TASK = LM(
-    num_layers=4, hidden_size=8, embed_size=6, vocab_size=16, num_words=WORDS, batch_size=4, seq_len=8
-)  # fmt: skip
 READ = {
     "stream": TASK,
     "packed": dataclasses.replace(TASK, packed=True),
@@ -65,50 +59,9 @@ ROWS = [
 ]  # fmt: skip
 
 
-def text_of(num_tokens=117):
-    """Tokens of lines of drawn lengths."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(1, WORDS, num_tokens, dtype=np.int32)
-    tokens[rng.random(num_tokens) < 0.15] = SEPARATOR
-    return tokens
-
-
-def plain(task, tokens):
-    """The log-likelihood of every token but the first: piece after piece, by the model called as it is."""
-    setup = Setup.of(task, "dp1")
-    state = init_state(setup, seed=3)
-    model = setup.layout.merge(state.params, state.frozen)
-    B, T, num_steps = task.batch_size, task.seq_len, len(tokens) - 1
-    bounds = np.arange(B + 1) * num_steps // B
-    starts, lengths = bounds[:-1], np.diff(bounds)
-    if task.reads_lines:
-        starts, lengths = line_places(tokens, SEPARATOR)
-    if task.num_buckets:  # what is longer than a batch begins anew
-        pieces = [
-            (s + n, min(T, m - n))
-            for s, m in zip(starts, lengths, strict=True)
-            for n in range(0, m, T)
-        ]
-        starts, lengths = zip(*pieces, strict=True)
-    found, longest = np.full(len(tokens), np.nan, np.float32), max(lengths)
-    run = jax.jit(lambda tokens_T: jax.nn.log_softmax(model(tokens_T[None])[0]))
-    for start, length in zip(starts, lengths, strict=True):
-        piece = np.zeros(longest, np.int32)  # what follows a token changes nothing
-        piece[:length] = tokens[start : start + length]
-        targets = tokens[start + 1 : start + length + 1]
-        found[start : start + length] = run(piece)[np.arange(length), targets]
-    return found
-
-
 @pytest.fixture(scope="module")
 def expected():
     return {name: plain(task, text_of()) for name, task in READ.items()}
-
-
-def predicted(task, parallel, batches=None, **options):
-    setup = Setup.of(task, parallel)
-    batches = task.batches_of(text_of(), SEPARATOR) if batches is None else batches
-    return predict(setup, init_state(setup, seed=3), batches, quiet=True, **options)
 
 
 @pytest.mark.law

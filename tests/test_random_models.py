@@ -10,15 +10,10 @@ import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_axes
-from models import WIDTH
-from test_any_model import Calm, assert_same
-from test_ends import Ends
-from test_equivalence import slow
-from test_layer_sums import Penalized
-from test_pools import MAKERS
-from test_rows_together import Balanced, Norm
-from test_widths import Join, Map
+from lib.any_model import Calm, assert_same
+from lib.laws import slow
+from lib.layers import Attention, Balanced, Ends, Experts, Join, Map, Norm, Penalized
+from lib.models import MAKERS, WIDTH
 
 from jaxpar import RULES, MeshConfig, Parallel, PipelineConfig, Stack, nn
 from jaxpar.base.stage_names import NamedPlacement
@@ -29,8 +24,8 @@ pytestmark = pytest.mark.law
 
 LAYERS = {
     **MAKERS,
-    "attention": lambda rngs: test_axes.Attention(rngs=rngs),
-    "experts": lambda rngs: test_axes.Experts(rngs=rngs),
+    "attention": lambda rngs: Attention(rngs=rngs),
+    "experts": lambda rngs: Experts(rngs=rngs),
     "penalized": lambda rngs: Penalized(rngs=rngs),
     "norm": lambda rngs: Norm(rngs=rngs),
     "balanced": lambda rngs: Balanced(rngs=rngs),

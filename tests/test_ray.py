@@ -14,7 +14,7 @@ import time
 import types
 
 import pytest
-from test_elastic import flags, read_until, train_losses
+from lib.runs import flags, read_until, train_losses
 
 from jaxpar.cli.main import main
 from jaxpar.hosts import launch, on_ray

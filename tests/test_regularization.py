@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from test_equivalence import MODEL, assert_same_as_plain, awd, make_settings
-from test_float64 import forward
+from lib.awd import awd
+from lib.float64 import forward
+from lib.laws import MODEL, assert_same_as_plain, make_settings, slow
 
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
@@ -174,3 +175,11 @@ def test_the_masks_of_weights_are_those_of_their_layers(placement):
 def test_impossible_rates_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         AWD(**{"forget_bias": 1.0, **options})
+
+
+@pytest.mark.parametrize("zero_bubble", [True, slow(False)])
+def test_a_pipeline_equals_plain_with_numbers_of_64_bits(zero_bubble):
+    """JAX_ENABLE_X64 makes Python's whole numbers int64, beside the int32 of ticks and units."""
+    task = awd(num_layers=2, window_mean=6)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # strict is of these tests
+        assert_same_as_plain(make_settings((1, 2, 1), (2, 4), task, zero_bubble=zero_bubble))

@@ -8,8 +8,8 @@ import sys
 import time
 
 import pytest
-from models import Regress
-from test_stopping import start_by_hand
+from lib.models import Regress
+from lib.runs import start_by_hand
 
 from jaxpar.cli.main import main
 from jaxpar.config import Parallel, TrainConfig
@@ -107,7 +107,7 @@ sys.path.insert(0, sys.argv[2])
 from jaxpar.config import TrainConfig
 from jaxpar.training.fit import fit
 from jaxpar.training.report import Report
-from models import Regress
+from lib.models import Regress
 
 
 class Stops(Report):

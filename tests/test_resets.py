@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_equivalence import by_layer, on_devices, slow
-from test_float64 import RELATIVE_ERRORS, assert_close, backward, draw, forward
+from lib.float64 import RELATIVE_ERRORS, assert_close, backward, draw, forward
+from lib.laws import by_layer, on_devices, slow
 
 import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums

@@ -10,9 +10,9 @@ import shlex
 import numpy as np
 import pandas
 import pytest
-from models import Regress
+from lib.browser import browse, needs_browser
+from lib.models import Regress
 from rich.console import Console
-from test_display import browse, needs_browser
 
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig, show

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import MAKERS, WIDTH, Regress
-from test_equivalence import on_devices, slow
+from lib.laws import on_devices, slow
+from lib.models import MAKERS, WIDTH, Regress
 
 from jaxpar import (
     ArrayBatches,

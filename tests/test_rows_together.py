@@ -2,14 +2,14 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import MAKERS, SGD, WIDTH, Regression, draw
-from test_any_model import Calm, assert_same
-from test_equivalence import on_devices, slow
+from lib.any_model import Calm, assert_same
+from lib.laws import on_devices, slow
+from lib.layers import GROUP, Balanced, Norm
+from lib.models import MAKERS, SGD, WIDTH, Regression
 
 from jaxpar import (
     ArrayBatches,
@@ -22,54 +22,7 @@ from jaxpar import (
     fit,
 )
 from jaxpar.config import TrainConfig
-from jaxpar.nn import dropout, named_param
 from jaxpar.planning import estimate_step
-
-GROUP = 4
-
-
-class Norm(nnx.Module):
-    """By the statistics of the rows of each time step; dropped and weighted as rows are."""
-
-    rows_together = GROUP
-
-    def __init__(self, *, rngs):
-        self.scale = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH))
-
-    def __call__(self, carry, x_TBW, at):
-        weight_TB1 = at.batch["weight"][..., None] + 0.1
-        share_TB1 = weight_TB1 / weight_TB1.sum(1, keepdims=True)
-        mean_T1W = jnp.sum(x_TBW * share_TB1, 1, keepdims=True)
-        variance_T1W = jnp.sum((x_TBW - mean_T1W) ** 2 * share_TB1, 1, keepdims=True)
-        y_TBW = (x_TBW - mean_T1W) * (variance_T1W + 1) ** -0.5 * self.scale[...][None, None]
-        return carry, x_TBW + dropout(y_TBW, 0.2, at)
-
-
-class Balanced(nnx.Module):
-    """A mixture whose loss asks that its rows use both experts alike; what it carries mixes rows, too."""
-
-    rows_together = 2 * GROUP
-    carry_dims = ("batch", "hidden")
-
-    def __init__(self, *, rngs):
-        self.router = nnx.Linear(WIDTH, 2, rngs=rngs)
-        self.experts = named_param(draw(rngs, WIDTH, 2, WIDTH), ("input", None, "hidden"))
-
-    def initial_carry(self, rows):
-        return jnp.zeros((rows, WIDTH))
-
-    def __call__(self, carry_BW, x_TBW, at):
-        def step(carry_BW, x_BW):
-            past_BE = carry_BW.mean(1, keepdims=True) * jnp.array([[1.0, -1.0]])
-            chance_BE = jax.nn.softmax(x_BW @ self.router.kernel[...] + past_BE)
-            made_BEW = jnp.tanh(jnp.einsum("bi,iew->bew", x_BW, self.experts[...]))
-            y_BW = x_BW + jnp.einsum("be,bew->bw", chance_BE, made_BEW)
-            unbalanced = jnp.sum(jnp.square(chance_BE.mean(0) - 0.5))
-            return 0.5 * carry_BW + 0.1 * y_BW + y_BW.mean(0, keepdims=True), (y_BW, unbalanced)
-
-        carry_BW, (y_TBW, unbalanced_T) = jax.lax.scan(step, carry_BW, x_TBW)
-        unbalanced = jnp.sum(unbalanced_T) * self.rows_together
-        return carry_BW, y_TBW, Sums(0.3 * unbalanced, 0.0, {"unbalanced": unbalanced})
 
 
 class Mixing(Regression):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 
 import pytest
+from lib.runs import Act
 
 from jaxpar import OptimizerConfig, Parallel, TrainConfig
 from jaxpar.cli.main import main
@@ -57,17 +58,6 @@ def run(text, tmp_path):
     folder = tmp_path / "run"
     fit(make_task(text), ONE, make_train(folder))
     return folder
-
-
-class Act(Report):
-    """Does something after a step."""
-
-    def __init__(self, step, action):
-        self.step, self.action = step, action
-
-    def progress(self, progress, num_steps):
-        if progress.step == self.step:
-            self.action()
 
 
 # ---- the lock ----

@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from test_equivalence import nonzero_carry
+from lib.laws import nonzero_carry
 
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.data.batches import put_batch

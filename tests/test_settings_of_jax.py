@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from models import Regress
+from lib.models import Regress
 
 import jaxpar
 from jaxpar import Parallel, PipelineConfig, Stack, TrainConfig, nn

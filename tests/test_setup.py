@@ -7,7 +7,7 @@ import time
 
 import jax
 import pytest
-from models import Regress
+from lib.models import Regress
 
 import jaxpar
 from jaxpar.config import Parallel, PipelineConfig

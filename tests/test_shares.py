@@ -10,15 +10,8 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from test_equivalence import (
-    MODEL,
-    RELATIVE_ERROR,
-    assert_same_as_plain,
-    by_layer,
-    make_batch,
-    slow,
-)
-from test_equivalence import make_settings as make_any_settings
+from lib.laws import MODEL, RELATIVE_ERROR, assert_same_as_plain, by_layer, make_batch, slow
+from lib.laws import make_settings as make_any_settings
 
 import jaxpar.planning.running
 from jaxpar.config import OptimizerConfig, TrainConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from models import Regress
-from test_equivalence import MODEL, make_settings
+from lib.laws import MODEL, make_settings
+from lib.models import Regress
 
 import jaxpar.planning.running
 from jaxpar.config import Parallel, PipelineConfig
@@ -190,7 +190,7 @@ def test_two_processes_of_unequal_speed():
     one_core = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     processes = [
         subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("slow_process.py"))],
+            [sys.executable, str(Path(__file__).with_name("lib") / "slow_process.py")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from lib.laws import on_devices, slow
 from optax import contrib
-from test_equivalence import on_devices, slow
 
 from jaxpar import Parallel, SeriesBatches, Stack, Sums, Task, TrainConfig, fit, nn, value_and_grad
 from jaxpar.setup import Setup

@@ -6,8 +6,8 @@ import re
 import jax
 import pytest
 from flax import nnx
-from models import FEATURES, WIDTH, Regress, Regression
-from test_equivalence import MODEL, make_settings, slow
+from lib.laws import MODEL, make_settings, slow
+from lib.models import FEATURES, WIDTH, Regress, Regression
 
 from jaxpar.base.console import make_console, rendered
 from jaxpar.base.trees import whole_bytes

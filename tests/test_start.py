@@ -19,7 +19,7 @@ import safetensors.numpy
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from models import Regress
+from lib.models import Regress
 
 from jaxpar import (
     MeshConfig,

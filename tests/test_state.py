@@ -12,8 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from models import Regress
-from test_equivalence import (
+from lib.laws import (
     MESHES,
     RELATIVE_ERROR,
     assert_close,
@@ -21,8 +20,10 @@ from test_equivalence import (
     make_batch,
     make_settings,
     slow,
+    with_optimizer,
 )
-from test_equivalence import MODEL as WITH_MASKS
+from lib.laws import WITHOUT_MASKS as MODEL
+from lib.models import Regress
 
 from jaxpar.analysis import inspect_step
 from jaxpar.analysis.hlo import arrays
@@ -45,9 +46,6 @@ from jaxpar.state import _initial_state, abstract_state, audit, init_state
 from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.task import LM
 
-# No law of the state is about dropout, half of what there is to compile.
-MODEL = dataclasses.replace(WITH_MASKS, dropout=0.0)
-
 # (2, 2, 2): stages split layers, tensor shards split units and the embedding, both the vocabulary.
 SHARDS = {
     "embedding.table": ((96, 16), (96, 8)),
@@ -57,11 +55,6 @@ SHARDS = {
     "layers.lstm.w_h": ((8, 16, 4, 16), (4, 16, 4, 8)),
     "layers.lstm.b": ((8, 4, 16), (4, 4, 8)),
 }
-
-
-def with_optimizer(name, task=MODEL, **options):
-    config = OptimizerConfig(name=name, **{"learning_rate": 5e-3, "warmup_steps": 0, **options})
-    return dataclasses.replace(task, optimizer=config)
 
 
 def started(settings):

@@ -1,15 +1,12 @@
 """The law: a signal to any process ends all of them at the same place, in seconds, and nothing is lost."""
 
-import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import jax
 import pytest
+from lib.runs import NEVER, start_by_hand
 
 from jaxpar.config import OptimizerConfig, Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
@@ -21,26 +18,6 @@ from jaxpar.training.run_folder import RunFolder
 
 END_SECONDS = 120  # which only a process that hangs takes
 STOP_SECONDS = 5.0  # with steps that are quicker than that
-NEVER = str(10**6)
-
-
-def start_by_hand(arguments, num_processes=2, program=("-m", "jaxpar")):
-    """Processes that know of each other by variables alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    group = {
-        "JAX_COORDINATOR_ADDRESS": address, "JAXPAR_NUM_PROCESSES": str(num_processes),
-        "JAX_NUM_CPU_DEVICES": "1", "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
-    return [
-        subprocess.Popen(
-            [sys.executable, *program, *arguments], stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-            env=os.environ | group | {"JAXPAR_PROCESS_ID": str(index)},
-        )
-        for index in range(num_processes)
-    ]  # fmt: skip
 
 
 def test_a_signal_to_one_process_stops_all_at_the_same_step(text, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from models import MAKERS, Dense, Regress
+from lib.models import MAKERS, Dense, Regress
 from rich.console import Console
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig

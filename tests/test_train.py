@@ -11,7 +11,6 @@ import shutil
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -20,9 +19,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from lib.runs import flip_a_bit, make_layout, make_run, make_train
 from rich.console import Console
 
-from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task, TrainConfig
+from jaxpar import Parallel, Stack, Sums, Task, TrainConfig
 from jaxpar.data.streams import SeriesBatches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.nn import named_param
@@ -32,7 +32,7 @@ from jaxpar.state import abstract_state, init_state
 from jaxpar.step import CompiledStep
 from jaxpar.task import Settings, find_task
 from jaxpar.tasks.lm.corpus import load_corpus
-from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
+from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
 from jaxpar.training import loop
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.console import ConsoleReport
@@ -47,8 +47,6 @@ from jaxpar.training.summary import summarize
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
-RELATIVE_ERROR = 1e-5
-
 SENTENCES = ["the cat sat on the mat", "a dog ran to the cat", "the mat ran", "a cat sat on a dog"]
 
 
@@ -63,28 +61,7 @@ def text(tmp_path_factory):
     return folder
 
 
-def make_layout(mesh=(1, 1, 1), units=(1, 1)):
-    num_devices = math.prod(mesh)
-    devices = None if num_devices == jax.device_count() else tuple(range(num_devices))
-    pipeline = PipelineConfig(num_microbatches=units[0], num_chunks=units[1])
-    return Parallel(MeshConfig(*mesh, devices=devices), pipeline)
-
-
-def make_train(out_dir, **train):
-    return TrainConfig(**{"num_steps": 20, "log_every": 5, "out_dir": str(out_dir), **train})
-
-
-def make_run(text, out_dir, mesh=(1, 1, 1), units=(1, 1), optimizer=None, **train):
-    rate = {"learning_rate": 0.1, "warmup_steps": 2, **(optimizer or {})}
-    task = LM(
-        num_layers=2, hidden_size=8, embed_size=8, dropout=0.2, corpus=str(text), batch_size=8, seq_len=4,
-        optimizer=OptimizerConfig(**rate),
-    )  # fmt: skip
-    if train.get("num_steps", 20) < 2:
-        task = dataclasses.replace(
-            task, optimizer=dataclasses.replace(task.optimizer, warmup_steps=0)
-        )
-    return Settings(task, make_layout(mesh, units), make_train(out_dir, **train))
+RELATIVE_ERROR = 1e-5
 
 
 def perplexity_of(result, split):
@@ -289,15 +266,6 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(text, tmp_path, w
 
 # A rate that rises until the losses do.
 RESTLESS = {"learning_rate": 5.0, "lr_schedule": "constant", "warmup_steps": 8}
-
-
-def flip_a_bit(checkpoint):
-    """In the largest of a checkpoint's files, whose name is returned."""
-    path = max(filter(Path.is_file, checkpoint.rglob("*")), key=lambda path: path.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-    return str(path.relative_to(checkpoint))
 
 
 def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):

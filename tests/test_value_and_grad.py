@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from models import Regress, Regression
-from test_equivalence import MODEL, assert_close, by_layer, make_batch, make_settings, slow
+from lib.laws import MODEL, assert_close, by_layer, make_batch, make_settings, slow
+from lib.models import Regress, Regression
 
 import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
@@ -113,7 +113,7 @@ LOOP = """
 import dataclasses
 import jax
 import optax
-from models import Regress
+from lib.models import Regress
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig

@@ -6,22 +6,14 @@ import re
 import shlex
 from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
-from flax import nnx
-from models import SGD, Regress
-from test_display import browse, needs_browser, rgb
+from lib.browser import browse, needs_browser, rgb
+from lib.models import Regress, Tokens
 
 from jaxpar import (
     MeshConfig,
     Parallel,
     PipelineConfig,
-    SeriesBatches,
-    Stack,
-    Sums,
-    Task,
     inspect_step,
     show,
 )
@@ -30,7 +22,6 @@ from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import device_bytes
 from jaxpar.cli.main import main
 from jaxpar.mesh import find_devices
-from jaxpar.nn import LSTM
 from jaxpar.pictures.strategies import COLORS
 from jaxpar.pictures.style import make_page
 from jaxpar.planning import strategies
@@ -45,34 +36,6 @@ TASK = LM(4, 128, 128, vocab_size=1920, batch_size=32, seq_len=16)
 WAYS = [f"{way} parallelism" for way in ("data", "tensor", "model", "pipeline")]
 FORWARD, SENDING = 0, 4
 FOUR = MeshConfig(-1, devices=(0, 1, 2, 3))
-
-
-class Tied(nnx.Module):
-    """Most of its weights are one table of Flax, before the layers and after them; nothing names its dims."""
-
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(1000, 16, rngs=rngs)
-        self.layers = Stack([lambda rngs: LSTM(16, rngs=rngs)] * 4, rngs=rngs)
-
-    def first(self, batch, at):
-        return self.embed(batch["x"])
-
-    def last(self, y, batch, at):
-        logits, weight = self.embed.attend(y), batch["weight"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        return Sums(jnp.sum(losses * weight), jnp.sum(weight))
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens(Task):
-    optimizer = SGD
-
-    def make_model(self, rngs):
-        return Tied(rngs)
-
-    def make_batches(self, split, seed=None):
-        x = np.random.default_rng(0).integers(0, 1000, 1000).astype(np.int32)
-        return SeriesBatches({"x": x[:-1], "y": x[1:]}, batch_size=8, seq_len=8, seed=seed)
 
 
 @pytest.fixture(scope="module")

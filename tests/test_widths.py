@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import FEATURES, SGD, Regress
-from test_any_model import assert_same, on_devices
-from test_equivalence import slow
+from lib.any_model import assert_same
+from lib.laws import on_devices, slow
+from lib.layers import Join, Map
+from lib.models import FEATURES, SGD, Regress
 
 import jaxpar
 from jaxpar import At, Parallel, PipelineConfig, Stack, Sums, nn
@@ -22,28 +23,6 @@ from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import check_program, make_loss_and_grad
 from recipes.awd import AWD
-
-
-class Map(nnx.Module):
-    """A linear map and its square, in a dict: x of more than one array."""
-
-    def __init__(self, inputs, width, *, rngs):
-        self.map = nnx.Linear(inputs, width, use_bias=False, rngs=rngs)
-
-    def __call__(self, carry, x, at: At):
-        y = self.map(x)
-        return carry, {"y": y, "square": jnp.square(y[..., :2])}
-
-
-class Join(nnx.Module):
-    """Back to one array, with dropout."""
-
-    def __init__(self, *, rngs):
-        self.scale = nnx.Param(jnp.linspace(0.5, 1.5, 2))
-
-    def __call__(self, carry, x, at: At):
-        both = jnp.concatenate([x["y"], x["square"] * self.scale[...][None, None]], -1)
-        return carry, nn.dropout(both, 0.2, at)
 
 
 class Taper(nnx.Module):

@@ -6,14 +6,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from test_equivalence import (
-    MODEL,
-    assert_same_as_plain,
-    awd,
-    by_layer,
-    make_settings,
-    nonzero_carry,
-)
+from lib.awd import awd
+from lib.laws import MODEL, assert_same_as_plain, by_layer, make_settings, nonzero_carry
 
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_equivalence import SGD, loss_and_grads, make_settings, plain, slow, train_two_steps
-from test_examples import FOLDER, RELATIVE_ERROR, assert_close
-from test_matrix_memories import FAR_APART
-from test_sample import assert_drawn_by_definition, larger
+from lib.drawn import FAR_APART, assert_drawn_by_definition, larger
+from lib.laws import SGD, loss_and_grads, make_settings, plain, slow, train_two_steps
+from lib.references import FOLDER, RELATIVE_ERROR, assert_close
 
 import jaxpar
 from jaxpar import At, OptimizerConfig, TrainConfig

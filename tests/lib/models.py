@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 import jaxpar
-from jaxpar import At, OptimizerConfig, Stack, Sums, nn
-from jaxpar.data.streams import SeriesBatches
-from jaxpar.nn import Recurrent, dropout, named_param
+from jaxpar import At, OptimizerConfig, SeriesBatches, Stack, Sums, Task, nn
+from jaxpar.nn import LSTM, Recurrent, dropout, named_param
 
 WIDTH, FEATURES = 16, 3
 START = np.linspace(-0.5, 0.5, WIDTH, dtype=np.float32)
@@ -81,6 +81,19 @@ class Dense(nnx.Module):
         return carry, x + jnp.tanh(x @ self.kernel[...] + self.bias[...][None, None])
 
 
+class Wide(nnx.Module):
+    """Of any inner width, none a multiple of a row's columns; what is not trained is of another dtype."""
+
+    def __init__(self, inner, *, rngs):
+        self.up = nnx.Linear(WIDTH, inner, kernel_init=named("input", "inner"), rngs=rngs)
+        self.down = nnx.Linear(inner, WIDTH, kernel_init=named("inner", None), rngs=rngs)
+        self.scale = nnx.Variable(jnp.linspace(0.5, 1, WIDTH).astype(jnp.bfloat16))
+
+    def __call__(self, carry, x, at):
+        y = self.down(jnp.tanh(dropout(self.up(x), 0.2, at)))
+        return carry, 0.5 * x + y * self.scale[...].astype(x.dtype)[None, None]
+
+
 def flax_cell(rngs):
     return Recurrent(nnx.SimpleCell(WIDTH, WIDTH, rngs=rngs))
 
@@ -98,6 +111,7 @@ MAKERS = {
     "both ways": lambda rngs: nn.Bidirectional(
         nn.GRU(WIDTH, rngs=rngs, dropout=0.2), Recurrent(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs))
     ),
+    **{f"wide {inner}": lambda rngs, inner=inner: Wide(inner, rngs=rngs) for inner in (20, 50, 60)},
 }
 
 
@@ -160,3 +174,31 @@ class Regress(jaxpar.Task):
         resets = (rng.random(599) < 0.1).astype(np.float32)
         arrays = {"x": walk[:-1], "y": walk[1:], "resets": resets}
         return Series(arrays, self.batch_size, self.seq_len, seed)
+
+
+class Tied(nnx.Module):
+    """Most of its weights are one table of Flax, before the layers and after them; nothing names its dims."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(1000, 16, rngs=rngs)
+        self.layers = Stack([lambda rngs: LSTM(16, rngs=rngs)] * 4, rngs=rngs)
+
+    def first(self, batch, at):
+        return self.embed(batch["x"])
+
+    def last(self, y, batch, at):
+        logits, weight = self.embed.attend(y), batch["weight"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return Sums(jnp.sum(losses * weight), jnp.sum(weight))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens(Task):
+    optimizer = SGD
+
+    def make_model(self, rngs):
+        return Tied(rngs)
+
+    def make_batches(self, split, seed=None):
+        x = np.random.default_rng(0).integers(0, 1000, 1000).astype(np.int32)
+        return SeriesBatches({"x": x[:-1], "y": x[1:]}, batch_size=8, seq_len=8, seed=seed)

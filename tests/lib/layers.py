@@ -1,0 +1,175 @@
+"""Layers and models with which the laws differ most: axes of their own, rows together, widths that change."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxpar import At, Stack, Sums, nn
+from jaxpar.nn import dropout, named_param
+from lib.models import FEATURES, MAKERS, WIDTH, draw
+
+
+class Attention(nnx.Module):
+    """Causal attention of each device's part of time to all keys and values."""
+
+    whole_window = True
+
+    def __init__(self, *, rngs):
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, carry, x_TBW, at: At):
+        q, *kv = jnp.split(self.qkv(nn.dropout(x_TBW, 0.2, at)), 3, -1)
+        k, v = (lax.all_gather(a, "context", tiled=True) for a in kv)
+        seen = at.time + jnp.arange(len(q))[:, None] >= jnp.arange(len(k))[None]
+        scores = jnp.einsum("tbw,sbw->tsb", q, k) * WIDTH**-0.5
+        weights = jax.nn.softmax(jnp.where(seen[..., None], scores, -1e9), 1)
+        return carry, x_TBW + jnp.einsum("tsb,sbw->tbw", weights, v)
+
+
+class Experts(nnx.Module):
+    """Each row goes to one of four experts by all_to_all, and comes back; the balance of use is a loss."""
+
+    num_experts = 4
+
+    def __init__(self, *, rngs):
+        self.router = nnx.Linear(WIDTH, self.num_experts, use_bias=False, rngs=rngs)
+        kernel = jax.random.normal(rngs.params(), (self.num_experts, WIDTH, WIDTH)) / 4
+        self.kernel = nn.named_param(kernel, ("experts", None, None))
+
+    def __call__(self, carry, x_TBW, at: At):
+        scores_TBE = jax.nn.softmax(self.router(x_TBW))
+        chosen_TBE = jax.nn.one_hot(scores_TBE.argmax(-1), self.num_experts)
+        sent_ETBW = jnp.einsum("tbe,tbw->etbw", chosen_TBE, x_TBW)
+        # From [all experts, own rows] to [own experts, all rows].
+        here = lax.all_to_all(sent_ETBW, "expert", 0, 2, tiled=True)
+        made = jnp.tanh(jnp.einsum("etbw,ewv->etbv", here, self.kernel[...]))
+        back_ETBW = lax.all_to_all(made, "expert", 2, 0, tiled=True)
+        y = x_TBW + jnp.einsum("etbw,tbe->tbw", back_ETBW, chosen_TBE * scores_TBE)
+        penalty = 0.1 * jnp.sum(jnp.square(scores_TBE))
+        return carry, y, Sums(penalty, jnp.float32(0), {"penalty": penalty})
+
+
+WORDS = 64
+
+
+class Ends(nnx.Module):
+    """Words and numbers go in through layers of jaxpar and Flax; `how` says which part is what."""
+
+    def __init__(self, how, *, rngs):
+        self.how = how
+        self.words = nn.Embedding(WORDS, WIDTH, rngs=rngs)
+        self.marks = nnx.List([nnx.Embed(WORDS, WIDTH, rngs=rngs)])
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, dims=("input", None), rngs=rngs)
+        self.scale = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH))
+        self.layers = Stack([MAKERS[kind] for kind in ("gru", "gru", "dense", "cell")], rngs=rngs)
+        self.out = nnx.Linear(WIDTH, 8 * FEATURES, rngs=rngs)
+
+    def first(self, batch, at: At):
+        ids = [(jnp.abs(batch["x"][..., n]) * 100).astype(jnp.int32) % WORDS for n in (0, 1)]
+        x = dropout(self.words(ids[0]), 0.2, at, number=7) + self.marks[0](ids[1])
+        if "twice" in self.how:  # the same table once more
+            x = x + self.words(ids[1] - WORDS)
+        if "array" in self.how:
+            x = x + self.marks[0].embedding[...][ids[0]]
+        if "loop" in self.how:
+            x = x + jax.lax.map(self.marks[0], ids[0])
+        x = x * self.scale[...][None, None] * batch["level"][:, :, None]
+        return x + self.down(jnp.tanh(self.up(x))) if "deep" in self.how else x
+
+    def last(self, y, batch, at: At):
+        found = self.out(y * self.scale[...][None, None])
+        error = found.reshape(*y.shape[:2], FEATURES, -1).mean(-1) - batch["y"]
+        loss = jnp.sum(jnp.square(error) * batch["weight"][..., None]) + 0.1 * jnp.sum(
+            jnp.square(y)
+        )
+        return Sums(loss, jnp.sum(batch["weight"]), {"most": jnp.sum(jnp.abs(error))})
+
+
+PENALTY = 0.3
+
+
+class Penalized(nnx.Module):
+    """A GRU of Flax that adds a penalty on its outputs, and counts how many are above 0."""
+
+    def __init__(self, *, rngs):
+        self.cell = nnx.GRUCell(16, 16, rngs=rngs)
+
+    def initial_carry(self, rows):
+        return jnp.zeros((rows, 16))
+
+    def __call__(self, carry, x_TBW, at: At):
+        with jax.numpy_rank_promotion("allow"):
+            carry, y_TBW = jax.lax.scan(self.cell, carry, x_TBW)
+        loss = PENALTY * jnp.sum(jnp.square(y_TBW) * at.batch["weight"][..., None])
+        return carry, y_TBW, Sums(loss, 0, {"penalty": loss, "above": jnp.sum(y_TBW > 0)})
+
+
+GROUP = 4
+
+
+class Norm(nnx.Module):
+    """By the statistics of the rows of each time step; dropped and weighted as rows are."""
+
+    rows_together = GROUP
+
+    def __init__(self, *, rngs):
+        self.scale = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH))
+
+    def __call__(self, carry, x_TBW, at):
+        weight_TB1 = at.batch["weight"][..., None] + 0.1
+        share_TB1 = weight_TB1 / weight_TB1.sum(1, keepdims=True)
+        mean_T1W = jnp.sum(x_TBW * share_TB1, 1, keepdims=True)
+        variance_T1W = jnp.sum((x_TBW - mean_T1W) ** 2 * share_TB1, 1, keepdims=True)
+        y_TBW = (x_TBW - mean_T1W) * (variance_T1W + 1) ** -0.5 * self.scale[...][None, None]
+        return carry, x_TBW + dropout(y_TBW, 0.2, at)
+
+
+class Balanced(nnx.Module):
+    """A mixture whose loss asks that its rows use both experts alike; what it carries mixes rows, too."""
+
+    rows_together = 2 * GROUP
+    carry_dims = ("batch", "hidden")
+
+    def __init__(self, *, rngs):
+        self.router = nnx.Linear(WIDTH, 2, rngs=rngs)
+        self.experts = named_param(draw(rngs, WIDTH, 2, WIDTH), ("input", None, "hidden"))
+
+    def initial_carry(self, rows):
+        return jnp.zeros((rows, WIDTH))
+
+    def __call__(self, carry_BW, x_TBW, at):
+        def step(carry_BW, x_BW):
+            past_BE = carry_BW.mean(1, keepdims=True) * jnp.array([[1.0, -1.0]])
+            chance_BE = jax.nn.softmax(x_BW @ self.router.kernel[...] + past_BE)
+            made_BEW = jnp.tanh(jnp.einsum("bi,iew->bew", x_BW, self.experts[...]))
+            y_BW = x_BW + jnp.einsum("be,bew->bw", chance_BE, made_BEW)
+            unbalanced = jnp.sum(jnp.square(chance_BE.mean(0) - 0.5))
+            return 0.5 * carry_BW + 0.1 * y_BW + y_BW.mean(0, keepdims=True), (y_BW, unbalanced)
+
+        carry_BW, (y_TBW, unbalanced_T) = jax.lax.scan(step, carry_BW, x_TBW)
+        unbalanced = jnp.sum(unbalanced_T) * self.rows_together
+        return carry_BW, y_TBW, Sums(0.3 * unbalanced, 0.0, {"unbalanced": unbalanced})
+
+
+class Map(nnx.Module):
+    """A linear map and its square, in a dict: x of more than one array."""
+
+    def __init__(self, inputs, width, *, rngs):
+        self.map = nnx.Linear(inputs, width, use_bias=False, rngs=rngs)
+
+    def __call__(self, carry, x, at: At):
+        y = self.map(x)
+        return carry, {"y": y, "square": jnp.square(y[..., :2])}
+
+
+class Join(nnx.Module):
+    """Back to one array, with dropout."""
+
+    def __init__(self, *, rngs):
+        self.scale = nnx.Param(jnp.linspace(0.5, 1.5, 2))
+
+    def __call__(self, carry, x, at: At):
+        both = jnp.concatenate([x["y"], x["square"] * self.scale[...][None, None]], -1)
+        return carry, nn.dropout(both, 0.2, at)
