@@ -480,38 +480,38 @@ FILES = {
     "weights that are not there": (
         train("--start", "none.safetensors"), r"cannot read the weights none\.safetensors: No such file",
     ),
-    "no weights": (train("--start", "no.safetensors"), r"no\.safetensors is not a safetensors file"),
+    "no weights": (train("--start", "no.safetensors"), r"no\.safetensors is not a whole safetensors file"),
     "no weights in a folder": (
-        train("--start", "text"), r"text holds no run, and neither model\.safetensors nor model\.safe",
+        train("--start", "text"), r"text holds no run and none of model\.safetensors and model\.safe",
     ),
     "weights without words": (
-        train("--start", "model.safetensors"), "does not tell the words of its rows; write them into",
+        train("--start", "model.safetensors"), r"does not name the words of its rows\.\nFix: save it with",
     ),
     "weights of other sizes": (
         train("--start", "run", "--hidden-size", "16"),
-        r"run after step 2 has different sizes from the model's: head\.kernel is 8x384 there and 16x384 here",
+        r"run after step 2 has other sizes than the model: head\.kernel is 8x384 there and 16x384 here",
     ),
     "weights of more layers": (
         train("--start", "run", "--num-layers", "1"),
-        r"run after step 2 has layers\.1\.b, layers\.1\.w_h, layers\.1\.w_x, for which the model has no",
+        r"run after step 2 has layers\.1\.b, layers\.1\.w_h, layers\.1\.w_x, which the model lacks",
     ),
     "weights that nobody takes": (
-        train("--start", "run", "--start-leave", ".*"), "nothing of run after step 2 is taken; leave out le",
+        train("--start", "run", "--start-leave", ".*"), r"nothing of run after step 2 is taken\.\nFix",
     ),
     "a pattern that fits nothing": (
         train("--start", "run", "--start-leave", "encoder"),
-        r"start: 'encoder' matches no tensor of run after step 2; it has embedding\.table, head\.bias",
+        r"start: 'encoder' matches no tensor of run after step 2\.\nFix: match some of embedding\.table",
     ),
     "no pattern": (
         train("--start", "run", "--start-leave", "lay("),
-        r"start: 'lay\(' is not a valid regular expression: missing",
+        r"start: 'lay\(' as '' is not a valid pattern: missing",
     ),
     "a group that is not there": (
-        train("--start", "run", "--start-rename", r"head\.bias=\1"), r"start: '\\\\1' cannot replace 'head\\",
+        train("--start", "run", "--start-rename", r"head\.bias=\1"), r"start: 'head.*' as '\\\\1' is not",
     ),
     "two names for one": (
         train("--start", "run", "--start-rename", r"head\..*=head.bias"),
-        r"start: head\.bias and head\.kernel of run after step 2 would both be head\.bias; rename one",
+        r"start: head\.bias and head\.kernel of run after step 2 would both be head\.bias\.\nFix: rename one",
     ),
     "an export into a file": (
         ["export", "run", "-o", "empty.txt/model"],

@@ -171,14 +171,14 @@ CRAFTED = {
     "weights in a pipe": (pipe("w"), START, f"cannot read the weights w: {PIPE}; give a safetensors file"),
     "weights of 8 bits": (
         weights({"embedding.weight": tensor("F8_E4M3", 4, 4, size=16)}, 16), START,
-        r"w: embedding\.weight is of the type F8_E4M3, which NumPy does not have; convert it to F32 or BF16",
+        r"w: embedding\.weight has the type F8_E4M3, which NumPy lacks\.\nFix: convert it to F32 or BF16",
     ),
-    "weights that are cut": (weights(EMBEDDING, 3), START, "w is not a safetensors file, or not all of it"),
+    "weights that are cut": (weights(EMBEDDING, 3), START, "w is not a whole safetensors file"),
     "a header without end": (
-        write("w", struct.pack("<Q", 2**60) + b"{}"), START, "w is not a safetensors file, or not all of it",
+        write("w", struct.pack("<Q", 2**60) + b"{}"), START, "w is not a whole safetensors file",
     ),
     "weights of 1e20 rows": (
-        weights({"embedding.weight": tensor("F32", 10**20, 4)}), START, "w is not a safetensors file",
+        weights({"embedding.weight": tensor("F32", 10**20, 4)}), START, "w is not a whole safetensors file",
     ),
     "words nested deeply": (weights(EMBEDDING, 4, words=DEEP), START, "'words' in its metadata is not a"),
     # Machines

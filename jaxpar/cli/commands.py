@@ -16,7 +16,7 @@ from jaxpar.task import Settings, Task
 
 if TYPE_CHECKING:
     from jaxpar import planning
-    from jaxpar.training.start import Start
+    from jaxpar.training.weights import Start
 
 # Pictures of a task's step, and those that need no task.
 PICTURES = ("schedule", "timeline", "strategies", "bubble", "memory", "bytes")
@@ -134,7 +134,7 @@ class Train(RunOptions):
 
     def _start(self) -> "Start | None":
         """The weights to begin with."""
-        from jaxpar.training.start import Start
+        from jaxpar.training.weights import Start
 
         if self.start is None:
             if self.start_rename or self.start_leave:

@@ -28,7 +28,7 @@ from jaxpar.training.stage_table import stage_table
 from jaxpar.training.summary import summarize
 
 if TYPE_CHECKING:
-    from jaxpar.training.start import Taken
+    from jaxpar.training.weights import Taken
 
 # Columns of a terminal that has room for a bar beside the numbers; and also for the losses as bars.
 ROOM_FOR_BAR, ROOM_FOR_LOSSES = 90, 120
