@@ -302,8 +302,7 @@ class Predict(BatchOptions):
     """Writes what a trained model predicts for each row of some data, in the order of the data.
 
     A model says what that is by its method predict: a language model gives the log-likelihood of each token.
-    Each is a file NAME.npy. If it is stopped, the same command
-    goes on. On one device, or on any --mesh.
+    Each is a file NAME.npy. On one device, or on any --mesh.
 
     Attributes:
       data: a split, such as test, or what else the task's make_batches knows; of a language model also a
