@@ -17,6 +17,7 @@ import xxhash
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lib import checkpoints
 from lib.checkpoints import (
     RELATIVE_ERROR,
     TASK,
@@ -40,6 +41,7 @@ from jaxpar.training import checksums
 from jaxpar.training.by_layer import abstract_by_layer, by_layer
 from jaxpar.training.checkpoint import Checkpoints, best_of
 
+run = checkpoints.run  # a fixture
 SMALL = dataclasses.replace(TASK, num_layers=2)
 
 

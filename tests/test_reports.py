@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from lib.models import Regress
@@ -131,7 +132,7 @@ print(result.stopped_by, int(result.state.step), *result.evaluations)
 def test_processes_stop_and_save_after_the_same_steps(tmp_path):
     script = tmp_path / "stops.py"
     script.write_text(STOPS)
-    tests = str(sys.modules["models"].__file__).rpartition("/")[0]
+    tests = str(Path(__file__).parent)
     processes = start_by_hand([str(tmp_path / "run"), tests], program=[str(script)])
     try:
         ends = [process.communicate(timeout=120) for process in processes]
@@ -245,7 +246,7 @@ def test_the_command_line_tells_trackers_as_well(monkeypatch, tmp_path, capsys):
     notes = Notes()
     monkeypatch.setitem(TRACKERS, "wandb", lambda: notes)
     monkeypatch.chdir(tmp_path)
-    task = f"{sys.modules['models'].__file__}:Regress"
+    task = f"{Path(__file__).parent}/lib/models.py:Regress"
     command = ["train", task, "--mesh", "dp1", "--kinds", "dense", "--track", "wandb"]
     assert main([*command, "--train.num-steps", "2"]) == 0
     assert notes.lines == lines_of(tmp_path / "runs" / "0001")

@@ -15,6 +15,6 @@ def awd(task=MODEL, **options):
 def _(task: AWD, rng, shape, starts):
     batch = random_batch.dispatch(object)(task, rng, shape, starts)
     if task.window_mean:
-        batch.targets[:, :3] = -1
+        batch.targets_BT[:, :3] = -1
         batch = late(batch)._replace(padding=3, rate=0.5)
     return batch
