@@ -53,13 +53,28 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(trylast=True)  # of what is left by -m and -k
+def spread(items, most):
+    """So many rows of each table, from all over it."""
+    tables = collections.defaultdict(list)
+    for item in items:
+        tables[item.nodeid.partition("[")[0]].append(item)
+    return {own[n * len(own) // most] for own in tables.values() for n in range(most)}
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
+    tables = collections.defaultdict(list)
+    for item in items:
+        if (mark := item.get_closest_marker("rows")) and not item.get_closest_marker("slow"):
+            tables[mark.args[0]].append(item)
+    for most, own in tables.items():
+        kept = spread(own, most)
+        for item in own:
+            if item not in kept:
+                item.add_marker("slow")
+    yield  # -m and -k select
     if most := config.getoption("--rows"):
-        tables = collections.defaultdict(list)
-        for item in items:
-            tables[item.nodeid.partition("[")[0]].append(item)
-        kept = {own[n * len(own) // most] for own in tables.values() for n in range(most)}
+        kept = spread(items, most)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 
