@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxpar.base.parts import SPLITS
-from jaxpar.tasks.lm import corpus as corpora
 from jaxpar.tasks.lm.corpus import Corpus, load_corpus, unigram_perplexity
 from jaxpar.tasks.lm.vocabulary import EOS, UNK, Vocabulary
 
@@ -344,22 +342,6 @@ def test_arguments_out_of_range():
 CHINESE = "我们今天去公园散步然后回家吃饭晚上看书学习新的东西\n明天早上我要去学校上课下午和朋友一起打篮球\n"
 
 
-def test_a_text_without_spaces_is_told_of(tmp_path, caplog):
-    path = tmp_path / "text.txt"
-    path.write_text(CHINESE * 30, encoding="utf-8")
-    load_corpus(path)
-    assert re.search(
-        r"hardly any spaces: its words have \d+ characters .* --level char, or", caplog.text
-    )
-    caplog.clear()
-    assert len(load_corpus(path, "char").train) > 30 * len(CHINESE) * 0.8
-    path.write_text("the cat sat on the mat\n" * 60)
-    load_corpus(path)
-    path.write_text(" ".join(CHINESE) * 30, encoding="utf-8")  # words are apart
-    load_corpus(path)
-    assert caplog.text == ""
-
-
 def test_subwords_cut_any_text_and_give_it_back(tmp_path):
     pytest.importorskip("tokenizers")
     path = tmp_path / "text.txt"
@@ -386,52 +368,13 @@ def test_subwords_cut_any_text_and_give_it_back(tmp_path):
     again = Vocabulary.load(tmp_path / "vocabulary.json")
     assert again == vocabulary
     np.testing.assert_array_equal(again.encode("the dog\n"), vocabulary.encode("the dog\n"))
-    with pytest.raises(ValueError, match="max_vocab=200 leaves no room for words; use 258 or more"):
+    with pytest.raises(
+        ValueError, match=r"max_vocab=200 leaves no room for words\.\nFix: use 258 or more"
+    ):
         load_corpus(path, "subword", 200)
 
 
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"needs the package tokenizers; pip install tokenizers"):
+    with pytest.raises(ValueError, match=r"needs a package\.\nFix: pip install tokenizers"):
         load_corpus("python-docs", "subword")
-
-
-def test_tokens_of_a_large_text_are_kept_until_it_changes(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(corpora, "LEAST_CACHED_BYTES", 1000)
-    monkeypatch.setattr(corpora, "MAX_CACHED", 3)
-    path, kept = tmp_path / "text.txt", tmp_path / "cache" / "jaxpar" / "corpora"
-    path.write_text("the cat sat on the mat\n" * 100)
-
-    def read(*args):
-        corpus = load_corpus(path, *args)
-        return corpus, {file.name for file in kept.iterdir()}
-
-    first, files = read()
-    assert len(files) == 1
-    reads = []
-    monkeypatch.setattr(Vocabulary, "learn", lambda *a, **k: reads.append(a))
-    again, files_again = read()
-    assert (reads, files_again) == ([], files)
-    assert again.vocabulary == first.vocabulary
-    for split in ("train", "valid", "test"):
-        np.testing.assert_array_equal(getattr(again, split), getattr(first, split))
-        assert getattr(again, split).dtype == np.int32
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(corpora, "LEAST_CACHED_BYTES", 1000)
-    monkeypatch.setattr(corpora, "MAX_CACHED", 3)
-    # A file that is damaged is made anew.
-    [file] = kept.iterdir()
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    np.testing.assert_array_equal(read()[0].train, first.train)
-    assert file.read_bytes() != content
-    # Another text, level or size of vocabulary is another file, and the oldest go.
-    assert len(read("char")[1]) == 2
-    assert len(read("word", 4)[1]) == 3
-    path.write_text("the cat sat on the hat\n" * 100)
-    changed, files = read()
-    assert "hat" in changed.vocabulary.words
-    assert len(files) == 3
