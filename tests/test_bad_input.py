@@ -139,17 +139,17 @@ FLAGS = {
     ),
     "no embedding": (train("--embed-size", "0"), "embed_size=0: must be positive"),
     "embedding too wide": (
-        train("--embed-size", "16"), "embed_size=16 is larger than hidden_size=8; use",
+        train("--embed-size", "16"), "embed_size=16 is larger than hidden_size=8",
     ),
     "no vocabulary": (train("--vocab-size", "0"), "vocab_size=0: must be positive"),
     "vocabulary too small": (
         train("--vocab-size", "5"), "vocab_size=5 is less than the 11 words",
     ),
     "a vocabulary of no words": (
-        train("--vocab-size", "96"), "vocab_size=96 has rows that are not words: .* 11, .* num_words=11",
+        train("--vocab-size", "96"), "(?s)vocab_size=96 has rows that are not words: .* 11.* num_words=11",
     ),
     "more words than rows": (
-        train("--vocab-size", "5", "--num-words", "6"), "num_words=6 is more than vocab_size=5; use",
+        train("--vocab-size", "5", "--num-words", "6"), "num_words=6 is more than vocab_size=5",
     ),
     "dropout of more": (
         train("--dropout", "1.5"), r"dropout=1\.5: must be at least 0 and less than 1",
@@ -175,7 +175,7 @@ FLAGS = {
     ),
     "heads of no recurrent matrix": (
         train("--layer", "mingru", "--num-heads", "2"),
-        "num_heads=2: layer='mingru' has no recurrent matrix .*; leave it out, or use layer='lstm'",
+        "(?s)num_heads=2: layer='mingru' has no recurrent matrix .*use layer='lstm'",
     ),
     "unknown schedule": (train("--pipeline.schedule", "1f1c"), "schedule.*1f1b.*gpipe"),
     "no microbatch": (train("--pipeline.num-microbatches", "0"), "num_microbatches=0: must be"),
@@ -222,7 +222,7 @@ FLAGS = {
     ),
     "no time": (train("--seq-len", "-1"), "seq_len=-1: must be positive"),
     "text too short for the batch": (
-        train("--batch-size", "800"), "1400 tokens are too few for batch_size=800",
+        train("--batch-size", "800"), "1400 tokens are fewer than the .* batch_size=800",
     ),
     "negative buckets": (train("--num-buckets", "-1"), "num_buckets=-1: must not be neg"),
     "a share of nothing": (
@@ -455,7 +455,7 @@ FILES = {
     "no such corpus": (
         train("--corpus", "python-dogs"), "no corpus 'python-dogs'.*did you mean 'python-docs'",
     ),
-    "no name of a corpus": (train("--corpus", ""), "corpus='' names no text; use python-docs"),
+    "no name of a corpus": (train("--corpus", ""), "corpus='' names no text"),
     "an empty text": (train("--corpus", "empty.txt"), r"empty\.txt is empty \(3 characters"),
     "a text of two lines": (
         train("--corpus", "two_lines.txt"), r"two_lines\.txt is too short: 2 lines do not split",
@@ -627,15 +627,15 @@ RUNS = {
     ),
     "an unknown word": (
         ["sample", "run", "--prompt", "the cst"],
-        "'cst' is not among the 11 words; nearest are 'sat', 'cat'",
+        "(?s)'cst' is not among the 11 words.*use 'sat', 'cat'",
     ),
-    "no length": (["sample", "run", "--length", "0"], "length=0 is too small; use 1 or more"),
+    "no length": (["sample", "run", "--length", "0"], "length=0 is too small"),
     "no temperature": (["sample", "run", "--temperature", "nan"], "temperature=nan"),
     "a sample of another task": (
         (damage("config.toml", f'task = "{HYBRID}"\n'), ["sample", "run"]), r"run in run is .*Digits",
     ),
     "negative temperature": (["sample", "run", "--temperature", "-1"], r"temperature=-1\.0.*no neg"),
-    "negative seed of a sample": (["sample", "run", "--seed", "-1"], "seed=-1 is too small; use 0 or more"),
+    "negative seed of a sample": (["sample", "run", "--seed", "-1"], "seed=-1 is too small"),
 }  # fmt: skip
 
 # What a plan says before.
@@ -651,7 +651,7 @@ BOX = re.compile(r"(╭─)? [\w ]+ ( +|─+╮)\n(│? .*\n)+(╰─+╯\n)?(--
 def one_message(said):
     """What is said in a line, or in a box that ends with a remedy and is one line here."""
     if said.startswith("error: "):
-        assert said.count("\n") == 1
+        assert said.count("\n") <= 3
         return said.rstrip("\n")
     assert BOX.fullmatch(said), said
     words = " ".join(re.sub("[│╭╮╰╯─]|---+", " ", said).split())

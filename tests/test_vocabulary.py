@@ -40,7 +40,7 @@ def test_empty_text_has_no_tokens():
 
 
 def test_strict_encoding_names_the_first_unknown_word():
-    with pytest.raises(ValueError, match=r"'bb' is not among the 5 words; nearest are 'b'"):
+    with pytest.raises(ValueError, match=r"'bb' is not among the 5 words\.\nFix: use 'b'"):
         ABC.encode("a bb x", strict=True)
     assert ABC.decode(ABC.encode("a bb x")) == "a <unk> <unk>"
 
@@ -55,9 +55,9 @@ def test_decoding_an_unknown_id_names_it(unknown):
     ("words", "tokenizer", "message"),
     [
         (("a", EOS), "spaces", "no <unk> among the 2 words"),
-        (("a",), "spaces", "no <unk> and no <eos>"),
+        (("a",), "spaces", "no <unk> among the 1 words"),
         ((*SPECIALS, "a", "a"), "spaces", "'a' is in the vocabulary 2 times"),
-        (SPECIALS, "bpe", "tokenizer='bpe' is unknown; use spaces or marks or chars"),
+        (SPECIALS, "bpe", "tokenizer='bpe' is unknown\\.\nFix: use spaces or marks or chars"),
     ],
 )
 def test_vocabulary_refuses(words, tokenizer, message):
@@ -79,7 +79,7 @@ def test_vocabulary_refuses(words, tokenizer, message):
 )
 def test_loading_something_else_names_the_file(tmp_path, content):
     (tmp_path / "v.json").write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"v\.json is not a vocabulary: .+\.\nFix: give the voc"):
+    with pytest.raises(ValueError, match=r"v\.json is not a vocabulary\.\nFix: give the voc"):
         Vocabulary.load(tmp_path / "v.json")
 
 

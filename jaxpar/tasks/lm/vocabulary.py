@@ -186,9 +186,7 @@ class Vocabulary:
         try:
             return cls.from_json(read_text(path))
         except ValueError as error:
-            message = (
-                f"{path} is not a vocabulary: {error}.\nFix: give the vocabulary.json of a run."
-            )
+            message = f"{path} is not a vocabulary.\nFix: give the vocabulary.json of a run."
             raise ValueError(message) from error
 
     def _known(self, word: str) -> str:
