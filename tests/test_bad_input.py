@@ -158,7 +158,7 @@ FLAGS = {
     "forget bias inf": (train("--forget-bias", "inf"), "forget_bias=inf: use a finite"),
     "tied and narrow": (
         train("--tie-embedding", "--embed-size", "4"),
-        "tie_embedding needs embed_size=4 equal to hidden_size=8; set",
+        "tie_embedding needs embed_size=4 equal to hidden_size=8",
     ),
     "unknown dtype": (train("--dtype", "float16"), "dtype.*float32.*bfloat16"),
     "hidden by tensor": (
@@ -306,10 +306,10 @@ FLAGS = {
         train("--optimizer.learning-rate", "0,01"), r"parsing --optimizer\.learning-rate: .*float: '0,01'",
     ),
     "a whole number as a power": (train("--hidden-size", "1e3"), "parsing --hidden-size: .*int.*: '1e3'"),
-    "a task as a module": (["train", "own:Task"], r"no task 'own:Task'; use lm, or .*py:Name$"),
+    "a task as a module": (["train", "own:Task"], r"no task 'own:Task'\.\nFix: use lm, or .*py:Name\.$"),
     "a run for a task": (
         ["inspect", "run"],
-        r"no task 'run'; run is the folder of a run, whose settings --config run/config\.toml gives; use lm,",
+        r"no task 'run'; it is the folder of a run, for --config run/config\.toml\.\nFix: use lm",
     ),
     "unknown command": (["trian", "lm"], "there is no command 'trian'; did you mean train"),
     "no command like it": (["go"], "there is no command 'go'; there are train, plan, evaluate"),
@@ -453,10 +453,10 @@ FILES = {
     "a number for a table": (config("train = 3\n"), r"train=3: write a table \[train\]"),
     "infinite": (config("[train]\nclip_norm = inf\n"), r"train\.clip_norm=inf: use a finite number"),
     "no such corpus": (
-        train("--corpus", "python-dogs"), "no corpus 'python-dogs'.*did you mean 'python-docs'",
+        train("--corpus", "python-dogs"), "(?s)no corpus 'python-dogs'.*did you mean 'python-docs'",
     ),
     "no name of a corpus": (train("--corpus", ""), "corpus='' names no text"),
-    "an empty text": (train("--corpus", "empty.txt"), r"empty\.txt is empty \(3 characters"),
+    "an empty text": (train("--corpus", "empty.txt"), r"empty\.txt is empty: 3 characters"),
     "a text of two lines": (
         train("--corpus", "two_lines.txt"), r"two_lines\.txt is too short: 2 lines do not split",
     ),

@@ -222,7 +222,7 @@ def assert_one_line(argv, message, capsys):
     print(err.strip())
     assert code == 2, out + err
     assert len(err) < 500
-    assert re.search(rf"^error: .*{message}.*\n\Z", err), err
+    assert re.search(rf"(?s)^error: .*{message}.*\n\Z", err), err
     assert time.process_time() - began < SECONDS
 
 

@@ -284,7 +284,7 @@ def test_a_file_that_is_gone_is_told_with_its_copy(here):
 MISTAKES = {
     "no such file": ("other.py:Forecast", r"cannot read the file of task 'other\.py:Forecast', other\.py: N"),
     "no such class": ("forecast.py:Forcast", r"forecast\.py has no task 'Forcast'; it has Forecast"),
-    "no name": ("forecast.py", r"(?s)there is no task 'forecast\.py'.*path/to/file\.py:Name"),
+    "no name": ("forecast.py", r"there is no task 'forecast\.py'\.\n.*path/to/file\.py:Name"),
     "a file that fails": ("fails.py:Own", r"fails\.py fails when it is run: ZeroDivisionError"),
     "a file that trains": (
         "trains.py:Own",
@@ -382,8 +382,8 @@ FROZEN = (
 )
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 WRONG = [
-    (SUMS, "jnp.mean(error**2)", r"returns an array of shape \[\]; return jaxpar\.Sums"),
-    (SUMS, SUMS.replace("jnp.sum(error**2)", "error**2"), r"shape \[16, 8\] as 'loss' .* jnp\.sum\(loss\)"),
+    (SUMS, "jnp.mean(error**2)", r"returns an array of shape \[\]\.\nFix: return jaxpar\.Sums"),
+    (SUMS, SUMS.replace("jnp.sum(error**2)", "error**2"), r"shape \[16, 8\] as 'loss' .*\n.* jnp\.sum\(loss\)"),
     slow(SUMS, SUMS.replace("jnp.sum(abs(error))", "abs(error)"), r"as 'mae' of its Sums; use a single numb"),
     slow(SUMS, "None", "`last` of Forecaster returns nothing\\.\nFix: return jaxpar"),
     slow(SUMS, SUMS.replace("{", "[").replace("}", "]").replace('"mae": ', ""), "whose metrics are a list"),
@@ -399,13 +399,13 @@ WRONG = [
     (STACK, STACK.replace("lambda r: ", "").replace("=r)", "=rngs)"), "a GRU is a layer already"),
     slow(STACK, STACK.replace("lambda r:", "lambda:").replace("=r)", "=rngs)"), r"takes \(\), and is"),
     slow(STACK, STACK.replace("GRU(width, rngs=r)", "None"), "maker of a Stack returns=None .*: use an nnx"),
-    (BATCHES, '{"x": series[:-1]}', "make_batches of task Forecast returns a dict; .* such as jaxpar.Array"),
+    (BATCHES, '{"x": series[:-1]}', "make_batches of task Forecast returns a dict\\.\n.* such as jaxpar\\.Array"),
     slow("split, seed=None", "split", r"make_batches takes \(split\), .* write make_batches\(self"),
     slow("make_model(self, rngs)", "make_model(self)", r"; write make_model\(self, rngs\)"),
     ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+; .* int32"),
     ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"\[-1\] \(own\.py, line \d+\)$"),
-    ("@dataclasses.dataclass(frozen=True)\n", "", "(?s)Forecast has fields and is no dataclass.* above it"),
-    ("jnp.zeros((rows, self", "jnp.zeros((4, self", r"_carry\(16\) has the shape \[4, 6\]; let"),
+    ("@dataclasses.dataclass(frozen=True)\n", "", r"Forecast has fields and is no dataclass\.\n.* above it"),
+    ("jnp.zeros((rows, self", "jnp.zeros((4, self", r"_carry\(16\) has the shape \[4, 6\]\.\nFix"),
     slow("jnp.zeros((rows, self.w_h.shape[0]))", "jnp.zeros(6)", r"has the shape \[6\]; let it be"),
     (OPTIMIZER, "    def make_optimizer(self, n):\n        pass", "make_optimizer .* returns nothing; let"),
     (LOOP, LOOP.replace("h, x", "jnp.zeros(h.shape), x"), r"gru has a loop .*: jnp\.zeros_like\("),
