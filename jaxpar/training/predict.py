@@ -69,10 +69,10 @@ def predict(
     )
     arrays = {name: data.empty(name) for name in data.shapes}
 
-    def write(name: str, at: np.ndarray, values: np.ndarray) -> None:
+    def put(name: str, at: np.ndarray, values: np.ndarray) -> None:
         arrays[name][at] = values
 
-    _run(data, state, write, quiet=quiet)
+    _run(data, state, put, quiet=quiet)
     return arrays
 
 

@@ -395,7 +395,7 @@ def _in_folder(folder: Path) -> Path:
 
 def _read_index(path: Path) -> dict[str, str]:
     content = read_file(path, "the index", "give that of safetensors files")
-    places = None
+    places: Any = None
     with contextlib.suppress(ValueError):
         places = read_json(content).get("weight_map")
     is_index = isinstance(places, dict) and all(
@@ -643,8 +643,9 @@ class Taken:
 
     def _read(self, part: jax.Array, names: list[str], index: tuple[slice, ...]) -> np.ndarray:
         """What a device needs of tensors that are rows of one stored array."""
-        wanted, into, is_part = [*index], [slice(None)] * len(index), names[0] in self.weights.rows
-        if is_part:
+        wanted: list[Any] = [*index]
+        into: list[Any] = [slice(None)] * len(index)
+        if is_part := names[0] in self.weights.rows:
             dim, chosen = self.weights.rows[names[0]]
             mine = chosen[index[dim]]
             into[dim] = np.flatnonzero(mine >= 0)
