@@ -278,10 +278,12 @@ def _pick(stack: jax.Array, row: jax.Array, sharding: NamedSharding) -> jax.Arra
         mine = jax.lax.dynamic_index_in_dim(part, here, keepdims=False)  # any, if it is elsewhere
         if not axes:
             return mine
-        numbers = mine.astype(jnp.int8) if mine.dtype == bool else mine
-        nothing = jnp.asarray(-0.0, numbers.dtype)  # added to -0.0 it leaves that as it is
-        numbers = jnp.where((here >= 0) & (here < len(part)), numbers, nothing)
-        return jax.lax.psum(numbers, axes).astype(mine.dtype)
+        is_here = (here >= 0) & (here < len(part))
+        if mine.dtype == bool:
+            return jax.lax.psum((mine & is_here).astype(jnp.uint8), axes).astype(bool)
+        bits = jax.lax.bitcast_convert_type(mine, f"uint{8 * mine.dtype.itemsize}")
+        bits = jax.lax.psum(jnp.where(is_here, bits, 0), axes)  # so -0.0 stays what it is
+        return jax.lax.bitcast_convert_type(bits, mine.dtype)
 
     specs = {"in_specs": (sharding.spec, P()), "out_specs": to_spec(others)}
     return jax.shard_map(pick, mesh=sharding.mesh, **specs)(stack, row)
