@@ -3,7 +3,7 @@
 Where all devices take as many rows, the slow one sets the pace. With shares a batch is cut into microbatches
 of one size, of which a fast device takes more; losses are those of one device either way. Devices here are
 simulated and alike, so this model makes one slow: it has three times the work with that device's rows. On
-devices that differ, `jaxpar.planning.measure_groups` finds the seconds of each.
+devices that differ, `jaxpar.planning.time_steps` finds the seconds of each.
 
     python examples/shares.py
 """

@@ -35,8 +35,8 @@ from jaxpar.step import value_and_grad as value_and_grad
 from jaxpar.step import make_predict_step as make_predict_step
 
 # What a step does.
-from jaxpar.analysis import inspect_step as inspect_step
-from jaxpar.analysis import measure_step as measure_step
+from jaxpar.analysis.program import inspect_step as inspect_step
+from jaxpar.analysis.measured import measure_step as measure_step
 from jaxpar.base.display import show as show
 
 # The rest.

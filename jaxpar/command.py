@@ -64,8 +64,8 @@ class TrainedOptions(Options):
             return
         if self.mesh == ONE_DEVICE:
             raise ValueError(
-                f"{type(self).__name__.lower()} runs in several processes, and without --mesh it takes one "
-                f"device; give a --mesh over all devices, or set JAXPAR_NUM_PROCESSES=1"
+                f"{type(self).__name__.lower()} in several processes needs --mesh\n"
+                f"Fix: give one over all devices, or set JAXPAR_NUM_PROCESSES=1."
             )
         names = {field.name for field in dataclasses.fields(self)} - _OF_EACH_PROCESS
         asked_for = {name: getattr(self, name) for name in sorted(names)}

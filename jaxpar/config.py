@@ -70,25 +70,24 @@ class PipelineConfig:
         require_positive(self, "num_microbatches", "num_chunks", "num_groups")
         require(
             self.remat or self.remat_keeps == "device",
-            f"remat_keeps={self.remat_keeps!r} without remat, which alone keeps inputs instead of residuals; "
-            f"use remat with it",
+            f"remat_keeps={self.remat_keeps!r} needs remat\nFix: use remat, or remat_keeps='device'.",
         )
         require(
             self.remat_keeps != "carries" or num_segments(self.num_chunks) > 1,
-            f"num_chunks={self.num_chunks} with remat_keeps='carries' cannot be cut into segments of two or "
-            f"more chunks; use a num_chunks such as 4, 16, 64 or 256",
+            f"num_chunks={self.num_chunks} with remat_keeps='carries' has no segments of two chunks\n"
+            f"Fix: use num_chunks=4, 16, 64 or 256.",
         )
         require(
             (self.num_groups > 1) == (self.schedule == "interleaved"),
-            f"num_groups={self.num_groups} with schedule={self.schedule!r}; use 2 or more groups with "
-            f'"interleaved", and 1 with the others',
+            f"num_groups={self.num_groups} with schedule={self.schedule!r}: must be 1, and 2 or more "
+            f"with 'interleaved'",
         )
         if named := self.named_placement:
             object.__setattr__(self, "placement", str(named))
             require(
                 self.head in ("auto", "last" if named.has_last else "sharded"),
-                f"head={self.head!r} with placement={self.placement!r}; name last in the placement for one "
-                f"stage, leave it out for all of them, and use head='auto'",
+                f"head={self.head!r} with placement={self.placement!r}, which decides it\n"
+                f"Fix: use head='auto'.",
             )
 
     @property
@@ -104,7 +103,7 @@ class Parallel:
     """Devices, and how they share a step.
 
     Attributes:
-      mesh: its shape, such as dp2pp2tp2 or data=2,stage=2,tensor=2; without it all devices share the
+      mesh: its shape, such as dp2pp2tp2; without it all devices share the
         batch.
       pipeline: how a batch moves through the stages.
       shares: parts of every batch that each data-parallel group takes, such as (3, 1) for a first one that
@@ -130,13 +129,11 @@ class Parallel:
         check_fields(self)
         require(
             self.shares is None or (len(self.shares) > 0 and min(self.shares) > 0),
-            f"shares={self.shares}: every data-parallel group needs at least one part; leave a "
-            f"device without work out of the mesh (devices=...)",
+            f"shares={self.shares}: must be positive\nFix: leave idle devices out with devices=(...).",
         )
         require(
             self.speeds is None or (len(self.speeds) > 0 and min(self.speeds) > 0),
-            f"speeds={self.speeds}: every stage needs one above 0, such as (1, 2) for a second stage that is "
-            f"twice as fast as the first",
+            f"speeds={self.speeds}: must be positive, such as (1, 2)",
         )
 
     @classmethod
@@ -152,8 +149,9 @@ class Parallel:
             parallel = MeshConfig.parse(parallel)
         if isinstance(parallel, MeshConfig):
             return dataclasses.replace(default, mesh=parallel)
-        use = 'a Parallel, a MeshConfig, or the shape of a mesh such as "dp2pp2tp2"'
-        require_instance("parallel", parallel, Parallel, use)
+        require_instance(
+            "parallel", parallel, Parallel, "a Parallel, a MeshConfig, or a text such as dp2"
+        )
         return parallel
 
     @property
@@ -234,8 +232,8 @@ class Parallel:
         is_asked = self.fsdp or self.update == "sharded"
         require(
             not is_asked or self.mesh.data != 1 or {*self.mesh.sizes.values()} == {1},
-            f"{asked} splits over data, and mesh {short_name(self.mesh)} has data=1; use a mesh with more, "
-            f"such as dp2, or leave it out",
+            f"{asked} splits over data, and mesh {short_name(self.mesh)} has data=1\n"
+            f"Fix: use a mesh such as dp2, or leave it out.",
         )
 
     def check(self, batch_size: int, num_steps: int | None) -> None:
@@ -251,17 +249,15 @@ class Parallel:
         sizes = self.mesh.sizes
         require(
             -1 not in sizes.values(),
-            f"mesh {self.mesh}: a size is not inferred yet; use resolve()",
+            f"mesh {self.mesh}: a size is not inferred yet\nFix: use resolve().",
         )
         require(
             len(self.group_shares) == sizes[DATA],
-            f"shares={self.group_shares} are {len(self.group_shares)} parts for data={sizes[DATA]}; give one "
-            f"to every data-parallel group",
+            f"shares={self.group_shares}: expected {sizes[DATA]} (data), got {len(self.group_shares)}",
         )
         require(
             self.speeds is None or len(self.speeds) == sizes[STAGE],
-            f"speeds={self.speeds} are {len(self.speeds or ())} for stage={sizes[STAGE]}; give one to every "
-            f"stage",
+            f"speeds={self.speeds}: expected {sizes[STAGE]} (stage), got {len(self.speeds or ())}",
         )
         parts = {DATA: sizes[DATA]} if self.shares is None else {"sum of shares": sum(self.shares)}
         if self.pipeline.num_microbatches > 1:
@@ -273,8 +269,8 @@ class Parallel:
             check_divides("seq_len", num_steps, {"num_chunks": self.num_chunks})
         elif self.num_chunks > 1:
             raise ValueError(
-                f"num_chunks={self.num_chunks}: the model has no dim of time to be cut "
-                f"(time_major = False); use num_chunks=1"
+                f"num_chunks={self.num_chunks}: the model has no time dim (time_major = False)\n"
+                f"Fix: use num_chunks=1."
             )
 
 
@@ -289,7 +285,8 @@ class OptimizerConfig:
         "exponential" multiplies the rate by `lr_decay` every `lr_decay_every` steps, all at once.
       warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps.
       hold_steps: steps at the peak after the warm-up, before the rate falls.
-      lr_decay, lr_decay_every: of "exponential".
+      lr_decay: factor of "exponential".
+      lr_decay_every: steps between two decays of "exponential".
       weight_decay: of adamw; of sgd it is added to the gradient (L2). 0 with others.
       momentum: of sgd; 0 with others.
     """
@@ -307,15 +304,15 @@ class OptimizerConfig:
     def __post_init__(self):
         check_fields(self)
         require_positive(self, "learning_rate", "lr_decay_every")
-        require(0 < self.lr_decay <= 1, f"lr_decay={self.lr_decay}: must be above 0, and 1 at most")
+        require(0 < self.lr_decay <= 1, f"lr_decay={self.lr_decay}: must be above 0 and at most 1")
         require_rate(self, "momentum")
         require_not_negative(self, "warmup_steps", "hold_steps", "weight_decay")
         require_int32(self, "warmup_steps", "hold_steps", "lr_decay_every")
         for name, optimizers in (("weight_decay", ("adamw", "sgd")), ("momentum", ("sgd",))):
             require(
                 getattr(self, name) == 0 or self.name in optimizers,
-                f"{name}={getattr(self, name)} has no effect with optimizer {self.name!r}; "
-                f"use {name}=0 or name={' or '.join(map(repr, optimizers))}",
+                f"{name}={getattr(self, name)} has no effect with optimizer {self.name!r}\n"
+                f"Fix: use {name}=0, or name={' or '.join(map(repr, optimizers))}.",
             )
 
     def __str__(self) -> str:
@@ -329,9 +326,9 @@ class TrainConfig:
     Attributes:
       num_steps: optimizer steps.
       clip_norm: bound on the global norm of the gradients; 0 for none.
-      nonfinite: what happens when the loss, gradient norm or update of a step is not finite. "stop": the run
-        ends, and the state before the step is saved. "skip": parameters and optimizer state stay as they
-        are, the carried state is reset, and the next batch is taken.
+      nonfinite: what happens when the loss or gradient norm of a step is not finite. "stop": the run ends,
+        and the state before the step is saved. "skip": parameters and optimizer state stay as they are, the
+        carried state is reset, and the next batch is taken. Parameters that are not finite end the run.
       max_skipped: how many steps of a run "skip" may skip; one more stops it.
       seed: of initial values, dropout and the order of the data.
       log_every: steps between lines of progress.
@@ -343,8 +340,6 @@ class TrainConfig:
         another one; 0 for none.
       keep_checkpoints: the newest ones kept.
       keep_best: also save and keep the state with the lowest validation loss.
-      fallback_dir: where the state is saved, in a folder of its own, when out_dir can no longer be written:
-        the disk is full, or read-only. All processes write there.
       out_dir: where metrics, settings and checkpoints are written: a folder, which all processes share, or
         gs://BUCKET/FOLDER (with the package gcsfs); None takes the next free folder of runs/0001,
         runs/0002, ...
@@ -362,7 +357,6 @@ class TrainConfig:
     checkpoint_minutes: float = 0.0
     keep_checkpoints: int = 2
     keep_best: bool = True
-    fallback_dir: str | None = None
     out_dir: str | None = None
 
     def __post_init__(self):
@@ -372,15 +366,14 @@ class TrainConfig:
         require_not_negative(self, "checkpoint_every", "checkpoint_minutes")
         require(
             self.eval_every > 0 or self.patience == 0,
-            f"patience={self.patience} counts validations, and eval_every=0 has none before the end; set "
-            f"eval_every, such as to an epoch's steps",
+            f"patience={self.patience} needs validations during the run, and eval_every=0 has none\n"
+            f"Fix: set eval_every.",
         )
         require(0 <= self.seed < 2**32, f"seed={self.seed}: must be from 0 to {2**32 - 1}")
         require_int32(self, "num_steps", "max_skipped")
-        for name in ("out_dir", "fallback_dir"):
-            if (path := getattr(self, name)) is not None:
-                require(path != "", f"{name}='' names no folder; leave it out")
-                check_path(name, path, of_run=name == "out_dir")
+        if self.out_dir is not None:
+            require(self.out_dir != "", "out_dir='' names no folder\nFix: leave it out.")
+            check_path("out_dir", self.out_dir, of_run=True)
 
     @property
     def allowed_skips(self) -> int:

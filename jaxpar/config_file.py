@@ -19,24 +19,19 @@ import dataclasses
 import difflib
 import functools
 import os
-import re
-import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxpar.base.bucket import as_path
-from jaxpar.base.checks import leaves_of, walk
+from jaxpar.base.checks import leaves_of
 from jaxpar.base.files import read_file
 from jaxpar.config import Parallel
-from jaxpar.mesh import MeshConfig, short_name
+from jaxpar.mesh import short_name
 from jaxpar.task import Settings, Task, find_task, spec_of
 
 TASK, SIMULATE, TRAIN, MESH = "task", "simulate", "train", "mesh"
 PARALLEL = tuple(field.name for field in dataclasses.fields(Parallel))
-MOST_BYTES = 2**18  # of a file
-# A hundred parts of a key: to read one takes the square of their number.
-_LONG_KEY = re.compile(rb"""(\.\s*+([\w-]++|"(\\.|[^"\\\n])*+"|'[^'\n]*+')\s*+){100}""")
 RESERVED = (TASK, SIMULATE, TRAIN, *PARALLEL)  # names that no field of a task may have
 
 
@@ -55,8 +50,6 @@ def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> S
     try:
         _take_simulated(tables)
         return _change(_base(tables, base), tables)
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -74,22 +67,15 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a file of settings.
 
     Raises:
-      OSError: it cannot be read, or is longer than any settings.
-      ValueError: it is not TOML in UTF-8, or nested too deeply.
+      OSError: it cannot be read.
+      ValueError: it is not TOML in UTF-8.
     """
     import tomllib
 
-    content = read_file(path, "the config", "give a readable TOML file", MOST_BYTES)
-    if _LONG_KEY.search(content):
-        raise ValueError(f"{path} is nested too deeply")
+    content = read_file(path, "the config", "give a readable TOML file")
     try:
         return tomllib.loads(content.decode())
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply") from None
-    except UnicodeDecodeError as error:
-        byte = f"byte {content[error.start]:#04x} at offset {error.start}"
-        raise ValueError(f"{path} is not TOML in UTF-8: {byte}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML in UTF-8: {error}") from error
 
 
@@ -128,23 +114,20 @@ def to_toml(settings: Settings, simulate: int | None = None) -> str:
     own = tuple((axis, size) for axis, size in parallel.mesh.axes if size != 1)
     mesh = dataclasses.replace(parallel.mesh, axes=own)
     settings = Settings(task, dataclasses.replace(parallel, mesh=mesh), train)
-    spec, tables = spec_of(task), _tables(keys_of(settings))
+    tables = _tables(keys_of(settings))
     if mesh.devices is None:
         tables[MESH] = short_name(mesh)
-    elif not own:
-        del tables[MESH]["axes"]
+    head = {TASK: spec_of(task)} | ({} if simulate is None else {SIMULATE: simulate})
     try:
-        simulated = {} if simulate is None else {SIMULATE: simulate}
-        text = tomli_w.dumps({TASK: spec, **simulated, **tables})
+        text = tomli_w.dumps(head | tables)
     except TypeError as error:
-        raise ValueError(f"the settings of {spec} cannot be written as TOML: {error}") from error
-    found = _change(default_settings(type(task)), tomllib.loads(tomli_w.dumps(tables)))
-    again = keys_of(found)
+        raise ValueError(f"task {head[TASK]} cannot be written as TOML: {error}") from error
+    again = keys_of(_change(default_settings(type(task)), tomllib.loads(tomli_w.dumps(tables))))
     for key, value in keys_of(settings).items():
         if key not in again or value != again[key]:
             raise ValueError(
-                f"{key}={value!r} would be read back from a TOML file as {again.get(key)!r}; TOML has no "
-                f"null, and does not keep types: use another value, or another default"
+                f"{key}={value!r} would be read back from TOML, which has no null, as {again.get(key)!r}\n"
+                f"Fix: use another value, or another default."
             )
     return text
 
@@ -162,76 +145,70 @@ def default_settings(task: type[Task]) -> Settings:
       ValueError: one of its fields has no default, or the name of a setting that every task has.
     """
     for field in dataclasses.fields(task):
+        named = f"field {field.name!r} of {task.__name__}"
         if field.name in RESERVED:
             raise ValueError(
-                f"the field {field.name!r} of {task.__name__} has the name of a setting that every task has; "
-                f"give it another name"
+                f"{named} has the name of a setting that every task has\nFix: give it another name."
             )
         if field.default is field.default_factory is dataclasses.MISSING:
-            raise ValueError(
-                f"the field {field.name!r} of {task.__name__} has no default; give it one"
-            )
+            raise ValueError(f"{named} has no default\nFix: give it one.")
     return Settings(task(), task.parallel, task.train)
 
 
 def _take_simulated(tables: dict[str, Any]) -> int | None:
     number = tables.pop(SIMULATE, None)
     if number is not None and (type(number) is not int or number < 1):
-        raise ValueError(f"{SIMULATE}={number!r}: use a number of devices, 1 or more")
+        raise ValueError(f"{SIMULATE}={number!r}: must be a number of devices, 1 or more")
     return number
 
 
 def _base(tables: dict[str, Any], base: Settings | None) -> Settings:
     """The settings that a file changes; its names of the task are removed."""
     spec = tables.pop(TASK, None)
-    if not isinstance(spec, str | None):
-        raise ValueError(f'{TASK}={spec!r}: use a string, such as {TASK} = "lm"')
-    if spec is None and base is None:
-        raise ValueError(
-            'it names no task; add a line such as task = "lm" or task = "path/to/file.py:Name" at the top'
-        )
-    if base is not None and spec in (None, spec_of(base.task)):
+    if spec is None and base is not None:
         return base
-    assert spec is not None
-    return default_settings(find_task(spec))
+    if not isinstance(spec, str):
+        raise ValueError(
+            f'{TASK}={spec!r}: must name a task\nFix: add task = "lm" or task = "path/to/file.py:Name".'
+        )
+    return (
+        base
+        if base is not None and spec == spec_of(base.task)
+        else default_settings(find_task(spec))
+    )
 
 
 def _change(settings: Settings, tables: Mapping[str, Any]) -> Settings:
     """The settings with the values of a file."""
     task, parallel, train = settings
-    paths = [path for tree in (task, parallel, {TRAIN: train}) for path, _ in walk(tree)]
-    for key, value in tables.items():
-        if key not in paths or "." in key:
-            raise ValueError(_unknown(key, value, paths))
-
-    def changed(config: Any) -> Any:
-        names = [field.name for field in dataclasses.fields(config)]
-        return _replace(config, {key: tables[key] for key in names if key in tables}, "", paths)
-
-    values = _as_table(TRAIN, tables.get(TRAIN, {}))
-    return Settings(changed(task), changed(parallel), _replace(train, values, f"{TRAIN}.", paths))
+    known = [*keys_of(settings)]
+    shared = {key: tables[key] for key in PARALLEL if key in tables}
+    own = {key: value for key, value in tables.items() if key not in (*PARALLEL, TRAIN)}
+    return Settings(
+        _replace(task, own, "", known),
+        _replace(parallel, shared, "", known),
+        _replace(train, tables.get(TRAIN, {}), f"{TRAIN}.", known),
+    )
 
 
-def _replace(config: Any, values: Mapping[str, Any], path: str, paths: list[str]) -> Any:
+def _replace(config: Any, values: Any, path: str, known: Sequence[str]) -> Any:
     """A dataclass with the values of a TOML table.
 
     Args:
       path: of the table, with a dot at its end.
-      paths: all that there are.
+      known: all keys that there are.
     """
-    hints = typing.get_type_hints(type(config))
+    if not isinstance(values, dict):
+        raise ValueError(f"{path[:-1]}={values!r}: must be a table [{path[:-1]}]")
     names = [field.name for field in dataclasses.fields(config)]
     changes = {}
     for key, value in values.items():
         if key not in names:
-            raise ValueError(_unknown(f"{path}{key}", value, paths))
+            raise ValueError(_unknown(f"{path}{key}", value, known))
         now = getattr(config, key)
-        if key == MESH and isinstance(value, str):
-            changes[key] = MeshConfig.parse(value)
-        elif dataclasses.is_dataclass(now):
-            table = _as_table(f"{path}{key}", value)
-            changes[key] = _replace(now, table, f"{path}{key}.", paths)
-        elif type(value) is int and value.bit_length() < 64 and hints[key] in (float, float | None):
+        if dataclasses.is_dataclass(now) and not (key == MESH and isinstance(value, str)):
+            changes[key] = _replace(now, value, f"{path}{key}.", known)
+        elif isinstance(now, float) and type(value) is int and value.bit_length() < 64:
             changes[key] = float(value)
         else:
             changes[key] = _tuple(value)
@@ -242,26 +219,18 @@ def _replace(config: Any, values: Mapping[str, Any], path: str, paths: list[str]
         raise ValueError(f"{path if begins in names else ''}{error}") from error
 
 
-def _as_table(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{name}={value!r}: write a table [{name}]")
-    return value
-
-
 def _tuple(value: Any) -> Any:
     return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
-def _unknown(name: str, value: Any, paths: list[str]) -> str:
+def _unknown(name: str, value: Any, known: Sequence[str]) -> str:
     """What is said of a key, or of the first key in a table, that does not exist."""
     if isinstance(value, dict) and value:
         name = f"{name}.{next(iter(value))}"
-    level = name.rpartition(".")[0]
-    others = [path for path in paths if not name.startswith(f"{path}.")]
-    near = difflib.get_close_matches(name, others, n=1)
-    beside = [path for path in paths if path.rpartition(".")[0] == level] or paths
-    remedy = f"did you mean {near[0]}?" if near else f"keys are {', '.join(beside)}"
-    return f"there is no key {name}; {remedy}"
+    table = name.rpartition(".")[0]
+    others = [key for key in known if key.rpartition(".")[0] == table] or known
+    near = difflib.get_close_matches(name, known, n=1) or [f"one of {', '.join(others)}"]
+    return f"no key {name}\nFix: use {near[0]}."
 
 
 def _tables(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,20 +13,17 @@ Both are tried before a run, on few rows, with gradients of several sizes.
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jaxpar.base.at import At
 from jaxpar.facts import ModelFacts
-from jaxpar.layout import Layout, Outer
-from jaxpar.model import Sums, made, run_layer
-from jaxpar.rows import draw_outer, quick_jit
+from jaxpar.layout import Layout
+from jaxpar.rows import Part, Tree, Trial, quick_jit
 from jaxpar.trace.bound import bound
 from jaxpar.trace.jaxprs import equations_in
 from jaxpar.trace.places import place_of_equation
@@ -38,24 +35,7 @@ SCALES, SCALES_OF_FLOAT16 = (2.0**-20, 2.0**-10, 1.0, 2.0**10, 2.0**20), (2.0**-
 # a sign does, rounding may change a few numbers. The mistakes change most of them.
 TOLERANCE = 0.1
 
-_NOWHERE = -1  # the dim of rows, or of time, of an array that has none
-
 _PACKAGE = f"{Path(__file__).parent}/"
-
-
-class _Part(NamedTuple):
-    """A part of the model: `first`, a layer of a kind, or `last`.
-
-    Attributes:
-      what: it is, in words.
-      run: (variables, carry, x, block of the batch, its first row and step) -> ((carry, x, loss), the weight
-        that a layer adds, which must be 0).
-      inputs: values of variables, carry and x; () for what it does not take.
-    """
-
-    what: str
-    run: Callable[..., Any]
-    inputs: tuple[Any, Any, Any]
 
 
 def check_custom_backward(layout: Layout) -> None:
@@ -76,32 +56,19 @@ def check_custom_backward(layout: Layout) -> None:
         return
     functions = _functions(facts)
     if functions or begins_with_sum:
-        trial = _Trial(layout)
+        together = math.lcm(*facts.rows_together.values())
+        trial = Trial(layout, min(2 * together, facts.batch_size), parallel.num_chunks)
         if begins_with_sum:
-            trial.check_weight()
-        for part in trial.parts(functions):
-            trial.check(part, functions[part.what], is_linear=begins_with_sum)
+            _check_weight(trial)
+        for what in functions:
+            _check(trial, trial.makers[what](), functions[what], is_linear=begins_with_sum)
     facts.checked.add(done)
 
 
 def _functions(facts: ModelFacts) -> dict[str, str]:
     """By the part of the model, the functions with a backward pass of their own, in words; not jaxpar's."""
-    graphdef, state = nnx.split(facts.model)
-
-    def first(state, block):
-        return nnx.merge(graphdef, state).first(block, facts.at(block))
-
-    def last(state, y, block):
-        return nnx.merge(graphdef, state).last(y, block, facts.at(block))
-
-    layers = zip(facts.kinds, facts.traces.layers, strict=True)
-    parts = {
-        "`first`": (first, (state, facts.block)),
-        **{f"layer {name}": each for name, each in layers},
-        "`last`": (last, (state, facts.traces.y, facts.block)),
-    }
     found = {}
-    for what, (run, args) in parts.items():
+    for what, (run, args) in facts.parts.items():
         trace = functools.partial(jax.make_jaxpr(run), *args)
         eqns = equations_in(bound(facts.task.axes, trace).jaxpr)
         names = dict.fromkeys(name for eqn in eqns if (name := _function_of(eqn)))
@@ -121,247 +88,104 @@ def _function_of(eqn: Any) -> str:
     return about.func_name + f" ({place})" * bool(place)
 
 
-class _Trial:
-    """Parts of a model, run on few rows of a batch, at once and in pieces."""
+def _check_weight(trial: Trial) -> None:
+    """Raises a ValueError if the weight of `last` has a gradient."""
+    part = trial.makers["`last`"]()
+    floats, whole = _floats(part, part.draw())
 
-    def __init__(self, layout: Layout):
-        self.layout, self.facts = layout, layout.facts
-        self.rng, self.outer = np.random.default_rng(0), Outer(layout, layout.abstract_model())
-        together = math.lcm(*self.facts.rows_together.values())
-        self.num_rows = min(2 * together, self.facts.batch_size)
-        batch = layout.task.example_batch()
-        few = jax.tree.map(lambda a: np.asarray(a)[: self.num_rows] if np.ndim(a) else a, batch)
-        self.block = jax.device_get(self.facts.to_block(few))
+    def weight(own: Any) -> jax.Array:
+        return part.piece(*whole(own), 0, 0, trial.key)["sums"].weight
 
-    def parts(self, names: Container[str]) -> Iterator[_Part]:
-        """Those of these names."""
-        if "`first`" in names:
-            yield self.first()
-        for kind, name in enumerate(self.facts.kinds):
-            if f"layer {name}" in names:
-                yield self.layer(kind)
-        if "`last`" in names:
-            yield self.last()
+    found = quick_jit(trial.layout, jax.grad(weight))(floats)
+    if any(np.any(a) for a in jax.device_get(found)):
+        raise ValueError(
+            "the weight of `last` has a gradient, which pipelines and microbatches leave out.\n"
+            "Fix: return jax.lax.stop_gradient(weight), or compute it from the batch alone."
+        )
 
-    def first(self) -> _Part:
-        """Before the layers."""
 
-        def run(variables, carry, x, block, row, step):
-            leaves, frozen = variables
-            x = self.outer.run_first(leaves, frozen, self._at(block, row, step))
-            return ((), x, jnp.float32(0)), jnp.float32(0)
+def _check(trial: Trial, part: Part, functions: str, *, is_linear: bool) -> None:
+    """Compares gradients of a part with those of its pieces, and with those of larger gradients.
 
-        return _Part("`first`", run, (draw_outer(self.layout, self.outer.first), (), ()))
-
-    def last(self) -> _Part:
-        """After the layers."""
-
-        def run(variables, carry, y, block, row, step):
-            return ((), (), self._sums(variables, y, block, row, step).loss), jnp.float32(0)
-
-        y = self._random(self.facts.passed)
-        return _Part("`last`", run, (draw_outer(self.layout, self.outer.last), (), y))
-
-    def layer(self, kind: int) -> _Part:
-        """The first layer of a kind."""
-        name, number = self.facts.kinds[kind], self.facts.kind_of.index(kind)
-        maker = self.facts.model.layers.maker(number)
-
-        def draw():
-            layer = made(maker, 0)
-            begins = hasattr(layer, "initial_carry")
-            return nnx.state(layer), layer.initial_carry(self.num_rows) if begins else ()
-
-        graphdef = nnx.graphdef(nnx.eval_shape(lambda: made(maker, 0)))
-
-        def run(state, carry, x, block, row, step):
-            at = self._at(block, row, step)._replace(layer=jnp.int32(number))
-            after, y, *sums = run_layer(name, nnx.merge(graphdef, state), carry, x, at)
-            loss, weight = (sums[0].loss, sums[0].weight) if sums else (jnp.float32(0),) * 2
-            return (after, y, loss), weight
-
-        x = self._random(self.facts.traces.layers[kind][1][2])
-        return _Part(f"layer {name}", run, (*quick_jit(self.layout, draw)(), x))
-
-    def check_weight(self) -> None:
-        """Raises a ValueError if the weight of `last` has a gradient."""
-        part = self.last()
-        floats, whole = _floats(part.inputs)
-
-        def weight(own: Any) -> jax.Array:
-            variables, _, y = whole(own)
-            return self._sums(variables, y, self.block).weight
-
-        if any(np.any(a) for a in jax.device_get(quick_jit(self.layout, jax.grad(weight))(floats))):
+    Args:
+      functions: of the part, in words.
+      is_linear: whether they must be linear.
+    Raises:
+      ValueError: they differ.
+    """
+    rows, chunks, inputs = trial.num_rows, trial.num_chunks, part.draw()
+    what = f"{part.what}: the backward pass of {functions}"
+    at_once, has_weight = _gradients(trial, part, inputs, "row", rows)
+    ways = {"two halves of the rows": ("row", rows // 2)} if rows % 2 == 0 else {}
+    if chunks > 1:
+        ways[f"{chunks} chunks of time"] = "time", trial.sizes["time"] // chunks
+    for way, pieces in ways.items():
+        found, _ = _gradients(trial, part, inputs, *pieces)
+        if any(map(_differ, found, at_once)):
             raise ValueError(
-                "the weight of `last` has a gradient, which pipelines and microbatches leave out. "
-                "Fix: return jax.lax.stop_gradient(weight), or compute it from the batch alone."
+                f"{what} gives other gradients for {way} than at once.\nFix: change each number of the "
+                f"gradient of an activation by itself, or clip in the optimizer."
             )
-
-    def check(self, part: _Part, functions: str, *, is_linear: bool) -> None:
-        """Compares gradients of a part with those of its pieces, and with those of larger gradients.
-
-        Args:
-          functions: of the part, in words.
-          is_linear: whether they must be linear.
-        Raises:
-          ValueError: they differ.
-        """
-        chunks, what = self.layout.parallel.num_chunks, part.what
-        what = f"{what}: the backward pass of {functions}"
-        at_once, has_weight = self._gradients(part)
-        ways = {"two halves of the rows": (2 - self.num_rows % 2, 1)}
-        if chunks > 1:
-            ways[f"{chunks} chunks of time"] = 1, chunks
-        for way, pieces in ways.items():
-            if any(map(_differ, self._gradients(part, *pieces)[0], at_once)):
-                raise ValueError(
-                    f"{what} gives other gradients for {way} than at once. Fix: change each number of the "
-                    f"gradient of an activation by itself, or clip in the optimizer."
-                )
-        if (is_linear or has_weight) and any(_differ(found, at_once[0]) for found in at_once):
-            raise ValueError(
-                f"{what} is not linear, and the weight of the loss is not known from the batch. "
-                f"Fix: compute the weight from the batch, or use no stages, microbatches or chunks."
-            )
-
-    def _gradients(
-        self, part: _Part, halves: int = 1, chunks: int = 1
-    ) -> tuple[list[list[np.ndarray]], bool]:
-        """Gradients of the floats that a part takes, over their scale, for each scale.
-
-        Args:
-          halves, chunks: pieces of the rows, and of the time steps, that are run one after the other.
-        Returns:
-          them, and whether the part adds to the weight.
-        """
-        floats, whole = _floats(part.inputs)
-        out = jax.eval_shape(lambda own: part.run(*whole(own), self.block, 0, 0)[0], floats)
-
-        def run(own: Any) -> Any:
-            variables, carry, x = whole(own)
-            rows, loss, weight = [], jnp.float32(0), jnp.float32(0)
-            for half in range(halves):
-                of_rows = [_cut(tree, self._rows(tree), halves, half) for tree in (x, self.block)]
-                after, ys = _cut(carry, _first_dims(carry), halves, half), []
-                for chunk in range(chunks):
-                    x_and_block = [
-                        _cut(tree, self._steps(whole), chunks, chunk)
-                        for tree, whole in zip(of_rows, (x, self.block), strict=True)
-                    ]
-                    row, step = half * self.num_rows // halves, chunk * self.num_steps // chunks
-                    (after, y, own_loss), own_weight = part.run(
-                        variables, after, *x_and_block, row, step
-                    )
-                    ys.append(y)
-                    loss, weight = loss + own_loss, weight + own_weight
-                rows.append((after, _joined(ys, self._steps(out[1]))))
-            afters, ys = zip(*rows, strict=True)
-            after = _joined(afters, _first_dims(out[0]))
-            return (after, _joined(ys, self._rows(out[1])), loss), weight
-
-        def gradients(own: Any, cotangents: Any) -> Any:
-            _, vjp, weight = jax.vjp(run, own, has_aux=True)
-            return vjp(cotangents)[0], weight
-
-        rng = np.random.default_rng(0)
-        g = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), out)
-        g = *g[:2], np.ones_like(g[2])
-        is_short = any(a.dtype == jnp.float16 for a in jax.tree.leaves((floats, g)))
-        quick, found, weight = quick_jit(self.layout, gradients), [], 0.0
-        for scale in SCALES_OF_FLOAT16 if is_short else SCALES:
-            scaled = jax.tree.map(lambda a, scale=scale: (a * scale).astype(a.dtype), g)
-            own, weight = jax.device_get(quick(floats, scaled))
-            found.append([np.float32(a) / scale for a in own])
-        return found, bool(weight)
-
-    # ---- pieces ----
-
-    @property
-    def num_steps(self) -> int:
-        """Time steps of a window."""
-        return self.facts.num_steps or 1
-
-    def _rows(self, tree: Any) -> Any:
-        """The dim of the rows of each array; None where there is none."""
-        time = int(self.facts.time_major)
-        dims = (min(time, np.ndim(a) - 1) for a in jax.tree.leaves(tree))
-        return self._dims(tree, dims, self.num_rows)
-
-    def _steps(self, tree: Any) -> Any:
-        """Likewise of the time steps."""
-        leaves = jax.tree.leaves(tree)
-        dims = (0 if self.facts.time_major and np.ndim(a) > 1 else -1 for a in leaves)
-        return self._dims(tree, dims, self.num_steps)
-
-    def _dims(self, tree: Any, dims: Iterable[int], size: int) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
-        found = [
-            dim if dim >= 0 and np.shape(a)[dim] == size else _NOWHERE
-            for a, dim in zip(leaves, dims, strict=True)
-        ]
-        return jax.tree.unflatten(structure, found)
-
-    # ---- values ----
-
-    def _sums(self, variables: Any, y: Any, block: Any, row: int = 0, step: int = 0) -> Sums:
-        """What `last` gives of a block."""
-        (leaves, frozen), at = variables, self._at(block, row, step)
-        return self.outer.run_last(leaves, frozen, y, at, is_part=False)
-
-    def _at(self, block: Any, row: int, step: int) -> At:
-        return self.facts.at(block)._replace(row=jnp.int32(row), time=jnp.int32(step))
-
-    def _random(self, shapes: Any) -> Any:
-        """Normal numbers for few rows of arrays of the whole batch."""
-        dim, size = int(self.facts.time_major), self.facts.batch_size
-
-        def draw(a: Any) -> np.ndarray:
-            few = [
-                self.num_rows if n == dim and own == size else own for n, own in enumerate(a.shape)
-            ]
-            return self.rng.standard_normal(few).astype(a.dtype)
-
-        return jax.tree.map(draw, shapes)
+    if (is_linear or has_weight) and any(_differ(found, at_once[0]) for found in at_once):
+        raise ValueError(
+            f"{what} is not linear, and the weight of the loss is not known from the batch.\n"
+            f"Fix: compute the weight from the batch, or use no stages, microbatches or chunks."
+        )
 
 
-def _floats(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The floating-point arrays of a tree, and a function that puts others in their places."""
-    leaves, structure = jax.tree.flatten(tree)
+def _gradients(
+    trial: Trial, part: Part, inputs: Tree, along: str, size: int
+) -> tuple[list[list[np.ndarray]], bool]:
+    """Gradients of the floats that a part takes, over their scale, for each scale.
+
+    Args:
+      along, size: of the pieces that are run one after the other.
+    Returns:
+      them, and whether the part adds to the weight.
+    """
+    floats, whole = _floats(part, inputs)
+
+    def run(own: Any) -> Any:
+        variables, inputs = whole(own)
+        piece = functools.partial(part.piece, variables)
+        pieces = trial.run_in_pieces(piece, part, inputs, along, size, trial.key)
+        joined = part.map(along, lambda dim, *of: jnp.concatenate(of, dim), *pieces)
+        sums = [own["sums"] for own in pieces if "sums" in own]
+        loss = sum((own.loss for own in sums), jnp.float32(0))
+        weight = sum((own.weight for own in sums), jnp.float32(0))
+        return (joined, loss), weight
+
+    def gradients(own: Any, cotangents: Any) -> Any:
+        _, vjp, weight = jax.vjp(run, own, has_aux=True)
+        return vjp(cotangents)[0], weight
+
+    out, _ = jax.eval_shape(quick_jit(trial.layout, run), floats)
+    rng = np.random.default_rng(0)
+    g = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), out[0])
+    g = g, np.float32(1)
+    is_short = any(a.dtype == jnp.float16 for a in jax.tree.leaves((floats, g)))
+    quick, found, weight = quick_jit(trial.layout, gradients), [], 0.0
+    for scale in SCALES_OF_FLOAT16 if is_short else SCALES:
+        scaled = jax.tree.map(lambda a, scale=scale: (a * scale).astype(a.dtype), g)
+        own, weight = jax.device_get(quick(floats, scaled))
+        found.append([np.float32(a) / scale for a in own])
+    return found, bool(weight) and part.what != "`last`"
+
+
+def _floats(part: Part, inputs: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The floating-point arrays that a part takes, and a function of such: (variables, inputs)."""
+    given = part.variables, {name: own for name, own in inputs.items() if name != "batch"}
+    leaves, structure = jax.tree.flatten(given)
     is_float = [jnp.issubdtype(a.dtype, jnp.floating) for a in leaves]
 
     def whole(floats: list[Any]) -> Any:
-        given = iter(floats)
+        own = iter(floats)
         pairs = zip(is_float, leaves, strict=True)
-        return jax.tree.unflatten(structure, [next(given) if own else a for own, a in pairs])
+        merged = [next(own) if each else a for each, a in pairs]
+        variables, given = jax.tree.unflatten(structure, merged)
+        return variables, given | {"batch": inputs["batch"]}
 
     return [a for own, a in zip(is_float, leaves, strict=True) if own], whole
-
-
-def _first_dims(tree: Any) -> Any:
-    return jax.tree.map(lambda _: 0, tree)
-
-
-def _cut(tree: Any, dims: Any, pieces: int, number: int) -> Any:
-    """One of so many equal pieces of arrays along these dims."""
-    if pieces == 1:
-        return tree
-
-    def cut(a: Any, dim: int) -> Any:
-        return a if dim == _NOWHERE else jnp.split(jnp.asarray(a), pieces, dim)[number]
-
-    return jax.tree.map(cut, tree, dims)
-
-
-def _joined(pieces: Sequence[Any], dims: Any) -> Any:
-    """The arrays that were cut."""
-    if len(pieces) == 1:
-        return pieces[0]
-
-    def join(dim: int, *parts: Any) -> Any:
-        return parts[0] if dim == _NOWHERE else jnp.concatenate(parts, dim)
-
-    return jax.tree.map(join, dims, *pieces)
 
 
 def _differ(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:

@@ -7,7 +7,6 @@ How it lies on devices is a `Layout`, which is arithmetic on these facts.
 import functools
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -62,10 +61,8 @@ from jaxpar.trace.places import place_of_error
 
 _log = logging.getLogger(__name__)
 
-WHY_SAME = (
-    ", since both are layers of one kind; give those that are meant to differ a kind_name each"
-)
-WHY_FLOATS = "; anything else belongs in the batch, which every layer sees (at.batch)"
+WHY_SAME = ", since both are layers of one kind.\nFix: give layers that are meant to differ a kind_name each."
+WHY_FLOATS = ".\nFix: put anything else into the batch, which every layer sees as at.batch."
 
 
 class _Traces(NamedTuple):
@@ -121,7 +118,8 @@ class ModelFacts:
         self.batch = jax.tree.map(shape_of, example)
         self.rounded = _rounded(example)
         what = f"the model of task {task.name}, a"
-        self.model = _checked_model(task, lambda: traced_twice(what, lambda: self.make(0))[0])
+        self.model = traced_twice(what, lambda: self.make(0))[0]
+        _check_model(task, self.model)
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
         _check_frozen(task, self.model)
         _check_trained(task, self.params)
@@ -182,6 +180,24 @@ class ModelFacts:
         return At(
             *(zero, zero, zero, key, batch), time_major=self.time_major, platform=self.platform
         )
+
+    @functools.cached_property
+    def graphdef(self) -> Any:
+        """The structure of the model."""
+        return nnx.graphdef(self.model)
+
+    def first(self, params: Any, frozen: Any, block: Any, **draws: Any) -> Any:
+        """`first` as a function of the model's variables."""
+        return nnx.merge(self.graphdef, params, frozen).first(block, self.at(block, **draws))
+
+    def last(self, params: Any, frozen: Any, y: Any, block: Any, **draws: Any) -> Sums:
+        """`last` likewise.
+
+        Raises:
+          ValueError: it does not return `Sums`.
+        """
+        sums = nnx.merge(self.graphdef, params, frozen).last(y, block, self.at(block, **draws))
+        return checked_sums(sums, f"`last` of {type(self.model).__name__}")
 
     @property
     def has_last_part(self) -> bool:
@@ -303,19 +319,16 @@ class ModelFacts:
     @in_bound(_own_axes)
     def costs(self) -> PartCosts:
         """FLOPs of each part over a whole batch; layers without any have 1 forward and 2 backward."""
-        (graphdef, params, frozen), y, block = self.split(self.model), self.traces.y, self.block
-
-        def first(params, frozen, block):
-            return nnx.merge(graphdef, params, frozen).first(block, self.at(block))
+        (_, params, frozen), y, block = self.split(self.model), self.traces.y, self.block
 
         def last(params, y, frozen, block):
-            return nnx.merge(graphdef, params, frozen).last(y, block, self.at(block))
+            return self.last(params, frozen, y, block)
 
         by_kind = [_passes(*each) for each in self.layer_totals]
         layers = tuple(by_kind[kind] for kind in self.kind_of)
         return PartCosts(
             layers=layers if np.any(layers) else ((1.0, 2.0),) * len(layers),
-            first=_passes(_total(first), ((params,), frozen, block)),
+            first=_passes(_total(self.first), ((params,), frozen, block)),
             last=_passes(_total(last), ((params, y), frozen, block)),
         )
 
@@ -409,16 +422,11 @@ class ModelFacts:
         Raises:
           ValueError: its derivative is zero, whatever the numbers are.
         """
-        graphdef, params, frozen = self.split(self.model)
-        what = f"`last` of {type(self.model).__name__}"
-
-        def first(params, frozen, block):
-            return nnx.merge(graphdef, params, frozen).first(block, self.at(block))
+        _, params, frozen = self.split(self.model)
 
         def last(inputs, frozen, block):
             params, y = inputs
-            model = nnx.merge(graphdef, params, frozen)
-            return checked_sums(model.last(y, block, self.at(block)), what).loss
+            return self.last(params, frozen, y, block).loss
 
         found = moving_inputs(last, (params, self.traces.y), frozen, self.block)
         num_own = len(jax.tree.leaves(params))
@@ -432,26 +440,23 @@ class ModelFacts:
             num_own += num_carried * self.starts_with_variables
             depends, passes = any(found[:num_own]), any(found[num_own:])
         if passes and not depends:
-            depends = any(moving_inputs(_total(first), (params,), frozen, self.block))
+            depends = any(moving_inputs(_total(self.first), (params,), frozen, self.block))
         require(
             depends,
-            f"the loss of model {type(self.model).__name__} depends on no parameter that is trained: its "
-            f"gradient is zero. Fix: compute it without stop_gradient, argmax or rounding, or train other "
-            f"parameters (Task.frozen)",
+            f"the loss of model {type(self.model).__name__} depends on no parameter that is trained.\n"
+            f"Fix: compute it without stop_gradient, argmax or rounding, or change Task.frozen.",
         )
 
     @functools.cached_property
     @in_bound(_own_axes)
     def knows_weight(self) -> bool:
         """Whether the weight of `last` depends on the batch alone: it is known before a backward pass."""
-        graphdef, state = nnx.split(self.model)
 
-        def weight(own, batch):
-            state, y = own
-            model = nnx.merge(graphdef, state)
-            return checked_sums(model.last(y, batch, self.at(batch)), "`last`").weight
+        def weight(own, block):
+            params, frozen, y = own
+            return self.last(params, frozen, y, block).weight
 
-        own, batch = (state, self.traces.y), self.block
+        own, batch = (*self.split(self.model)[1:], self.traces.y), self.block
         run = pruned(weight, own, batch)
         used = used_inputs(run, *jax.tree.leaves((own, batch)))
         return not any(used[: len(jax.tree.leaves(own))])
@@ -480,37 +485,38 @@ class ModelFacts:
         """
         if self.task.axes:
             return  # whose layers differ over axes that are not there yet: the step's own trace tells
-        y, block = self.traces.y, self.block
-        graphdef, state = nnx.split(self.model)
+        for what, (run, args) in self.parts.items():
+            _check_types(what, run, *args)
 
-        def first(state, block):
-            return nnx.merge(graphdef, state).first(block, self.at(block))
-
-        def last(state, y, block):
-            return nnx.merge(graphdef, state).last(y, block, self.at(block))
-
-        _check_types("`first`", first, state, block)
-        _check_types("`last`", last, state, y, block)
-        for name, (run, args) in zip(self.kinds, self.traces.layers, strict=True):
-            _check_types(f"layer {name}", run, *args)
+    @property
+    def parts(self) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+        """`first`, a layer of each kind and `last` as functions, and shapes of their arguments."""
+        _, *states = self.split(self.model)
+        layers = zip(self.kinds, self.traces.layers, strict=True)
+        return {
+            "`first`": (self.first, (*states, self.block)),
+            **{f"layer {name}": each for name, each in layers},
+            "`last`": (self.last, (*states, self.traces.y, self.block)),
+        }
 
     @functools.cached_property
     @in_bound(_own_axes)
     def uses(self) -> tuple[Uses, Uses]:
         """How `first` and `last` use the modules of the model."""
-        y = self.traces.y
-        first, last = (
-            uses(self.model, lambda model, place=place: self.run_end(place, model, zeros(y)))
-            for place in (0, -1)
-        )
+        return self.uses_of(self.model)
+
+    def uses_of(self, model: Any, *, predicts: bool = False) -> tuple[Uses, Uses]:
+        """How `first` and `last`, or `predict`, use the modules of a model."""
+        run = functools.partial(self.run_end, y=zeros(self.traces.y), predicts=predicts)
+        first, last = (uses(model, functools.partial(run, place)) for place in (0, -1))
         return first, last
 
-    def run_end(self, place: int, model: Any, y: Any) -> Any:
-        """`first` of a model (place 0), or `last` (-1) of y, on a whole batch of zeros, for tracing."""
+    def run_end(self, place: int, model: Any, y: Any, *, predicts: bool = False) -> Any:
+        """`first` of a model (place 0), or what follows y (-1), on a whole batch of zeros, for tracing."""
         batch = zeros(self.block)
         if place == 0:
             return model.first(batch, self.at(batch))
-        return model.last(y, batch, self.at(batch))
+        return self.after_layers(model, y, self.at(batch), predicts=predicts)
 
     @functools.cached_property
     def ends(self) -> dict[str, End]:
@@ -559,8 +565,8 @@ class ModelFacts:
         name = type(self.model).__name__
         if not says(self.model, "predict"):
             raise ValueError(
-                f"model {name} has no method predict, which says what the output of each row is; write "
-                f'predict(self, y, batch, at) that returns arrays by name, such as {{"y": self.out(y)}}'
+                f"model {name} has no method predict.\n"
+                f'Fix: write predict(self, y, batch, at) that returns arrays by name: {{"y": self.out(y)}}.'
             )
         _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
 
@@ -574,7 +580,7 @@ class ModelFacts:
                 dims = "[time, rows, ...]" if self.time_major else "[rows, ...]"
                 raise ValueError(
                     f"`predict` of {name} returns an array of shape {list(output.shape)} as {key!r} for a "
-                    f"block of {sizes}; let it return arrays {dims}"
+                    f"block of {sizes}.\nFix: return arrays {dims}."
                 )
         return found
 
@@ -607,16 +613,13 @@ class ModelFacts:
         Raises:
           ValueError: it is not arrays by name.
         """
-        what = f"`predict` of {type(self.model).__name__} returns"
-        use = "let it return a dict of arrays by name"
-        require(
-            isinstance(outputs, Mapping) and len(outputs) > 0,
-            f"{what} {in_words(outputs)}; {use}",
-        )
-        for own in outputs.values():
-            require(
-                isinstance(own, np.ndarray | jax.Array),
-                f"{what} {in_words(own)} in its dict; {use}",
+        is_dict = isinstance(outputs, Mapping) and len(outputs) > 0
+        found = [*outputs.values()] if is_dict else [outputs]
+        wrong = [a for a in found if not (is_dict and isinstance(a, np.ndarray | jax.Array))]
+        if wrong:
+            raise ValueError(
+                f"`predict` of {type(self.model).__name__} returns {in_words(wrong[0])}"
+                f"{' in its dict' * is_dict}.\nFix: return a dict of arrays by name."
             )
         return {name: jnp.asarray(own) for name, own in outputs.items()}
 
@@ -629,7 +632,7 @@ class ModelFacts:
         carry, y, *sums = out
         if not self.adds_sums and sums:
             raise ValueError(
-                f"layer {kind} returns sums for some of its calls only; return (carry, y, sums) always"
+                f"layer {kind} returns sums for some of its calls only.\nFix: return (carry, y, sums) always."
             )
         if not self.adds_sums:
             return carry, y
@@ -719,17 +722,16 @@ def _check_method(what: str, owner: Any, name: str, *arguments: str) -> None:
     check_takes(getattr(owner, name), arguments, f"{what}: {name}", use)
 
 
-def _check_types(what: str, run: Callable[..., Any], state: Any, *args: Any) -> None:
+def _check_types(what: str, run: Callable[..., Any], *args: Any) -> None:
     """Traces a part of the model inside a `shard_map`, as one whose arguments differ over `data`."""
 
-    def traced(state, args):
-        state, args = jax.tree.map(lambda a: vary_over(a, frozenset([DATA])), (state, args))
+    def traced(*args):
         with constants_told(what):
-            run(state, *args)
+            run(*jax.tree.map(lambda a: vary_over(a, frozenset([DATA])), args))
         return ()
 
     specs: Any = {"in_specs": P(), "out_specs": P(), "axis_names": {DATA}}
-    jax.eval_shape(jax.shard_map(traced, mesh=AbstractMesh((1,), (DATA,)), **specs), state, args)
+    jax.eval_shape(jax.shard_map(traced, mesh=AbstractMesh((1,), (DATA,)), **specs), *args)
 
 
 def _example_of(task: Task) -> Any:
@@ -741,8 +743,8 @@ def _example_of(task: Task) -> Any:
         dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
         if getattr(dtype, "kind", None) in {*"OSUMm"}:  # objects, texts, dates
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}; give "
-                f"numbers: classes and words as int32 ids"
+                f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}.\n"
+                f"Fix: give numbers, and classes and words as int32 ids."
             )
     check_numbers(batch)
     check_parts(batch, f"of task {task.name}")
@@ -758,46 +760,19 @@ def _rounded(batch: Any) -> tuple[str, ...]:
     )
 
 
-def _checked_model(task: Task, make: Callable[[], Any]) -> Any:
-    """The model that a function makes, if it is one."""
-    try:
-        model = make()
-    except ValueError as error:
-        held = _HELD.match(str(error))
-        if held is None:
-            raise
-        container, name, owner = held.groups()
-        stack = "self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
-        use = stack if name == LAYERS_OF_MODEL else f"self.{name} = nnx.List(...), or nnx.Dict(...)"
-        told = ValueError(
-            f"task {task.name}: {owner}.{name} is a plain {container} of modules or arrays; write {use}"
-            + f"; for the layers of a model {stack}" * (use != stack)
-        )
-        raise told.with_traceback(error.__traceback__) from None
-    _check_model(task, model)
-    return model
-
-
-# How Flax begins a page about modules in a plain list: the list, its name, the class that has it.
-_HELD = re.compile(
-    r"Found data on value of type '<class '([\w.]+)'>' assigned to static attribute '(\w+)' "
-    r"of Pytree type '<class '(?:[^']*\.)?(\w+)'>'"
-)
-
-
 def _check_model(task: Task, model: Any) -> None:
     what = f"the model of task {task.name}, a {type(model).__name__}"
     for name, *arguments in (("first", "batch", "at"), ("last", "y", "batch", "at")):
         if not says(model, name):
             raise ValueError(
-                f"{what}, has no method {name}; a model has first(batch, at), layers (a Stack) and "
-                f"last(y, batch, at)"
+                f"{what}, has no method {name}.\n"
+                f"Fix: write first(batch, at), layers (a Stack) and last(y, batch, at)."
             )
         _check_method(what, model, name, *arguments)
     if not isinstance(getattr(model, LAYERS_OF_MODEL, None), Stack):
         raise ValueError(
-            f"{what}, has no Stack called layers; write "
-            f"self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
+            f"{what}, has no Stack called layers.\n"
+            f"Fix: write self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)."
         )
 
 
@@ -808,9 +783,9 @@ def _check_frozen(task: Task, model: Any) -> None:
     params = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     if not nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, task.frozen))):
         raise ValueError(
-            f"frozen={task.frozen} of task {task.name} matches no parameter; it has "
-            f"{format_names(['.'.join(map(str, path)) for path in params])}: give a filter of some, such as "
-            f"nnx.PathContains({params[0][0]!r})"
+            f"frozen={task.frozen} of task {task.name} matches no parameter of "
+            f"{format_names(['.'.join(map(str, path)) for path in params])}.\n"
+            f"Fix: give a filter of some, such as nnx.PathContains({params[0][0]!r})."
         )
 
 
@@ -819,9 +794,8 @@ def _check_trained(task: Task, params: nnx.State) -> None:
     for path, leaf in nnx.to_flat_state(params):
         require(
             jnp.issubdtype(leaf.dtype, jnp.inexact),
-            f"the parameter {'.'.join(map(str, path))} of task {task.name} is "
-            f"{leaf.dtype}{list(leaf.shape)}, which has no gradient. Fix: make it an nnx.Variable, or name "
-            f"it in Task.frozen",
+            f"parameter {'.'.join(map(str, path))} of task {task.name} is {leaf.dtype}, which has no "
+            f"gradient.\nFix: make it an nnx.Variable, or name it in Task.frozen.",
         )
 
 
@@ -831,8 +805,8 @@ def _sizes_of(task: Task, batch: Any, time_major: bool) -> tuple[int, int | None
     rows = {leaf.shape[0] for leaf in sized}
     if len(rows) != 1:
         raise ValueError(
-            f"the arrays of a batch of task {task.name} have {sorted(rows) or 'no'} rows; each must have "
-            f"the batch's rows as its first dim (only {STARTS!r} is a scalar)"
+            f"the arrays of a batch of task {task.name} have {sorted(rows) or 'no'} rows.\n"
+            f"Fix: make the batch's rows the first dim of each; only {STARTS!r} is a scalar."
         )
     steps = {leaf.shape[1] for leaf in sized if len(leaf.shape) > 1 and leaf.shape[1] > 1}
     if not time_major:
@@ -880,9 +854,8 @@ def _traced(
     if changed:
         name = changed[0].removesuffix("/value").replace("/", ".")
         raise ValueError(
-            f"{what} changes its variable {name} when it is called, and that would be lost: it runs many "
-            f"times in a step, in an order that the schedule decides; keep what lasts from step to step in "
-            f"the carry of a layer, and return what is to be looked at in the metrics of `last`"
+            f"{what} changes its variable {name} when it is called, and that would be lost.\n"
+            f"Fix: keep state in the carry of a layer, and return what you log in the metrics of `last`."
         )
     return out, program
 
@@ -904,9 +877,8 @@ def _program_of(
     if has_key and (found := difference(program, trace()[0])):
         place = f" ({found.place})" if found.place else ""
         raise ValueError(
-            f"{what}{place} computes with other numbers each time it is traced, as NumPy's random ones: "
-            f"all steps would have those of one trace. Fix: draw by at.draw(jax.random.normal, x.shape), and "
-            f"keep counts in a layer's carry"
+            f"{what}{place} computes with other numbers each time it is traced, such as NumPy's random "
+            f"ones.\nFix: draw by at.draw(jax.random.normal, x.shape), and keep counts in a layer's carry."
         )
     return program, out
 

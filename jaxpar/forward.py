@@ -40,14 +40,10 @@ def make_forward(
     wrap: Callable[[Layer], Layer] | None = None,
     *,
     predicts: bool = False,
-    feed: Callable[[Any, Any], Any] | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """(params, frozen, carry, batch, dropout key, table, beside) -> (carry, sums), over one window.
 
     Args:
-      feed: with `predicts`, of a layout that cuts windows into chunks: (batch, outputs) -> batch, of a block.
-        A unit's batch is what it makes of what the unit before, of the same rows, has predicted; zeros at
-        first. The table is one of `feeding_table`.
       predicts: instead of the sums, what the model's `predict` gives: arrays by name, [time, rows, ...] or
         [rows, ...], rows in the order of the batch.
       wrap: makes layers that are looked into: their parameters are (parameters, others), their carry
@@ -67,10 +63,6 @@ def make_forward(
     layers = layers if wrap is None else tuple(map(wrap, layers))
     run = _run_in_units if layout.parallel.runs_in_units else _run_at_once
     run = functools.partial(run, layout, mesh, layers, predicts)
-    if feed is not None:
-        assert predicts
-        assert layout.parallel.runs_in_units
-        run = functools.partial(run, feed=feed)
 
     def forward(params, frozen, carry, batch, key, table, beside=None):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
@@ -121,16 +113,9 @@ def _run_at_once(
     """The whole batch and window as one block on every data-parallel group."""
 
     def run(params, others, frozen, carry, batch, key, time=0, first_row=0, at_layout=anywhere):
-        at = At(
-            layer=jnp.int32(0),
-            time=jnp.int32(time),
-            row=jnp.int32(first_row),
-            key=key,
-            batch=layout.facts.to_block(batch),
-            layout=at_layout,
-            time_major=layout.facts.time_major,
-            platform=layout.facts.platform,
-        )
+        at = layout.facts.at(layout.facts.to_block(batch), draws=False)
+        time, row = jnp.int32(time), jnp.int32(first_row)
+        at = at._replace(time=time, row=row, key=key, layout=at_layout)
         return run_block(layout, layers, params, others, frozen, carry, at, predicts=predicts)
 
     own = layout.task.axes
@@ -161,19 +146,13 @@ def _run_at_once(
         return P(*(rows, times if splits_time else None)[: jnp.ndim(a)])
 
     of_carry = _carry_specs(layout, carry, DATA)
+    of_batch = jax.tree.map(spec_of, batch)
     of_block = P(times, rows) if facts.time_major else P(rows)
     return jax.shard_map(
         run_shard,
         mesh=mesh,
         axis_names={*axes},
-        in_specs=(
-            layout.specs(params),
-            P(),
-            layout.specs(frozen),
-            of_carry,
-            jax.tree.map(spec_of, batch),
-            P(),
-        ),
+        in_specs=(layout.specs(params), P(), layout.specs(frozen), of_carry, of_batch, P()),
         out_specs=(of_carry, of_block if predicts else P()),
     )(params, others, frozen, carry, batch, key)
 
@@ -257,7 +236,6 @@ def _run_in_units(
     batch,
     key,
     table,
-    feed: Callable[[Any, Any], Any] | None = None,
 ):
     """The model's three parts, handed to the pipeline engine."""
     parallel, model = layout.parallel, layout.merge(params, frozen)
@@ -290,7 +268,6 @@ def _run_in_units(
         chunk_len=layout.chunk_len,
         microbatch_rows=b,
         collects="rows" if predicts else "sums",
-        feed=feed,
         adds_sums=layout.facts.adds_sums and not predicts,
         head="sharded" if sharded else "last",
         shares_first=any(STAGE in each for each in axes),
@@ -380,7 +357,6 @@ def step_schedule(
     num_chunks: int | None = None,
     *,
     backward: bool = True,
-    by_step: bool = False,
 ) -> Schedule:
     """The schedule that a step follows.
 
@@ -388,7 +364,6 @@ def step_schedule(
       share: of the data-parallel group; it has so many times `num_microbatches`.
       num_chunks: of the batch, or of one of its segments; None if it has the full length.
       backward: False in an evaluation.
-      by_step: whether a unit is made of what those before it predict.
     """
     return _make_schedule(
         parallel.pipeline.schedule if parallel.mesh.stage > 1 else "1f1b",
@@ -398,7 +373,6 @@ def step_schedule(
         parallel.num_groups,
         backward=backward,
         zero_bubble=parallel.zero_bubble,
-        by_step=by_step,
     )
 
 
@@ -421,11 +395,3 @@ def table_of(parallel: Parallel, num_chunks: int, backward: bool) -> TickTable:
     shares = parallel.group_shares
     capacity = largest([schedule(share, K) for share in {*shares} for K in any_length])
     return make_table([schedule(share, num_chunks) for share in shares], capacity)
-
-
-def feeding_table(parallel: Parallel) -> TickTable:
-    """The schedules of a batch whose units are made of what those before them predict, as `feed` says."""
-    shares = parallel.group_shares
-    return make_table(
-        [step_schedule(parallel, share, backward=False, by_step=True) for share in shares]
-    )

@@ -33,7 +33,6 @@ from jaxpar.ends import (
     owner,
     part_call,
     size_of,
-    uses,
     with_calls,
 )
 from jaxpar.facts import ModelFacts, flatten
@@ -100,27 +99,26 @@ class Layout:
         task.check(parallel)
         if parallel.num_segments > 1 and task.variable_length:
             raise ValueError(
-                f"remat_keeps='carries': segments are for batches of one length, those of task {task.name} "
-                f"have any; use remat_keeps='device' or 'host'"
+                f"remat_keeps='carries' needs batches of one length, those of task {task.name} have any.\n"
+                f"Fix: use remat_keeps='device' or 'host'."
             )
         if parallel.runs_in_units and not facts.divides_by_hand:
             raise ValueError(
-                f"the rules of task {task.name} split the batch over {task.rules.axes_of(BATCH)}; "
-                f"pipelines, microbatches and shares need it split over {DATA!r} alone: use stage=1, "
-                f"num_microbatches=1 and equal shares, or other rules"
+                f"the rules of task {task.name} split the batch over {task.rules.axes_of(BATCH)}; pipelines "
+                f"need {DATA!r}.\nFix: use stage=1, num_microbatches=1 and equal shares, or other rules."
             )
         if parallel.num_chunks > 1 and facts.whole_window:
             raise ValueError(
                 f"layer {facts.whole_window[0]} reads the whole window at once, "
-                f"num_chunks={parallel.num_chunks} cuts it; use num_chunks=1, and more microbatches"
+                f"num_chunks={parallel.num_chunks} cuts it.\nFix: use num_chunks=1, and more microbatches."
             )
         for name, size in facts.rows_together.items():
             groups = {**self._row_parts, f"rows_together of layer {name}": size}
             check_divides("batch_size", facts.batch_size, groups)
         if stages > 1 and not facts.kind_of:
             raise ValueError(
-                f"stage={stages}: the model of task {task.name} has no layers in its stack to be "
-                f"placed on stages; use stage=1, and data and tensor for all devices"
+                f"stage={stages}: the model of task {task.name} has no layers in its stack.\n"
+                f"Fix: use stage=1, and data and tensor for all devices."
             )
         _ = facts.traces  # what is wrong with them is said now
         if stages > 1:
@@ -143,8 +141,8 @@ class Layout:
         check_divides("batch_size", facts.batch_size, self._row_parts)
         if math.prod(rows.values()) > 1 and not parallel.has_equal_shares:
             raise ValueError(
-                f"shares={parallel.shares}: the rules split rows over {', '.join(rows)} as well, so each "
-                f"device has as many; use equal shares"
+                f"shares={parallel.shares}: the rules split rows over {', '.join(rows)} as well.\n"
+                f"Fix: use equal shares."
             )
         if not times or math.prod(times.values()) == 1:
             return
@@ -152,14 +150,13 @@ class Layout:
         if parallel.num_chunks > 1 or facts.task.variable_length:
             raise ValueError(
                 f"the rules split time over {', '.join(times)}, and num_chunks={parallel.num_chunks} cuts "
-                f"it, or batches have any length; use num_chunks=1, and batches of one length"
+                f"it, or batches have any length.\nFix: use num_chunks=1, and batches of one length."
             )
         for name, (_, (_, carry, _, _)) in zip(facts.kinds, facts.traces.layers, strict=True):
             if jax.tree.leaves(carry):
                 raise ValueError(
-                    f"the rules split time over {', '.join(times)}, and layer {name} goes from step to step: "
-                    f"its state would begin anew on each device; use layers without a state, or leave time "
-                    f"whole"
+                    f"the rules split time over {', '.join(times)}, and layer {name} carries state from step "
+                    f"to step.\nFix: use layers without a state, or leave time whole."
                 )
 
     def _check_ends(self) -> None:
@@ -171,21 +168,17 @@ class Layout:
             if named:
                 what, use = f"placement={str(named)!r} leaves out last", "last on the last stage"
             raise ValueError(
-                f"{what}: model {model} has no method last_part, which runs the head on every stage with its "
-                f"part of it, and `last` calls no linear layer whose outputs divide by "
-                f"stage={self.parallel.mesh.stage}; use {use}, or write one"
+                f"{what}: model {model} has no method last_part, and `last` calls no linear layer whose "
+                f"outputs divide by stage={self.parallel.mesh.stage}.\nFix: use {use}, or write last_part."
             )
         if named and named.has_first == self.shares_first:
-            why, use = (
-                "has nothing that could lie in parts over the stages",
-                "name it on the first stage",
-            )
+            why, use = "cannot be split over stages", "name it on the first stage"
             if named.has_first:
-                why = f"shares {', '.join(sorted(self.parts[0]))} with what comes after the layers, in parts"
+                why = f"shares {', '.join(sorted(self.parts[0]))} with what comes after, in parts"
                 use = "leave it out, or name last as well"
             raise ValueError(
                 f"placement={str(named)!r} {'names' if named.has_first else 'leaves out'} first: what comes "
-                f"before the layers of model {model} {why}; {use}"
+                f"before the layers of model {model} {why}.\nFix: {use}."
             )
 
     @property
@@ -674,18 +667,9 @@ class Layout:
     def _graphdef_of(self, kind: str) -> Any:
         return nnx.graphdef(getattr(self.abstract_model().layers, kind))
 
-    def abstract_model(self, sizes: Mapping[str, int] | None = None) -> Any:
-        """The model of shapes, in its slots.
-
-        Args:
-          sizes: of the mesh's axes, to have it as a step that runs in units uses it (`prepare`).
-        """
-
-        def make(params, frozen):
-            model = self.merge(params, frozen)
-            return model.prepare(sizes) if sizes and says(model, "prepare") else model
-
-        return nnx.eval_shape(make, self.params, self.frozen)
+    def abstract_model(self) -> Any:
+        """The model of shapes, in its slots."""
+        return nnx.eval_shape(self.merge, self.params, self.frozen)
 
     def initial_carry(self, params: nnx.State, frozen: nnx.State) -> dict[str, Any]:
         """The state of the layers at the start, as variables."""
@@ -760,17 +744,8 @@ class Outer:
         self.graphdef, *self.states = facts.split(model)
         self._paths, self.leaves, self._structures = zip(*map(flatten, self.states), strict=True)
         self._sizes = {name: size_of(module) for name, module in modules(model)}
-
-        def first(model):
-            batch = zeros(facts.block)
-            return model.first(batch, facts.at(batch))
-
-        def last(model):
-            at = facts.at(zeros(facts.block))
-            return facts.after_layers(model, zeros(facts.traces.y), at, predicts=predicts)
-
-        looked = functools.partial(uses, model)
-        self.uses = bound(layout.task.axes, lambda: (looked(first), looked(last)))
+        look = functools.partial(facts.uses_of, model, predicts=predicts)
+        self.uses = bound(layout.task.axes, look)
         self.first, self.last = map(self._numbers, self.uses)
 
     def _numbers(self, uses: Uses) -> tuple[list[int], ...]:

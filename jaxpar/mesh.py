@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -60,61 +59,47 @@ class MeshConfig(Shown):
         for name in names:
             if not re.fullmatch(_AXIS, name) or name in (*MESH_AXES, *SHORT_NAMES):
                 raise ValueError(
-                    f"mesh axes={self.axes}: {name!r} is not a name for an axis of your own; use small "
-                    f"letters, such as 'context', and not {', '.join((*MESH_AXES, *SHORT_NAMES))}"
+                    f"mesh axes={self.axes}: {name!r} cannot name an axis of yours\n"
+                    f"Fix: use small letters, other than {', '.join((*MESH_AXES, *SHORT_NAMES))}."
                 )
             if names.count(name) > 1:
-                raise ValueError(f"mesh axes={self.axes} name {name!r} twice; name it once")
+                raise ValueError(f"mesh axes={self.axes}: {name!r} must be named once")
         for axis, size in self.sizes.items():
             if size < 1 and size != -1:
-                raise ValueError(
-                    f"mesh {axis}={size!r}: use a positive whole number, or -1 to infer it"
-                )
+                raise ValueError(f"mesh {axis}={size}: must be positive, or -1 to infer it")
         if (inferred := [a for a, size in self.sizes.items() if size == -1])[1:]:
-            raise ValueError(
-                f"mesh has -1 for {' and '.join(inferred)}; only one size can be inferred"
-            )
+            raise ValueError(f"mesh has -1 for {' and '.join(inferred)}: only one can be inferred")
         if self.devices is not None:
             repeated = sorted({d for d in self.devices if self.devices.count(d) > 1})
             if repeated:
-                raise ValueError(
-                    f"mesh devices={self.devices} name {repeated} twice; name each once"
-                )
+                raise ValueError(f"mesh devices={self.devices}: {repeated} must be named once")
             if not self.devices or min(self.devices) < 0:
-                raise ValueError(f"mesh devices={self.devices}: name at least one, numbers from 0")
+                raise ValueError(f"mesh devices={self.devices}: must be at least one, from 0")
 
     @classmethod
     def parse(cls, text: str) -> "MeshConfig":
-        """Reads `"data=2,stage=2,tensor=2"` or the short form `"dp2pp2tp2"`; axes left out have size 1.
+        """Reads `"dp2pp2tp2"`; axes left out have size 1.
 
         Other names are axes of one's own: `"dp2pp2context2"`.
 
         Raises:
-          ValueError: the text has neither form, or names an axis twice.
+          ValueError: the text has another form, or names an axis twice.
         """
         require_instance("mesh", text, str, 'the shape of one, such as "dp2pp2tp2"')
         text = text.strip()
         require(
             text != "auto",
-            "mesh 'auto': the planner chooses one for a run that begins (train --mesh auto) and prints one "
-            "(plan); here write its axes and sizes, such as dp2pp2tp2",
+            "mesh 'auto': must be axes and sizes here, such as dp2pp2tp2; only train plans a mesh",
         )
-        if re.fullmatch(rf"({_AXIS}-?\d+)+", text):
-            pairs = re.findall(rf"({_AXIS})(-?\d+)", text)
-        else:
-            pairs = list[tuple[str, str]]()
-            for part in text.split(","):
-                axis, equals, size = (piece.strip() for piece in part.partition("="))
-                if not equals or not re.fullmatch(r"-?\d+", size):
-                    raise ValueError(
-                        f"mesh {text!r}: cannot read {part!r}; write data=2,stage=2,tensor=2 or dp2pp2tp2"
-                    )
-                pairs.append((axis, size))
+        require(
+            re.fullmatch(rf"({_AXIS}-?\d+)+", text) is not None,
+            f"mesh {text!r}: must be axes and sizes, such as dp2pp2tp2",
+        )
         sizes: dict[str, int] = {}
-        for name, size in pairs:
+        for name, size in list[tuple[str, str]](re.findall(rf"({_AXIS})(-?\d+)", text)):
             axis = SHORT_NAMES.get(name, name)
             if axis in sizes:
-                raise ValueError(f"mesh {text!r} names the axis {axis!r} twice; name it once")
+                raise ValueError(f"mesh {text!r}: {axis!r} must be named once")
             sizes[axis] = int(size)
         own = tuple((axis, size) for axis, size in sizes.items() if axis not in MESH_AXES)
         data, stage, tensor = (sizes.get(axis, 1) for axis in MESH_AXES)
@@ -142,11 +127,9 @@ class MeshConfig(Shown):
         for axis, _ in self.axes:
             if axis not in axes:
                 known = (*MESH_AXES, *axes)
-                near = difflib.get_close_matches(axis, (*known, *SHORT_NAMES), n=1, cutoff=0.4)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(
-                    f"mesh {short_name(self)}: unknown axis {axis!r}; axes of task {task} are "
-                    f"{', '.join(known)}{hint}"
+                    f"mesh {self}: unknown axis {axis!r} of task {task}\n"
+                    f"Fix: use {', '.join(known)}."
                 )
         return dataclasses.replace(self, axes=tuple((a, dict(self.axes).get(a, 1)) for a in axes))
 
@@ -155,14 +138,11 @@ class MeshConfig(Shown):
         """Devices that the mesh needs; a size that is still to be inferred counts as one."""
         return math.prod(size for size in self.sizes.values() if size != -1)
 
-    def resolve(
-        self, num_available: int | None = None, *, of_machine: bool = False
-    ) -> "MeshConfig":
+    def resolve(self, num_available: int | None = None) -> "MeshConfig":
         """This mesh with its -1 inferred, for exactly the devices that there are.
 
         Args:
           num_available: devices to fill; None asks JAX (which starts its backend), or counts `devices`.
-          of_machine: they are those of a machine that need not be there, of which another one may be named.
         Raises:
           ValueError: the sizes do not multiply to the number of devices, or JAX has none.
         """
@@ -174,24 +154,16 @@ class MeshConfig(Shown):
         if inferred:
             if num_available % self.num_devices:
                 raise ValueError(
-                    f"mesh {self}: {num_available} devices do not divide by {self.num_devices}, so "
-                    f"{inferred[0]}=-1 cannot be inferred; use sizes that divide {num_available}"
+                    f"mesh {self}: {num_available} devices do not divide by {self.num_devices}\n"
+                    f"Fix: use sizes that divide {num_available}."
                 )
             return self.replace(inferred[0], num_available // self.num_devices)
         wanted = self.num_devices
         if wanted != num_available:
-            first = f"({'0, 1, ...' if wanted > 1 else '0,'})"
-            remedy = f"name {wanted} of them with devices={first}, or set one size to -1"
-            if wanted > num_available:
-                remedy = f"use sizes that multiply to {num_available}, or " + (
-                    f"name a machine with {wanted} devices"
-                    if of_machine
-                    else f"simulate {wanted} devices on the CPU (simulate_devices({wanted}), --simulate "
-                    f"{wanted})"
-                )
             raise ValueError(
-                f"mesh {self} needs {format_count(wanted, 'device')}, but there "
-                f"{'is' if num_available == 1 else 'are'} {num_available}; {remedy}"
+                f"mesh {self} needs {format_count(wanted, 'device')}, got {num_available}\n"
+                f"Fix: use sizes that multiply to {num_available}, name {wanted} with devices=(0, ...), "
+                f"or simulate {wanted}."
             )
         return self
 
@@ -210,20 +182,18 @@ class MeshConfig(Shown):
         """
         import jax
 
-        of_machine = devices is not None
-        is_alone = of_machine or jax.process_count() == 1
+        is_alone = devices is not None or jax.process_count() == 1
         devices = sorted(devices or find_devices(), key=lambda d: (d.process_index, d.id))
         if self.devices is not None:
             missing = [number for number in self.devices if number >= len(devices)]
             if missing:
                 raise ValueError(
-                    f"mesh devices={self.devices}: there is no device {missing[0]}; "
-                    f"numbers go from 0 to {len(devices) - 1}"
+                    f"mesh devices={self.devices}: {missing[0]} must be at most {len(devices) - 1}"
                 )
             devices = [devices[number] for number in self.devices]
         elif -1 not in self.sizes.values() and is_alone:
             devices = devices[: self.num_devices]
-        sizes = self.resolve(len(devices), of_machine=of_machine).sizes
+        sizes = self.resolve(len(devices)).sizes
         return jax.make_mesh(
             tuple(sizes.values()),
             tuple(sizes),
@@ -232,7 +202,7 @@ class MeshConfig(Shown):
         )
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        return short_name(self)
 
 
 def short_name(mesh: MeshConfig) -> str:
@@ -264,8 +234,8 @@ def simulate_devices(num_devices: int) -> None:
     require_instance("num_devices", num_devices, int, "a whole number")
     if not 1 <= num_devices <= MAX_SIMULATED:
         raise ValueError(
-            f"simulate_devices({num_devices}): use 1 to {MAX_SIMULATED}; what a step costs on more devices "
-            f"{PROGRAM} plan --machine h100:1x256x8 tells without simulating them"
+            f"simulate_devices({num_devices}): must be from 1 to {MAX_SIMULATED}\n"
+            f"Fix: for more devices use {PROGRAM} plan --machine h100:1x256x8."
         )
     _keep_freed_memory()
     # Every device calls it; their threads would wait for each other, spinning: ten times as long on 2 cores.
@@ -278,12 +248,11 @@ def simulate_devices(num_devices: int) -> None:
         if len(found) == num_devices and all(d.platform == "cpu" for d in found):
             return
         remedy = guard_remedy(f"simulate_devices({num_devices})") or (
-            "call it before anything touches a device, or in a notebook restart the kernel (or call "
-            "jax.extend.backend.clear_backends())"
+            "call it before anything touches a device, or restart the notebook's kernel"
         )
         raise ValueError(
-            f"simulate_devices({num_devices}) came too late: JAX has already started with "
-            f"{len(found)} {found[0].platform} device(s); {remedy}"
+            f"simulate_devices({num_devices}): JAX has already started with {len(found)} "
+            f"{found[0].platform} device(s)\nFix: {remedy}."
         ) from error
 
 
@@ -313,13 +282,12 @@ def split_machine(machine: str) -> tuple[str, tuple[int, ...]]:
     name, _, sides = machine.partition(":")
     if name not in (*_TPUS, *_GPUS) or not re.fullmatch(r"\d+(x\d+){1,2}", sides):
         raise ValueError(
-            f"machine {machine!r}: write a TPU slice by its sides in chips, such as v5e:4x8 "
-            f"({', '.join(_TPUS)}), or GPUs as partitions x hosts x GPUs of each, such as h100:1x2x8 "
-            f"({', '.join(sorted(_GPUS))})"
+            f"machine {machine!r}: must be one of {', '.join([*_TPUS, *sorted(_GPUS)])} with its sides\n"
+            f"Fix: write chips, such as v5e:4x8, or partitions x hosts x GPUs, such as h100:1x2x8."
         )
     sizes = tuple(map(int, sides.split("x")))
     if 0 in sizes:
-        raise ValueError(f"machine {machine!r} has no devices; use sides of 1 and more")
+        raise ValueError(f"machine {machine!r}: sides must be positive")
     return name, sizes
 
 
@@ -347,8 +315,7 @@ def described_devices(machine: str) -> list[Any]:
         if "not i" in str(error):  # installed, implemented
             extra = "tpu" if is_tpu else "cuda13"
             raise ValueError(
-                f"no compiler for {name} is installed; jaxpar's extra {extra} brings it, or pip install "
-                f"'jax[{extra}]'"
+                f"no compiler for {name} is installed\nFix: pip install 'jax[{extra}]'."
             ) from error
         raise ValueError(f"machine {machine!r}: {error}") from error
 
@@ -373,7 +340,7 @@ def find_devices() -> list[Any]:
     try:
         return jax.devices()
     except RuntimeError as error:
-        raise ValueError(f"JAX starts no devices: {error}; see {PROGRAM} doctor") from error
+        raise ValueError(f"JAX starts no devices: {error}\nFix: see {PROGRAM} doctor.") from error
 
 
 def release_freed_memory() -> None:

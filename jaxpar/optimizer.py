@@ -11,15 +11,13 @@ programs: inside of one, JAX 0.10.1 cannot place them in host memory on CPU.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from jaxpar.base.checks import require
@@ -28,22 +26,12 @@ from jaxpar.config import OptimizerConfig
 
 HOST_MEMORY = "pinned_host"
 
-# Up to these nothing overflows that is finite: with a finite norm a gradient is below 2e19, and no optimizer
-# of `OptimizerConfig` makes more of it in any number of steps than 1e38 / MAX_SAFE_RATE.
-MAX_SAFE_RATE, MAX_SAFE_DECAY = 1e3, 1.0
-
-
-class Safe(optax.GradientTransformation):
-    """An optimizer that gives finite parameters, and a finite state, for gradients of a finite norm."""
-
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
     """The optimizer for a run of `num_steps` steps; gradients are clipped before it. Its state is float32.
 
     So it is for parameters of fewer digits as well.
 
-    Returns:
-      one that is `Safe`, unless the learning rate is far beyond any useful one.
     Raises:
       ValueError: the warm-up is longer than the run.
     """
@@ -56,10 +44,7 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
     }[config.name]()
     if config.name == "sgd" and config.weight_decay:
         made = optax.chain(optax.add_decayed_weights(config.weight_decay), made)
-    peak = config.learning_rate
-    is_safe = peak <= MAX_SAFE_RATE and peak * config.weight_decay <= MAX_SAFE_DECAY
-    made = _precise(made)
-    return Safe(*made) if is_safe else made
+    return _precise(made)
 
 
 def _precise(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -88,8 +73,8 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     peak, falls_at = config.learning_rate, config.warmup_steps + config.hold_steps
     require(
         config.warmup_steps <= num_steps,
-        f"warmup_steps={config.warmup_steps} of num_steps={num_steps}: the learning rate would never "
-        f"reach its peak; use warmup_steps={num_steps // 10}, or more steps",
+        f"warmup_steps={config.warmup_steps} is more than num_steps={num_steps}.\n"
+        f"Fix: use warmup_steps={num_steps // 10}, or more steps.",
     )
     steps = max(num_steps - falls_at, 1)
     falling = {
@@ -139,23 +124,6 @@ def update(
     return lax.cond(applies, run, keep, params, grads, opt_state, scale, rate)
 
 
-def gives_finite(optimizer: optax.GradientTransformation, *trees: Any) -> jax.Array:
-    """Whether parameters and state after a step would be finite: for optimizers that are not `Safe`.
-
-    Args:
-      trees: as `next_state` takes them.
-    """
-    return all_finite(next_state(optimizer, *trees))
-
-
-def all_finite(tree: Any) -> jax.Array:
-    """Whether all numbers of a tree of arrays are finite."""
-    leaves = [a for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.inexact)]
-    return functools.reduce(
-        jnp.logical_and, [jnp.isfinite(a).all() for a in leaves], jnp.bool_(True)
-    )
-
-
 def next_state(
     optimizer: optax.GradientTransformation,
     params: Any,
@@ -190,12 +158,11 @@ class HostOptimizer:
             self._cpu = jax.local_devices(backend="cpu")[0]
         except RuntimeError as error:
             raise ValueError(
-                f"update='host' runs on the CPU, of which JAX has none ({error}); add it, such as "
-                f"JAX_PLATFORMS=cuda,cpu, or use update='sharded'"
+                f"update='host' runs on the CPU, of which JAX has none: {error}.\n"
+                f"Fix: set JAX_PLATFORMS=cuda,cpu, or use update='sharded'."
             ) from error
         # JAX keeps what it traces by the function: one of the user's may read something that has changed.
         self._init = jax.jit(lambda params: optimizer.init(params))
-        self._gives_finite = jax.jit(functools.partial(gives_finite, optimizer))
         self._update = jax.jit(functools.partial(update, optimizer), donate_argnums=(0, 2))
 
     def init(self, params: Any, target: optax.OptState) -> optax.OptState:
@@ -216,35 +183,26 @@ class HostOptimizer:
         """
         return self._run(self._update, (params, grads, opt_state, *how), (params, opt_state))
 
-    def gives_finite(self, *trees: Any) -> bool:
-        """As the function, for all processes; it waits for the gradients."""
-        done = self._on_host(self._gives_finite, trees)
-        every = np.all([np.asarray(leaf) for _, leaves in done for leaf in leaves])
-        if jax.process_count() > 1:
-            every = np.all(multihost_utils.process_allgather(every))
-        return bool(every)
-
     def _run(self, function: Callable[..., Any], trees: Any, targets: Any) -> Any:
-        """Applies a function to what each device has of the trees; targets say where results go."""
-        wanted, structure = jax.tree.flatten(targets)
-        kinds, results = [leaf.sharding.memory_kind for leaf in wanted], []
-        for device, done in self._on_host(function, trees):
+        """Applies a function, on the CPU, to what each device has of the trees.
+
+        Args:
+          targets: arrays, or their shapes, that say where results go.
+        """
+        leaves, structure = jax.tree.flatten(trees)
+        wanted, of_results = jax.tree.flatten(targets)
+        shards = [
+            {shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves
+        ]
+        results = []
+        for device in shards[0]:
+            own = jax.device_put([on[device] for on in shards], self._cpu, may_alias=False)
+            done = jax.tree.leaves(function(*jax.tree.unflatten(structure, own)))
+            kinds = (leaf.sharding.memory_kind for leaf in wanted)
             places = [SingleDeviceSharding(device, memory_kind=kind) for kind in kinds]
             results.append(jax.device_put(done, places))
         arrays = [
             jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [*parts])
             for leaf, *parts in zip(wanted, *results, strict=True)
         ]
-        return jax.tree.unflatten(structure, arrays)
-
-    def _on_host(
-        self, function: Callable[..., Any], trees: Any
-    ) -> Iterator[tuple[Any, list[jax.Array]]]:
-        """For each device of this process what the function makes, on the CPU, of the device's shards."""
-        leaves, structure = jax.tree.flatten(trees)
-        shards = [
-            {shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves
-        ]
-        for device in shards[0]:
-            own = jax.device_put([on[device] for on in shards], self._cpu, may_alias=False)
-            yield device, jax.tree.leaves(function(*jax.tree.unflatten(structure, own)))
+        return jax.tree.unflatten(of_results, arrays)

@@ -79,22 +79,20 @@ def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
     num_rows = min(ROWS, layout.facts.batch_size) // 2 * 2
     chunks = 1 if predicts else layout.parallel.num_chunks
     if num_rows and ("rows", predicts, chunks) not in layout.facts.checked:
-        batch, special = _rows_of(layout.task, num_rows)
-        trial = _Trial(layout, batch, special, num_rows, chunks, predicts=predicts)
-        trial.check(trial.first)
-        for kind in range(len(layout.facts.kinds)):
-            trial.check(trial.layer(kind))
-        trial.check(trial.predict() if predicts else trial.last())
+        trial = Trial(layout, num_rows, chunks, predicts=predicts)
+        for make in trial.makers.values():
+            trial.check(make())
         layout.facts.checked.add(("rows", predicts, chunks))
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A part of the model, as a function of few rows.
 
     Attributes:
       what: its name in messages.
-      run: (inputs, row=0, time=0, key=None) -> outputs. Both are trees by name: inputs are "carry", "x" and
+      run: (variables, inputs, row, time, key) -> outputs. Both are trees by name: inputs are "carry", "x" and
         "batch", one of the outputs may be "sums".
+      variables: values.
       draw: gives inputs.
       dims: of rows ("row") and of time steps ("time") in inputs and outputs, trees by their names.
       piece: as `run`, for a piece of the inputs; maybe with "sums" alone.
@@ -103,6 +101,7 @@ class _Part(NamedTuple):
 
     what: str
     run: Callable[..., Tree]
+    variables: Any
     draw: Callable[[], Tree]
     dims: dict[str, Tree]
     piece: Callable[..., Tree]
@@ -124,37 +123,26 @@ class _Part(NamedTuple):
 
     def take(self, along: str, start: int, stop: int, tree: Tree) -> Tree:
         """Some of the rows, or time steps, of inputs or outputs."""
-        return self.map(along, lambda dim, a: np.take(a, range(start, stop), dim), tree)
+        return self.map(along, lambda dim, a: a[(slice(None),) * dim + (slice(start, stop),)], tree)
 
 
-class _Trial:
+class Trial:
     """Parts of a model, run on few rows.
 
     Attributes:
       x: shapes of what goes through the layers.
-      first: the part that gives it.
+      makers: of each part by its name, in the order in which the model runs them.
+      batch, special: see `_rows_of`.
       sizes: how many rows and time steps there are.
       splits_time: whether axes of the task's own do.
       key: of random numbers in training; None for predictions.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        batch: Any,
-        special: Any,
-        num_rows: int,
-        num_chunks: int,
-        *,
-        predicts: bool,
-    ):
-        """Looks at `first`, which tells the shapes of x.
-
-        Args:
-          special: see `_rows_of`.
-        """
-        self.layout, self.batch, self.special = layout, batch, special
-        self.num_rows, self.num_chunks = num_rows, num_chunks
+    def __init__(self, layout: Layout, num_rows: int, num_chunks: int, *, predicts: bool = False):
+        """Looks at `first`, which tells the shapes of x."""
+        self.layout, self.num_rows, self.num_chunks = layout, num_rows, num_chunks
+        self.batch, self.special = batch, _ = _rows_of(layout.task, num_rows)
+        self.jitted = functools.cache(functools.partial(quick_jit, layout))
         facts, sizes = layout.facts, layout.parallel.mesh.sizes
         self.sizes = {"row": num_rows, "time": facts.num_steps or 0}
         self.splits_time = any(sizes[axis] > 1 for axis in facts.time_axes)
@@ -166,12 +154,14 @@ class _Trial:
             leaves, frozen = variables
             return {"output": self.outer.run_first(leaves, frozen, at)}
 
-        run = self.part_function(first, draw_outer(self.layout, self.outer.first))
+        variables, run = draw_outer(layout, self.outer.first), self.placed(first)
         twice = jax.tree.map(lambda a: np.concatenate([a, a]) if np.ndim(a) else a, batch)
-        self.x, x_of_twice = (
-            named("first", lambda own=own: run({"batch": own}, by=jax.eval_shape)["output"])
-            for own in (batch, twice)
-        )
+
+        def shape_of_x(batch: Any) -> Any:
+            args = variables, {"batch": batch}, 0, 0, None
+            return named("first", lambda: jax.eval_shape(self.jitted(run), *args)["output"])
+
+        self.x, x_of_twice = map(shape_of_x, (batch, twice))
         rows, steps = jax.tree.map(_dim_of_rows, self.x, x_of_twice), layout.facts.num_steps
 
         def of_time(dim: int, a: Any) -> int:
@@ -184,11 +174,18 @@ class _Trial:
             "time": dict.fromkeys(("x", "output", "gradient"), times)
             | {"batch": jax.tree.map(functools.partial(of_time, 1), batch)},
         }
-        self.first = _Part("`first`", run, lambda: {"batch": self.batch}, self.dims, run)
+        inputs = {"batch": batch}
+        part = Part("`first`", run, variables, lambda: inputs, self.dims, run)
+        layers = enumerate(facts.kinds)
+        self.makers: dict[str, Callable[[], Part]] = {
+            part.what: lambda: part,
+            **{f"layer {name}": functools.partial(self.layer, n) for n, name in layers},
+            **({"`predict`": self.predict} if predicts else {"`last`": self.last}),
+        }
 
     # ---- the parts ----
 
-    def layer(self, kind: int) -> _Part:
+    def layer(self, kind: int) -> Part:
         """A layer of a kind: what it returns, the state that it leaves, and the sums that it adds."""
         facts = self.layout.facts
         name, number = facts.kinds[kind], facts.kind_of.index(kind)
@@ -210,7 +207,7 @@ class _Trial:
             return {"output": y, "carry": after, **own}
 
         variables, start = draw()
-        run = self.part_function(layer, variables)
+        run = self.placed(layer)
         # Not below where it starts: a state may be a divisor.
         carry = jax.tree.map(lambda a: a + abs(self.random(a)), jax.device_get(start))
         in_carry = {"row": 0, "time": _NOWHERE}
@@ -223,9 +220,9 @@ class _Trial:
             return {"carry": carry, "x": self.random_x(), "batch": self.batch}
 
         mixes = name in facts.rows_together
-        return _Part(f"layer {name}", run, draw_inputs, dims, run, mixes)
+        return Part(f"layer {name}", run, variables, draw_inputs, dims, run, mixes)
 
-    def last(self) -> _Part:
+    def last(self) -> Part:
         """By its sums; and by the gradients of the loss, in which no tolerance hides a mix."""
 
         def last(variables, x, batch, at):
@@ -247,10 +244,10 @@ class _Trial:
             return {"gradient": found, **out}
 
         variables = draw_outer(self.layout, self.outer.last)
-        run, piece = (self.part_function(each, variables) for each in (with_gradients, last))
-        return _Part("`last`", run, self.draw_y, self.dims, piece)
+        run, piece = map(self.placed, (with_gradients, last))
+        return Part("`last`", run, variables, self.draw_y, self.dims, piece)
 
-    def predict(self) -> _Part:
+    def predict(self) -> Part:
         """By all that it gives."""
         names = {f"output {name!r}": name for name in sorted(self.layout.facts.outputs)}
 
@@ -259,11 +256,11 @@ class _Trial:
             outputs = self.outer.run_last(leaves, frozen, x, at, is_part=False)
             return {shown: outputs[name] for shown, name in names.items()}
 
-        run = self.part_function(predict, draw_outer(self.layout, self.outer.last))
+        variables, run = draw_outer(self.layout, self.outer.last), self.placed(predict)
         rows = dict.fromkeys(names, int(self.layout.facts.time_major))
         times = dict.fromkeys(names, 0 if self.layout.facts.num_steps else _NOWHERE)
         dims = {"row": self.dims["row"] | rows, "time": self.dims["time"] | times}
-        return _Part("`predict`", run, self.draw_y, dims, run)
+        return Part("`predict`", run, variables, self.draw_y, dims, run)
 
     def draw_y(self) -> Tree:
         """What the last layer may give."""
@@ -271,7 +268,7 @@ class _Trial:
 
     # ---- the experiments ----
 
-    def check(self, part: _Part) -> None:
+    def check(self, part: Part) -> None:
         """Does all of them.
 
         Raises:
@@ -294,7 +291,7 @@ class _Trial:
         if jax.tree.leaves(carry) and part_of(self.batch, RESETS) is not None:
             self.look_at_resets(part)
 
-    def check_rows(self, part: _Part) -> None:
+    def check_rows(self, part: Part) -> None:
         """Replaces a row of the inputs, by another one or NaN, and looks at the others; then moves all rows.
 
         Raises:
@@ -306,7 +303,7 @@ class _Trial:
         if name := _unlike(whole, again, _near):
             raise ValueError(
                 f"{part.what} gives other numbers each time it is called with the same inputs: its {name} "
-                f"differs. Fix: draw random numbers by {_DRAW}"
+                f"differs.\nFix: draw random numbers by {_DRAW}"
             )
         same = _near if _unlike(whole, again, _same) else _same
         for row, by_nan in itertools.product((0, last), (False, True)):
@@ -319,7 +316,7 @@ class _Trial:
                 by = " (whole numbers by -1, 0 and others)" if by_nan else ""
                 raise ValueError(
                     f"{part.what} mixes the rows of a batch: where row {row} of its input is replaced{by}, "
-                    f"its {name} changes in others, too. Fix: {_ALONE[name == 'gradient']}"
+                    f"its {name} changes in others, too.\nFix: {_ALONE[name == 'gradient']}"
                 )
 
         moved = functools.partial(self.moved, part, inputs, "row")
@@ -328,17 +325,17 @@ class _Trial:
             self.refuse(
                 part,
                 functools.partial(moved, same=same),
-                "{what} gives a row other numbers at another place in its block: {wrong}. Fix: count rows "
+                "{what} gives a row other numbers at another place in its block: {wrong}.\nFix: count rows "
                 f"from at.row, or draw random numbers by {_DRAW}",
             )
 
     def moved(
-        self, part: _Part, inputs: Tree, along: str, key: Any, same: Callable[..., bool]
+        self, part: Part, inputs: Tree, along: str, key: Any, same: Callable[..., bool]
     ) -> str | None:
         """What changes where the first half of the rows, or time steps, follows the second, in words."""
         half = self.sizes[along] // 2
         own = part.map(along, lambda dim, a: np.roll(a, -half, dim), inputs)
-        found = jax.device_get(part.run(own, key=key, **{along: half}))
+        found = self.run(part, own, key, **{along: half})
         pair = (
             part.take(along, half, 2 * half, self.run(part, inputs, key)),
             part.take(along, 0, half, found),
@@ -346,7 +343,7 @@ class _Trial:
         name = _unlike(*pair, same)
         return name and f"its {name} changes where its block begins with {along} {half}"
 
-    def check_sums(self, part: _Part) -> None:
+    def check_sums(self, part: Part) -> None:
         """Compares sums of some rows with those of two halves of them; also where whole numbers are special.
 
         Raises:
@@ -363,14 +360,14 @@ class _Trial:
             return _not_added(whole, *pieces, of=words)
 
         message = (
-            "the sums of {what} do not add up: {wrong}. Fix: return sums over rows, no means, or multiply "
+            "the sums of {what} do not add up: {wrong}.\nFix: return sums over rows, no means, or multiply "
             "what counts once, such as a penalty on parameters, by the weight"
         )
         self.refuse(part, halves, message)
         if any(special.size for special in jax.tree.leaves(self.special)):
             self.refuse(part, functools.partial(halves, rows=range(half)), message)
 
-    def check_padding(self, part: _Part, is_real_BT: np.ndarray) -> None:
+    def check_padding(self, part: Part, is_real_BT: np.ndarray) -> None:
         """Replaces padding: of the batch before the layers, of their inputs after it; looks at real steps.
 
         In a batch, labels or a mask may say what is padding to those that come later.
@@ -408,11 +405,11 @@ class _Trial:
         self.refuse(
             part,
             finds,
-            "{what} gives real steps other numbers where padding is replaced: {wrong}. Fix: mask steps "
+            "{what} gives real steps other numbers where padding is replaced: {wrong}.\nFix: mask steps "
             "from at.lengths on, by jaxpar.nn.mask_padding(x, at) or by a weight of 0",
         )
 
-    def check_chunks(self, part: _Part, length: int) -> None:
+    def check_chunks(self, part: Part, length: int) -> None:
         """Compares what a part gives for a window with what it gives for its chunks.
 
         Raises:
@@ -434,11 +431,11 @@ class _Trial:
             part,
             chunks,
             "{what} gives something else where its window is cut into "
-            f"{self.num_chunks} chunks of time: {{wrong}}. Fix: keep what lasts in a layer's carry and "
+            f"{self.num_chunks} chunks of time: {{wrong}}.\nFix: keep what lasts in a layer's carry and "
             "count steps from at.time, or use num_chunks=1, and say whole_window = True in the layer",
         )
 
-    def look_at_resets(self, part: _Part) -> None:
+    def look_at_resets(self, part: Part) -> None:
         """Warns of a layer whose state goes on where the batch says that another sequence begins."""
         resets = np.array(part_of(self.batch, RESETS))
         resets[:, 0] = 1
@@ -452,12 +449,20 @@ class _Trial:
                 *(part.what, RESETS, RESETS),
             )
 
-    def run(self, part: _Part, inputs: Tree, key: Any) -> Tree:
+    def run(self, part: Part, inputs: Tree, key: Any, row: int = 0, time: int = 0) -> Tree:
         """What a part gives for all rows."""
-        return named(part.what.strip("`"), lambda: jax.device_get(part.run(inputs, key=key)))
+        args = part.variables, inputs, row, time, key
+        return named(part.what.strip("`"), lambda: jax.device_get(self.jitted(part.run)(*args)))
 
-    def pieces(self, part: _Part, inputs: Tree, along: str, size: int, key: Any) -> list[Tree]:
-        """What a part gives for so many rows, or time steps, after the other.
+    def pieces(self, part: Part, inputs: Tree, along: str, size: int, key: Any) -> list[Tree]:
+        """What a part gives for so many rows, or time steps, after the other."""
+        run = functools.partial(self.jitted(part.piece), part.variables)
+        return jax.device_get(self.run_in_pieces(run, part, inputs, along, size, key))
+
+    def run_in_pieces(
+        self, run: Callable[..., Tree], part: Part, inputs: Tree, along: str, size: int, key: Any
+    ) -> list[Tree]:
+        """The same, of a function (inputs, row, time, key).
 
         Args:
           along: "row" or "time".
@@ -467,10 +472,11 @@ class _Trial:
             own = part.take(along, start, start + size, inputs)
             if along == "time" and "carry" in own and found:
                 own["carry"] = found[-1]["carry"]
-            found.append(jax.device_get(part.piece(own, key=key, **{along: start})))
+            place = (start, 0) if along == "row" else (0, start)
+            found.append(run(own, *place, key))
         return found
 
-    def refuse(self, part: _Part, find: Callable[[Any], str | None], message: str) -> None:
+    def refuse(self, part: Part, find: Callable[[Any], str | None], message: str) -> None:
         """Does an experiment with random numbers, and says what it has found.
 
         Args:
@@ -485,29 +491,23 @@ class _Trial:
                 return
         if self.key is not None and find(None) is None:
             message = (
-                "{what} draws random numbers that depend on how a batch is cut: {wrong}. Fix: "
+                "{what} draws random numbers that depend on how a batch is cut: {wrong}.\nFix: "
                 f"{_DRAW} in place of jax.random.normal(at.key, x.shape)"
             )
         raise ValueError(message.format(what=part.what, wrong=wrong))
 
     # ---- what they need ----
 
-    def part_function(self, function: Callable[..., Tree], variables: Any) -> Callable[..., Any]:
-        """A function (variables, at=..., and inputs by name) as that of a `_Part`."""
+    def placed(self, function: Callable[..., Tree]) -> Callable[..., Tree]:
+        """A function (variables, at=..., and inputs by name) as that of a `Part`."""
 
-        @functools.partial(quick_jit, self.layout)
         def run(variables, inputs, row, time, key):
             facts = self.layout.facts
             at = facts.at(facts.to_block(inputs["batch"]), draws=False)
             at = at._replace(row=jnp.int32(row), time=jnp.int32(time), key=key)
             return function(variables, **inputs, at=at)
 
-        def part(
-            inputs: Tree, row: int = 0, time: int = 0, key: Any = None, by: Any = _call
-        ) -> Tree:
-            return by(run, variables, inputs, row, time, key)
-
-        return part
+        return run
 
     def with_special(self, inputs: Tree, row: int) -> Tree:
         """Inputs with special whole numbers in a row of the batch, in another row with another one first."""
@@ -627,10 +627,6 @@ def _padded_first(batch: Any) -> Any:
 def _name_of(path: Any) -> str:
     """The last name of a path."""
     return jax.tree_util.keystr(path[-1:], simple=True)
-
-
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 def _replace(dim: int, array: Any, row: int, by_nan: bool) -> Any:

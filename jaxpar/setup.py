@@ -88,8 +88,8 @@ class Setup:
         mesh = _with_axes(mesh, parallel.mesh.sizes, task.axes)
         if dict(mesh.shape) != parallel.mesh.sizes:
             raise ValueError(
-                f"the mesh has the sizes {dict(mesh.shape)}, parallel says {parallel.mesh}; use "
-                f"parallel.mesh.build(), or change parallel"
+                f"mesh has the sizes {dict(mesh.shape)}, parallel has {parallel.mesh}.\n"
+                f"Fix: use parallel.mesh.build(), or change parallel."
             )
         return cls(asked, task, train, Layout(facts, parallel), mesh)
 
@@ -114,8 +114,8 @@ class Setup:
             made = self.task.make_optimizer(self.train.num_steps)
         require(
             hasattr(made, "init") and hasattr(made, "update"),
-            f"make_optimizer of task {self.task.name} returns {in_words(made)}; let it return an "
-            f"optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer keeps parameters, and is none",
+            f"make_optimizer of task {self.task.name} returns {in_words(made)}.\n"
+            f"Fix: return an optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer is none.",
         )
         return made
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import (
@@ -59,15 +59,15 @@ class Rules:
     def __post_init__(self):
         if not isinstance(self.table, tuple) or any(len(rule) != 2 for rule in self.table):
             raise ValueError(
-                f"rules={self.table!r}: write Rules.make({{...}}), such as "
-                'Rules.make({"hidden": "tensor", "embed": None})'
+                f"rules={self.table!r} is not a table of rules\n"
+                'Fix: write it as Rules.make({"hidden": "tensor", "embed": None}).'
             )
         dims = [dim for dim, _ in self.table]
         for dim, axes in self.table:
             if dims.count(dim) > 1:
-                raise ValueError(f"there are {dims.count(dim)} rules for {dim!r}; keep one")
+                raise ValueError(f"rules has {dims.count(dim)} rules for {dim!r}\nFix: keep one.")
             if len(set(axes)) < len(axes):
-                raise ValueError(f"rule {dim!r} -> {axes} names an axis twice; name it once")
+                raise ValueError(f"rule {dim!r} -> {axes} names an axis twice\nFix: name it once.")
 
     @classmethod
     def make(cls, table: Mapping[str, str | Axes | None]) -> "Rules":
@@ -84,8 +84,8 @@ class Rules:
             for axis in own:
                 require(
                     axis in axes,
-                    f"rule {dim!r} -> {own}: unknown mesh axis {axis!r}; {what} are {', '.join(axes)}, and "
-                    f"an axis of your own is named in the task: axes = ({axis!r},)",
+                    f"rule {dim!r} -> {own}: unknown mesh axis {axis!r}; {what} are {', '.join(axes)}\n"
+                    f"Fix: use one of these, or name it in the task: axes = ({axis!r},).",
                 )
 
     def axes_of(self, dim: str) -> Axes:
@@ -99,9 +99,8 @@ class Rules:
             if OF in dim:
                 return self.axes_of(base_of(dim)) if base_of(dim) else ()
             raise ValueError(
-                f"unknown dim name {dim!r}: there is no rule for it; add one, such as "
-                f"RULES.replace({{{dim!r}: None}}) for a dim that stays whole, or use one of "
-                f"{', '.join(table)}"
+                f"dim {dim!r} has no rule; there are rules for {', '.join(table)}\n"
+                f"Fix: use one of these, or RULES.replace({{{dim!r}: None}}) for a dim that stays whole."
             )
         return table[dim]
 
@@ -134,8 +133,8 @@ class Rules:
         used = [axis for split in axes for axis in split]
         if repeated := {axis for axis in used if used.count(axis) > 1}:
             raise ValueError(
-                f"the rules split two dims of one array {dims} over the axis {min(repeated)!r}: {axes}; "
-                f"change one of the rules"
+                f"rules split two dims of {dims} over the axis {min(repeated)!r}: {axes}\n"
+                f"Fix: change one of the rules."
             )
         return axes
 
@@ -234,7 +233,9 @@ class Constraint:
         return jax.tree.map(of, tree, is_leaf=is_variable)
 
 
-def shardings(tree: Any, mesh: Mesh, rules: Rules, memory_kind: str | None = None) -> Any:
+def shardings(
+    tree: Any, mesh: Mesh | AbstractMesh, rules: Rules, memory_kind: str | None = None
+) -> Any:
     """`tree` with a `NamedSharding` for every array: annotated ones by the rules, others replicated.
 
     Args:
@@ -259,8 +260,8 @@ def check_dims(dims: tuple[str | None, ...], shape: tuple[int, ...]) -> None:
     """Raises a ValueError if the number of names is not that of an array's dims."""
     require(
         len(dims) == len(shape),
-        f"dims={dims} do not fit an array of shape {shape}; give a name, or None, for each of its "
-        f"{len(shape)} dims",
+        f"dims={dims} do not fit an array of shape {shape}\n"
+        f"Fix: give a name or None for each of its {len(shape)} dims.",
     )
 
 
@@ -299,37 +300,9 @@ def check_split(
         if size % parts:
             over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
             raise ValueError(
-                f"{what}: dim {dim!r} has size {size}, which does not split over {over}"
-                + (f" = {parts}" if len(axes) > 1 else "")
-                + f"; use {nearest_multiples(size, parts)}, or another mesh"
+                f"{what}: dim {dim!r} has size {size}, which does not split over {over}\n"
+                f"Fix: use {nearest_multiples(size, parts)}, or another mesh."
             )
-
-
-def misplaced(
-    tree: Any, mesh: Mesh | None, rules: Rules, memory_kind: str | None = None
-) -> list[str]:
-    """One line for every annotated array whose actual sharding is not the one that its names ask for.
-
-    Args:
-      mesh: where the arrays should lie; None if no array lies on any.
-      memory_kind: as `shardings`.
-    """
-    lines = []
-    for name, variable in annotated(tree):
-        array, spec = variable.get_value(), _spec(variable, mesh, rules)
-        what, actual = f"{name} {array.shape}: declared", array.sharding
-        if mesh is None or not isinstance(actual, NamedSharding) or actual.mesh != mesh:
-            lines.append(f"{what} {spec}, but lies on {actual}")
-            continue
-        declared = NamedSharding(mesh, spec, memory_kind=memory_kind)
-        at_its_place = NamedSharding(mesh, spec, memory_kind=actual.memory_kind)
-        if not actual.is_equivalent_to(at_its_place, array.ndim):
-            shard = actual.shard_shape(array.shape)
-            lines.append(f"{what} {spec}, but is sharded {actual.spec} (shards {shard})")
-        elif actual.memory_kind != declared.memory_kind:
-            kinds = declared.memory_kind, actual.memory_kind
-            lines.append(f"{what} in {kinds[0]} memory, but lies in {kinds[1]} memory")
-    return lines
 
 
 def annotated(tree: Any) -> Iterator[tuple[str, nnx.Variable]]:
@@ -362,9 +335,8 @@ def base_of(dim: str | None) -> str:
     return (dim or "").partition(OF)[0]
 
 
-def _spec(variable: nnx.Variable, mesh: Mesh | None, rules: Rules) -> P:
-    sizes = None if mesh is None else mesh.shape
-    return rules.spec(dims_of(variable), tuple(variable.shape), sizes)
+def _spec(variable: nnx.Variable, mesh: Mesh | AbstractMesh, rules: Rules) -> P:
+    return rules.spec(dims_of(variable), tuple(variable.shape), mesh.shape)
 
 
 def array_of(leaf: Any) -> Any:

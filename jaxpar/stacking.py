@@ -87,7 +87,7 @@ def check_stacking(layout: Layout, optimizer: optax.GradientTransformation) -> N
     if moved and draws(optimizer, params):
         raise ValueError(
             f"{what} draws random numbers for whole stacks, and {where} has layers in rows "
-            f"{list(rows[moved[0]])} ({moved[0]}). Fix: use a placement that fills all rows in order, or an "
+            f"{list(rows[moved[0]])} ({moved[0]}).\nFix: use a placement that fills all rows in order, or an "
             f"optimizer without noise."
         )
 
@@ -104,11 +104,11 @@ def check_stacking(layout: Layout, optimizer: optax.GradientTransformation) -> N
                 return
             raise ValueError(
                 f"{what} combines numbers of an array ({', '.join(sorted(sums))}), and cannot be tried on "
-                f"small arrays: {error}. Fix: use {elementwise}."
+                f"small arrays: {error}.\nFix: use {elementwise}."
             ) from error
         if found and has_empty and not tried(trial, ()):
             raise ValueError(
-                f"{what} does not ignore the empty rows that {where} leaves in {found}. "
+                f"{what} does not ignore the empty rows that {where} leaves in {found}.\n"
                 f"Fix: use as many layers of each kind on every stage, or {elementwise}."
             )
         if found:
@@ -117,7 +117,7 @@ def check_stacking(layout: Layout, optimizer: optax.GradientTransformation) -> N
             )
             alone = "" if by_kind else ", or give each layer its own kind_name"
             raise ValueError(
-                f"{what} updates {found}, a stack of layers, in another way than each layer's own array. "
+                f"{what} updates {found}, a stack of layers, in another way than each layer's own array.\n"
                 f"Fix: use {elementwise}, masked by names{alone}."
             )
 

@@ -19,7 +19,7 @@ from jaxpar.base.checks import require_instance
 from jaxpar.base.display import Shown, format_bytes, format_count
 from jaxpar.base.keys import key_of, new_key
 from jaxpar.base.memory import device_memory
-from jaxpar.base.trees import device_bytes, zeros
+from jaxpar.base.trees import device_bytes, placed, zeros
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.ends import LAYERS_OF_MODEL
 from jaxpar.mesh import MeshConfig
@@ -28,10 +28,10 @@ from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.setup import Setup
 from jaxpar.sharding import (
     Rules,
+    annotated,
     array_of,
     check_sizes,
     is_variable,
-    misplaced,
     named_leaves,
     shardings,
 )
@@ -47,8 +47,8 @@ class TrainState(Shown):
 
     Attributes:
       step: int32 scalar, steps taken.
-      skipped: int32 scalar, how many of them were skipped because their loss, gradient or update was not
-        finite. One more than the settings allow halts the state: it stays as it was before that step.
+      skipped: int32 scalar, how many of them were skipped because their loss or gradient was not finite.
+        One more than the settings allow halts the state: it stays as it was before that step.
       params: `nnx.State` of what is trained; variables carry the names of their dims. Layers, and what
         is used before and after them, may be in pools (`Layout.pools`): `training.by_layer` has them by their
         names.
@@ -114,11 +114,7 @@ def _abstract_state(setup: Setup, _: int) -> TrainState:
     check_sizes(state.carry, mesh, state.carry_rules)
     _check_optimizer(setup, state)
     check_sizes(state.opt_state, mesh, state.opt_rules)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state,
-        state_shardings(state, mesh),
-    )
+    return placed(state, state_shardings(state, mesh))
 
 
 def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
@@ -289,14 +285,12 @@ def check_room(state: TrainState, mesh: Mesh) -> None:
     here = device_bytes(state)
     on_cpu, room = devices[0].platform == "cpu", device_memory(devices)
     if room and here > room and (on_cpu or state.opt_memory is None):
-        all_of, what = 1, "on a device, which"
-        if on_cpu:
-            all_of, what = len(devices), f"on {format_count(len(devices), 'device')}, this machine"
-        arrays = f"parameters{' and optimizer state' if jax.tree.leaves(state.opt_state) else ''}"
+        count = len(devices) if on_cpu else 1
+        arrays = f"parameters{' and optimizer state' * bool(jax.tree.leaves(state.opt_state))}"
         raise ValueError(
-            f"{arrays} alone need {format_bytes(all_of * here)} {what} has "
-            f"{format_bytes(all_of * room)}; use a smaller model, or more devices or machines to split it "
-            f"over"
+            f"{arrays} alone need {format_bytes(count * here)} on {format_count(count, 'device')}, "
+            f"{'this machine' if on_cpu else 'which'} has {format_bytes(count * room)}\n"
+            f"Fix: use a smaller model, or more devices or machines to split it over."
         )
 
 
@@ -339,15 +333,24 @@ def audit(state: TrainState) -> None:
         for layout in layouts
         if isinstance(layout, NamedSharding) and isinstance(layout.mesh, Mesh)
     )
-    mesh = max(meshes, key=meshes.__getitem__, default=None)
-    lines = misplaced({"params": state.params}, mesh, state.param_rules)
-    lines += misplaced({"frozen": state.frozen}, mesh, state.param_rules)
-    lines += misplaced({"opt_state": state.opt_state}, mesh, state.opt_rules, state.opt_memory)
-    lines += misplaced({"carry": state.carry}, mesh, state.carry_rules)
+    if not meshes:
+        raise ValueError("state lies on no mesh\nFix: place it by init_state.")
+    mesh, lines = max(meshes, key=meshes.__getitem__), []
+    declared = state_shardings(state, mesh)
+    for (name, leaf), (_, wanted) in zip(*map(annotated, (state, declared)), strict=True):
+        array, where = leaf.get_value(), wanted.get_value()
+        actual, what = array.sharding, f"{name} {array.shape}: declared"
+        if not isinstance(actual, NamedSharding) or actual.mesh != mesh:
+            lines.append(f"{what} {where.spec}, but lies on {actual}")
+        elif not actual.with_memory_kind(where.memory_kind).is_equivalent_to(where, array.ndim):
+            lines.append(f"{what} {where.spec}, but is sharded {actual.spec}")
+        elif actual.memory_kind != where.memory_kind:
+            lines.append(f"{what} in {where.memory_kind} memory, but lies in {actual.memory_kind}")
     if lines:
         raise ValueError(
-            f"{len(lines)} arrays are annotated but not so sharded; place them with `init_state`, or "
-            f"`jax.device_put` and `state_shardings`:\n  " + "\n  ".join(lines)
+            f"state: {len(lines)} arrays are not sharded as annotated:\n  "
+            + "\n  ".join(lines)
+            + "\nFix: place them by init_state, or by jax.device_put and state_shardings."
         )
 
 
@@ -362,8 +365,8 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
         kept = array_of(variable)
         if not hasattr(kept, "shape"):
             raise ValueError(
-                f"the optimizer of task {task.name} keeps {name}, a {type(kept).__name__}, for one "
-                f"parameter; use one that keeps arrays, such as optax.adafactor"
+                f"the optimizer of task {task.name} keeps {name}, a {type(kept).__name__}\n"
+                f"Fix: use one that keeps arrays, such as optax.adafactor."
             )
     if not (task.has_optimizer and setup.parallel.update == "host"):
         return
@@ -374,8 +377,8 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
         why = "draws random numbers"
     if why:
         raise ValueError(
-            f"update='host': devices update their parts of a parameter alone, and the optimizer of task "
-            f"{task.name} {why}; use update='sharded', or an optimizer such as optax.adam"
+            f"update='host' updates parts of parameters alone, but the optimizer of task {task.name} {why}\n"
+            f"Fix: use update='sharded', or an optimizer such as optax.adam."
         )
 
 

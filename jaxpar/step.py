@@ -1,7 +1,6 @@
 """Training and evaluation steps: compiled programs of a model's losses, gradients and updates."""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,11 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.axes import BATCH, TENSOR
 from jaxpar.base.checks import require_instance
 from jaxpar.base.compiler import compiler_options
-from jaxpar.base.display import format_bytes
 from jaxpar.base.keys import new_key
-from jaxpar.base.memory import device_memory
 from jaxpar.base.parts import RATE, part_of
-from jaxpar.base.trees import device_bytes, whole_bytes
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.custom_backward import check_custom_backward
 from jaxpar.data.batches import check_numbers, owned
@@ -27,27 +23,14 @@ from jaxpar.forward import full_table, make_forward, table_of
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, release_freed_memory
 from jaxpar.model import Sums, in_words, mean_loss
-from jaxpar.optimizer import (
-    HostOptimizer,
-    Safe,
-    all_finite,
-    clip_scale,
-    global_norm,
-    next_state,
-    update,
-)
+from jaxpar.optimizer import HostOptimizer, clip_scale, global_norm, update
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
 from jaxpar.sharding import constrain, shardings
 from jaxpar.state import TrainState, abstract_state, check_optimizer, state_shardings
 from jaxpar.task import Task
-from jaxpar.trace.counts import reductions
 from jaxpar.trace.places import place_of_instruction
-
-# What state, gradients and a second copy may fill of a device's memory: the rest is for batches, and for what
-# the update works with.
-ROOM = 0.8
 
 # A collective-permute in a unit's work (a branch of the loop over ticks, or a loop of one turn or none), and
 # where in the model it comes from.
@@ -125,12 +108,12 @@ class CompiledStep:
         require_instance("state", state, TrainState, "what init_state or a step returns")
         sizes = self._layout.parallel.mesh.sizes
         if not isinstance(state.step, jax.Array):
-            raise ValueError("the state is abstract; make one with values by init_state")
+            raise ValueError("the state is abstract.\nFix: make one with values by init_state.")
         lies_on = getattr(state.step.sharding, "mesh", None)
         if lies_on is not None and dict(lies_on.shape) != sizes:
             raise ValueError(
-                f"the state lies on a mesh of {dict(lies_on.shape)}, the step is for {sizes}; make both with "
-                f"the same parallel"
+                f"the state lies on a mesh of {dict(lies_on.shape)}, the step is for {sizes}.\n"
+                f"Fix: make both with the same parallel."
             )
 
     def lower(self, state: Any, batch: Any) -> Any:
@@ -157,8 +140,8 @@ class CompiledStep:
         chunk_len = whole // K
         if length % chunk_len:
             raise ValueError(
-                f"a batch of {length} time steps is not made of 1 to {K} chunks of {chunk_len}; pad it with "
-                f"steps that do not count, or change the {whole} steps of a batch or num_chunks={K}"
+                f"a batch of {length} time steps is not made of 1 to {K} chunks of {chunk_len}.\n"
+                f"Fix: pad it with steps that do not count, or change num_chunks={K}."
             )
         if length < whole:
 
@@ -194,19 +177,21 @@ def check_batch_shape(layout: Layout, batch: Any) -> int:
         if shape != expected or kinds[0] != kinds[1]:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} is {jnp.dtype(dtype)}{list(np.shape(leaf))}, in batches "
-                f"of task {name} it is {wanted.dtype}{list(wanted.shape)}; give a batch of these sizes, or "
-                f"change those of the task"
+                f"of task {name} it is {wanted.dtype}{list(wanted.shape)}.\n"
+                f"Fix: change the sizes of the batch, or those of the task."
             )
     if len(lengths) > 1:
-        raise ValueError(f"arrays of one batch have {sorted(lengths)} time steps; give all as many")
+        raise ValueError(
+            f"the arrays of a batch have {sorted(lengths)} time steps.\nFix: make them equally long."
+        )
     length = lengths.pop() if lengths else whole or 1
     if whole is not None and (
         length > whole or (length < whole and not layout.task.variable_length)
     ):
+        at_most = " at most" * layout.task.variable_length
         raise ValueError(
-            f"a batch of {length} time steps, those of task {name} have {whole}"
-            + (" at most" if layout.task.variable_length else "")
-            + "; give a batch of that length, or change that of the task"
+            f"a batch of {length} time steps, those of task {name} have {whole}{at_most}.\n"
+            f"Fix: change the length of the batch, or that of the task."
         )
     return length
 
@@ -222,8 +207,8 @@ def check_arrays(layout: Layout, batch: Any) -> None:
     example = layout.facts.batch
     if jax.tree.structure(batch) != jax.tree.structure(example):
         raise ValueError(
-            f"the batch is {describe(batch)}, those of task {layout.task.name} are {describe(example)}; give "
-            f"all of these, also for `predict`: zeros where targets are not known"
+            f"the batch is {describe(batch)}, those of task {layout.task.name} are {describe(example)}.\n"
+            f"Fix: give all of these arrays. For `predict`, unknown targets can be zeros."
         )
 
 
@@ -246,34 +231,18 @@ class _ValueAndGrad(_GradientStep):
 
 
 class _HostStep(_GradientStep):
-    """Gradients; after them the optimizer, on the host.
+    """Gradients; after them the optimizer, on the host."""
 
-    Args:
-      refuse: state -> the state after a step whose update does not apply; None if every update does.
-    """
-
-    def __init__(
-        self, gradients, layout: Layout, optimizer, refuse, states: TrainState, out_shardings
-    ):
+    def __init__(self, gradients, layout: Layout, optimizer, states: TrainState, out_shardings):
         super().__init__(gradients, layout, backward=True, out_shardings=out_shardings)
         self._host = HostOptimizer(optimizer)
-        self._refuse = None if refuse is None else jax.jit(refuse, out_shardings=out_shardings[0])
         self._gather = jax.jit(  # into the memory of the old parameters
             lambda old, new: new, out_shardings=states.params, donate_argnums=0, keep_unused=True
         )
 
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        split, grads, scale, rate, applies, metrics = super().run(state, batch)
-        if (
-            self._refuse is not None
-            and applies
-            and not self._host.gives_finite(split.params, grads, state.opt_state, scale, rate)
-        ):
-            split, applies = self._refuse(_without_optimizer(state)), jnp.zeros_like(applies)
-            metrics = metrics._replace(skipped=split.skipped)
-        params, opt_state = self._host.update(
-            split.params, grads, state.opt_state, applies, scale, rate
-        )
+        split, grads, *how, metrics = super().run(state, batch)
+        params, opt_state = self._host.update(split.params, grads, state.opt_state, *how)
         params = self._gather(state.params, params)
         return dataclasses.replace(split, params=params, opt_state=opt_state), metrics
 
@@ -294,9 +263,10 @@ def make_train_step(
     model that mixes rows of the batch cannot: where a step does not take the batch as a whole, its first call
     refuses it.
 
-    A loss, gradient or update that is not finite changes no parameter: the step is skipped, or, where the
-    settings do not allow that, the state is halted. No later step changes it then, so it is enough to look at
-    the metrics from time to time; `state.release` lets it continue.
+    A loss or gradient that is not finite changes no parameter: the step is skipped, or, where the settings do
+    not allow that, the state is halted. No later step changes it then, so it is enough to look at the metrics
+    from time to time; `state.release` lets it continue. An update is not looked at: one that overflows makes
+    the next loss not finite.
 
     Args:
       task, parallel: as given to `init_state`.
@@ -316,44 +286,12 @@ def make_train_step(
         train.clip_norm,
         train.allowed_skips,
         train.seed,
-        how_often(setup)[0],
     )
-
-
-def how_often(setup: Setup) -> tuple[int, str]:
-    """How often a step computes its update, once or twice, and why; "" where it need not look at it.
-
-    One that may not be finite is computed for that alone, and once more into the place of the old arrays; or
-    it is computed beside them, and one of the two chosen. To choose reads both and writes one. The update
-    moves less where it treats each number by itself, and more where it reads them again, for sums and matrix
-    products: see `docs/training.md`.
-
-    Processes may have unequal memory, and have to do the same: of several, none goes by it.
-    """
-    if isinstance(setup.optimizer, Safe) or setup.parallel.update == "host":
-        return 1, ""
-    target = abstract_state(setup)
-    params, changed = target.params, (target.params, target.opt_state)
-    run = functools.partial(next_state, setup.optimizer)
-    reread = sum(reductions(run, params, params, target.opt_state).values())
-    if whole_bytes((params, changed, changed)) + reread <= 3 * whole_bytes(changed):
-        return 2, "choosing between old and new arrays would take longer"
-    copy, room = device_bytes(changed), None
-    what = f"a second copy of parameters and optimizer state ({format_bytes(copy)})"
-    if jax.process_count() == 1 and setup.mesh.devices.flat[0] in jax.local_devices():
-        room = device_memory(setup.mesh.local_devices)
-    if room is None:
-        return 2, f"it is not known whether {what} fits everywhere"
-    if device_bytes(target) + device_bytes(params) + copy > ROOM * room:
-        return 2, f"{what} does not fit"
-    return 1, f"with room for {what}"
 
 
 def _make_train_step(setup: Setup, *options: Any) -> CompiledStep:
     train, layout, mesh, optimizer = setup.train, setup.layout, setup.mesh, setup.optimizer
     loss_and_grad = make_loss_and_grad(setup, seed=train.seed)
-    is_safe, on_host = isinstance(optimizer, Safe), setup.parallel.update == "host"
-    chooses = options[-1] == 1 and not (is_safe or on_host)
 
     def gradients(state: TrainState, batch: Any, table: TickTable | None):
         (loss, (carry, sums)), grads = loss_and_grad(state, batch, table)
@@ -365,40 +303,26 @@ def _make_train_step(setup: Setup, *options: Any) -> CompiledStep:
             norm = global_norm(grads)
             is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             scale, rate = clip_scale(norm, train.clip_norm), part_of(batch, RATE)
-            new = None
-            if not (is_safe or on_host):
-                new = next_state(optimizer, params, grads, state.opt_state, scale, rate)
-                is_finite &= all_finite(new)
             state, applies = _count(state, carry, initial, is_finite, train.allowed_skips)
             state = dataclasses.replace(state, params=params)
             metrics = Metrics(loss, norm, state.skipped, sums)
-            return (state, grads, scale, rate, applies, metrics), new
-
-    def refuse(state: TrainState) -> TrainState:
-        initial = layout.initial_carry(state.params, state.frozen)
-        state, _ = _count(state, state.carry, initial, jnp.bool_(False), train.allowed_skips)
-        return dataclasses.replace(state, params=constrain(state.params, mesh, state.opt_rules))
+            return state, grads, applies, scale, rate, metrics
 
     def step(state: TrainState, batch: Any, table: TickTable | None) -> tuple[TrainState, Metrics]:
-        (state, grads, scale, rate, applies, metrics), new = gradients(state, batch, table)
+        state, grads, applies, scale, rate, metrics = gradients(state, batch, table)
         with jax.named_scope("update"):
             old = state.params, state.opt_state
-            if chooses:
-                choose = functools.partial(jnp.where, applies)
-                params, opt_state = jax.tree.map(choose, new, old)
-            else:
-                params, opt_state = update(optimizer, old[0], grads, old[1], applies, scale, rate)
+            params, opt_state = update(optimizer, old[0], grads, old[1], applies, scale, rate)
             params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
     target = abstract_state(setup)
     states, replicated = state_shardings(target, mesh), NamedSharding(mesh, P())
-    if on_host:
+    if setup.parallel.update == "host":
         split = shardings(target.params, mesh, target.opt_rules)
         state = dataclasses.replace(states, params=split, opt_state=())
         out = (state, split, replicated, replicated, replicated, replicated)
-        parts = (optimizer, None if is_safe else refuse, states, out)
-        return _HostStep(lambda *args: gradients(*args)[0], layout, *parts)
+        return _HostStep(gradients, layout, optimizer, states, out)
     return CompiledStep(
         step, layout, backward=True, donate_argnums=0, out_shardings=(states, replicated)
     )
@@ -442,13 +366,9 @@ def check_program(program: jax.stages.Compiled) -> None:
         places.setdefault(not place, f"{operation} ({place})" if place else operation)
     if places:
         raise ValueError(
-            f"the compiler moves parts of an array between the devices of {TENSOR!r} within a unit's work, "
-            f"at {places[min(places)]}; all stages, and all data-parallel groups of unequal shares, would "
-            f"have to take part in that, and wait forever. An array is cut, joined or reshaped across a dim "
-            f"that {TENSOR!r} splits: give what is cut (such as gates or heads) a dim of its own, as in "
-            f"[input, gates, hidden], or have all of it on each device before the cut, at.layout(x, None, "
-            f'"batch", None) (a layer with code of a library, such as nnx.GRUCell: all that it takes and '
-            f"returns), or use tensor=1, or stage=1 and equal shares"
+            f"{places[min(places)]} cuts, joins or reshapes a dim that {TENSOR!r} splits: stages would wait "
+            f"for each other forever.\nFix: give gates or heads a dim of their own, or call "
+            f'at.layout(x, None, "batch", None) before, or use tensor=1.'
         )
 
 

@@ -78,11 +78,11 @@ for name, m in (("head on the last stage", even), ("head on all stages", split))
 # %% [markdown]
 # ## Which mesh?
 #
-# What a step holds and sends can be counted before it is compiled: from shapes, and the schedule's table of ticks. Here it
+# What a step sends can be estimated before it is compiled: from shapes, and the schedule's table of ticks. Here it
 # is compared with the compiled program, for the same model on four meshes.
 
 # %%
-print("mesh            sent: counted   compiled    memory that must be there   compiled")
+print("mesh         sent: estimated   compiled   memory: compiled")
 small = lm.LM(
     num_layers=4, hidden_size=128, embed_size=128, vocab_size=1024, batch_size=32, seq_len=16
 )
@@ -93,12 +93,12 @@ for shape in ("dp8", "tp8", "pp4dp2", "dp2pp2tp2"):
     sent = sum(total.bytes for total in report.totals)
     print(
         f"{shape:<10}  {counted / 1e6:14.2f} MB  {sent / 1e6:6.2f} MB"
-        f"  {cost.memory_bytes / 1e6:23.1f} MB  {report.memory.total / 1e6:6.1f} MB"
+        f"  {report.memory.total / 1e6:14.1f} MB"
     )
 
 # %% [markdown]
-# Bytes that stages and groups send are counted exactly; along `tensor` the compiler decides, and sends a little more.
-# Compiled memory is more by the temporaries within a unit, which nobody counts before it is compiled.
+# Bytes are estimated as one sum for each axis; the compiler decides, and sends a little more or less along `tensor`.
+# Memory is known when a step is compiled.
 #
 # Data parallelism waits for nothing but needs the whole model and its optimizer on every device; a pipeline holds a part
 # and sends little, but waits; tensor parallelism holds a part and does not wait, but sends at every time step.
@@ -134,7 +134,7 @@ print(
 # ## What was learned
 #
 # - Stages need not have equal numbers of layers, and equal numbers are not equal work: the head counts.
-# - Bytes and memory of a step can be counted before it is compiled, and compared with the compiled program.
+# - The time and bytes of a step can be estimated before it is compiled. Its memory is the compiler's number.
 # - A plan ranks all meshes that the devices allow, even for devices that are not there.
 # - Each arrangement has its price: in memory (data), in waiting (stage), or in what is sent (tensor).
 # - Devices that differ take unequal shares.

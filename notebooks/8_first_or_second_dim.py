@@ -22,14 +22,13 @@ from pathlib import Path
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
-from flax import nnx
 from jax.lax import all_gather, psum
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel
-from jaxpar.analysis import inspect_compiled, inspect_function, strategy_for
+from jaxpar.analysis import inspect_compiled, inspect_function
 from jaxpar.task import find_task
 
 jaxpar.simulate_devices(8)
@@ -140,7 +139,7 @@ for name, split in SPLITS.items():
 #
 # The same three functions on the layer of [Tim Dettmers' post](https://timdettmers.com/2014/11/09/model-parallelism-deep-learning/): 128
 # rows, weights of 1000 x 500, two devices. He counts 500,000, 128,000 and 160,000 numbers that a device sends. Here they are read from
-# the compiled programs, which are not run; `strategy_for` has them from formulas.
+# the compiled programs, which are not run.
 
 # %%
 two = MeshConfig(tensor=2, devices=(0, 1)).build()
@@ -157,33 +156,18 @@ for name, (function, in_specs, out_specs) in SPLITS.items():
     print(f"{name:>10}  {'together':23}  {sent[name]:7,}")
 assert sent == {"batch": 500_000, "first dim": 128_000, "second dim": 160_000}
 
-layer = nnx.eval_shape(lambda: nnx.Linear(1000, 500, use_bias=False, rngs=nnx.Rngs(0)))
-advice = strategy_for(layer, 128, 2)
-assert {cost.split: cost.total_bytes / 4 for cost in advice.costs} == {
-    "data": sent["batch"],
-    "row": sent["first dim"],
-    "column": sent["second dim"],
-}
-print(advice)
-
 # %% [markdown]
 # ## Where the answer flips
 #
 # Gradients grow with the weights, whatever the batch; activations with the batch and the width. For `n` inputs, `n` outputs and `b` rows
 # that is 2n² against 3bn numbers, so that splitting the batch is as good from `b = 2n/3` on. A convolution uses its weights at every place
-# of an image: of 3x3 weights on 14x14 places, the line is 196 / 9 = 22 times lower. By `strategy_for` on 8 devices; on the dotted
+# of an image: of 3x3 weights on 14x14 places, the line is 196 / 9 = 22 times lower. On 8 devices; on the dotted
 # lines one split of the dense layer sends 2 and 4 times as much as the other.
 
 # %%
 widths, batches = 2 ** np.arange(5, 15), 2 ** np.arange(3, 14)
-dense, conv = [], []
-for n in widths.tolist():
-    linear = nnx.eval_shape(lambda n=n: nnx.Linear(n, n, use_bias=False, rngs=nnx.Rngs(0)))
-    three = nnx.eval_shape(lambda n=n: nnx.Conv(n, n, (3, 3), use_bias=False, rngs=nnx.Rngs(0)))
-    dense.append(strategy_for(linear, 128, 8).flip_batch)
-    conv.append(strategy_for(three, (128, 14, 14, n), 8).flip_batch)
-assert dense == [-(-2 * n // 3) for n in widths]
-assert conv == [-(-2 * 9 * n // (3 * 14 * 14)) for n in widths]
+dense = -(-2 * widths // 3)
+conv = -(-2 * 9 * widths // (3 * 14 * 14))
 
 grey = "#7d8590"  # readable on white and on black
 figure, axes = plt.subplots(figsize=(7.5, 4.2), dpi=100, layout="constrained", facecolor="none")

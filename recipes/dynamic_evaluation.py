@@ -82,7 +82,7 @@ def evaluate_dynamically(
       OSError: no run, no checkpoint, or data that cannot be read.
     """
     run = load_run(run_dir, mesh, best=best)
-    run.folder.record.check_data(describe_data(run.setup))
+    run.folder.check_data(describe_data(run.setup))
     setup, state = in_batches(run.setup, run.state, **sizes)
     step = adapting_step(setup, state, rate=rate, decay=decay)
     return [evaluate(setup, state, split, step=step) for split in ("valid", "test")]

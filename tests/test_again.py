@@ -168,7 +168,7 @@ class Own(Regress):
 PLACES = {
     "parameter": r"^the model of task Own, a Model.*: more begins with other numbers each time it is made",
     "field": r"^the model of task Own, a Model has made=\d+, and \d+ where the same function makes it again",
-    "first": r"^first \(test_again\.py, line \d+\) computes with other numbers .*Fix: draw by at\.draw\(",
+    "first": r"^first \(test_again\.py, line \d+\) computes with other numbers .*\nFix: draw by at\.draw\(",
     "layer": r"^layer noisy \(test_again\.py, line \d+\) computes with other numbers each time it is traced",
     "last": r"^last \(test_again\.py, line \d+\) computes with",
     "initial_carry": r"^layer carried \(test_again\.py, line \d+\) computes with",

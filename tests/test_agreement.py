@@ -37,7 +37,7 @@ def test_differences_name_the_field_and_every_value():
     del facts[3]["data"]
     assert differences(facts) == (
         "train.seed is 0 in processes 0, 2, 3, 7 in process 1; "
-        "data is a in processes 0 to 2, not there in process 3"
+        "data is a in processes 0, 1, 2, not there in process 3"
     )
 
 
@@ -48,7 +48,7 @@ def test_many_differences_are_counted():
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
-    [([3], "process 3"), ([0, 1], "processes 0, 1"), ([0, 1, 2, 5], "processes 0 to 2, 5")],
+    [([3], "process 3"), ([0, 1], "processes 0, 1"), ([0, 1, 2, 5], "processes 0, 1, 2, 5")],
 )
 def test_processes_are_named_in_words(numbers, text):
     assert describe_processes(numbers) == text
@@ -106,8 +106,8 @@ def test_processes_that_have_come_say_that_not_all_have():
     said = said_by(start_joining(0, 2, count=4, JAXPAR_START_SECONDS="1"))
     for number, each in zip((0, 2), said, strict=True):
         assert re.fullmatch(
-            r"not all 4 processes came to 127\.0\.0\.1:\d+ in 1 s \(this one has the number "
-            rf"{number}\); start all of them .*\n",
+            r"not all 4 processes came to 127\.0\.0\.1:\d+ in 1 s \(this is process "
+            rf"{number}\)\nFix: start all with .*\n",
             each,
         )
     assert time.monotonic() - began < 30
@@ -119,8 +119,8 @@ def test_who_has_another_secret_is_refused_by_all():
         0, count=2, address=address, JAX_COORDINATOR_BIND_ADDRESS=address, JAXPAR_SECRET="a"
     )
     others = start_joining(1, count=2, address=address, JAXPAR_SECRET="b")
-    message = "another JAXPAR_SECRET in process 1; set the same in all of them\n"
-    assert said_by([*mine, *others]) == [message, message]
+    for said in said_by([*mine, *others]):
+        assert "the processes do not agree: the hash of JAXPAR_SECRET is " in said
 
 
 @pytest.mark.slow
@@ -180,15 +180,10 @@ def test_an_interrupted_start_ends_at_once(number):
 def test_a_port_in_use_is_named():
     """JAX would share it with who has it."""
     with socket.create_server(("127.0.0.1", 0)) as other:
-        for host in ("127.0.0.1", "[::]"):
-            with pytest.raises(
-                OSError, match=rf"cannot listen at .*:{other.getsockname()[1]} \(Address already"
-            ):
-                _check_port(f"{host}:{other.getsockname()[1]}")
-    with pytest.raises(
-        OSError, match=r"at 192\.0\.2\.1:1234 \(.*\); .* give all processes another address"
-    ):
-        _check_port("192.0.2.1:1234")
+        port = other.getsockname()[1]
+        for host in ("127.0.0.1", "0.0.0.0"):
+            with pytest.raises(OSError, match=rf"Address already in use .*{port}"):
+                _check_port(f"{host}:{port}")
 
 
 def test_the_program_is_its_sources_and_packages():
@@ -214,18 +209,15 @@ def test_the_program_is_its_sources_and_packages():
         ("--xla_a=1 --xla_a=2", "--xla_a=2", ""),
         ("", "--xla_a=1", "{} xla_a is not there in process 0, 1 in process 1"),
         ("--xla_a=2", "--xla_a=1 --xla_dump_to=/a", "{} xla_a is 2 in process 0, 1 in process 1"),
-        ("{file}", "--xla_a=1 --xla_b=2", ""),
-        ("{file}", "--xla_a=1", "{} xla_b is 2 in process 0, not there in process 1"),
     ],
 )
 @pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
 def test_flags_of_the_compiler_are_compared_where_they_change_a_program(
-    variable, flags, other, message, monkeypatch, tmp_path
+    variable, flags, other, message, monkeypatch
 ):
-    (tmp_path / "flags").write_text("--xla_b=2\n--xla_a=1\n")
     facts = {}
     for number, text in enumerate((flags, other)):
-        monkeypatch.setenv(variable, text.format(file=tmp_path / "flags"))
+        monkeypatch.setenv(variable, text)
         facts[number] = program_facts()
     assert differences(facts) == message.format(variable)
 
@@ -273,11 +265,11 @@ def start_two(arguments, *, before="", count=2, folders=(None, None)):
 
 
 def assert_refused(result, out_dir, *messages):
-    """Both ended with 2, with these messages in their last lines, and nothing was begun."""
+    """Both ended with 2, with these messages, and nothing was begun."""
     codes, said = result
     assert codes == [2, 2], said
     for each, message in zip(said, messages, strict=True):
-        assert re.search(message, each.splitlines()[-1]), each
+        assert re.search(message, each, re.MULTILINE), each
     assert not out_dir.exists()
 
 
@@ -298,7 +290,7 @@ DISAGREEMENTS = {
     "several": (
         {"more": ["--train.seed", "7", "--optimizer.learning-rate", "0.5"]},
         r"optimizer\.learning_rate is 0\.005 in process 0, 0\.5 in process 1; train\.seed is 0 in process 0, "
-        r"7 in process 1; start all of them with the same options, in a folder that they share$",
+        r"7 in process 1\nFix: start all of them with the same options, in a folder that they share\.$",
     ),
     "batch": ({"more": ["--batch-size", "16"]}, "batch_size is 8 in process 0, 16 in process 1"),
     "window": ({"more": ["--seq-len", "4"]}, "seq_len is 8 in process 0, 4 in process 1"),
@@ -320,21 +312,21 @@ DISAGREEMENTS = {
     "place": ({"more": ["--train.out-dir", "/nowhere"]}, "train.out_dir is '.*' in process 0, '/nowhere' in"),
     "anew": ({"more": ["--overwrite"]}, "overwrite is False in process 0, True in process 1"),
     "devices": ({"before": OTHER_DEVICES}, r"devices is \['cpu'\] in process 0, \['TPU v9'\] in process 1"),
-    "jax": ({"before": OTHER_JAX}, r"jax is 0\.\S+ in process 0, 9\.9 in process 1; start all of them"),
+    "jax": ({"before": OTHER_JAX}, r"jax is 0\.\S+ in process 0, 9\.9 in process 1\nFix: start all"),
     "jaxpar": (
         {"before": "import jaxpar; jaxpar.__version__ = '9.9'"}, r"jaxpar is 0\.\S+ .* 9\.9 .* in process 1"
     ),
     "flags": (
         {"before": OTHER_FLAGS},
-        "XLA_FLAGS xla_cpu_enable_fast_math is not there in process 0, true in process 1; start all",
+        "XLA_FLAGS xla_cpu_enable_fast_math is not there in process 0, true in process 1\nFix: start all",
     ),
     "prng": (
         {"before": 'import os; os.environ["JAX_DEFAULT_PRNG_IMPL"] = "rbg"'},
-        "jax_default_prng_impl is threefry2x32 in process 0, rbg in process 1; start all of them",
+        "jax_default_prng_impl is threefry2x32 in process 0, rbg in process 1\nFix: start all",
     ),
     "offset": (
         {"before": 'import os; os.environ["JAX_RANDOM_SEED_OFFSET"] = "5"'},
-        "jax_random_seed_offset is 0 in process 0, 5 in process 1; start all of them",
+        "jax_random_seed_offset is 0 in process 0, 5 in process 1\nFix: start all",
     ),
     "count": ({"count": 3}, "the number of processes is 2 in process 0, 3 in process 1"),
 }  # fmt: skip
@@ -363,7 +355,7 @@ def test_other_data_are_refused(text, tmp_path):
     result = start_two([flags("text", out_dir)] * 2, folders=folders)
     message = (
         r"agree: data\.train\.array is 'int32\[1400\]' in process 0, 'int32\[1403\]' in process 1; data\.tr"
-        r"ain\.checksum is .*; give all of them the same data, task, settings and devices$"
+        r"ain\.checksum is .*\nFix: give all of them the same data, task, settings and devices\.$"
     )
     assert_refused(result, out_dir, message, message)
 

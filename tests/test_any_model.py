@@ -226,7 +226,7 @@ MISTAKES = {
     ),
     "carry of integers": (
         layer_that(lambda c, x, at: (c, x), lambda rows: jnp.zeros(rows, jnp.int32)),
-        r"layer wrong: its initial_carry is int32\[16\]; it must be of floating-point numbers",
+        r"layer wrong: its initial_carry is int32\[16\]\nFix: make it floating-point numbers",
     ),
     "carry without rows": (
         layer_that(lambda c, x, at: (c, x), lambda rows: jnp.zeros((3, 3))),
@@ -234,27 +234,27 @@ MISTAKES = {
     ),
     "a collective over stages": (
         layer_that(lambda c, x, at: (c, jax.lax.psum(x, "stage"))),
-        rf"layer wrong \({HERE}\) uses a collective along 'stage', where the engine alone .* of your own",
+        rf"layer wrong \({HERE}\) uses a collective along 'stage', where jaxpar alone .*\n.* of your own",
     ),
     "a collective over rows": (
         layer_that(lambda c, x, at: (c, x - jax.lax.pmean(x, ("data", "tensor")))),
-        rf"layer wrong \({HERE}\) uses a collective along 'data', where the engine alone exchanges",
+        rf"layer wrong \({HERE}\) uses a collective along 'data', where jaxpar alone exchanges",
     ),
     "a collective over tensor": (
         layer_that(lambda c, x, at: (c, jax.lax.all_gather(x, "tensor", axis=2, tiled=True))),
-        rf"layer wrong \({HERE}\) uses a collective along 'tensor', where the compiler .* at.layout\(x, ",
+        rf"layer wrong \({HERE}\) uses a collective along 'tensor', where jaxpar .*\n.* at.layout\(x, ",
     ),
     "a collective over an unknown axis": (
         layer_that(lambda c, x, at: (c, x * jax.lax.axis_index("heads"))),
-        rf"layer wrong \({HERE}\) uses a collective along 'heads', .* write axes = \(\"heads\",\)",
+        rf"layer wrong \({HERE}\) uses a collective along 'heads', .*\n.* write axes = \(\"heads\",\)",
     ),
     "a shard_map": (
         layer_that(lambda c, x, at: (c, jax.jit(jax.checkpoint(by_shard_map))(x))),
-        rf"layer wrong \({HERE}\) asks for a mesh of its own \(shard_map over 'tensor'\).* at.layout\(x",
+        rf"layer wrong \({HERE}\) asks for a mesh of its own \(shard_map over 'tensor'\).*\n.* at.layout\(x",
     ),
     "a shard_map of no mesh": (
         layer_that(lambda c, x, at: (c, jax.shard_map(abs, in_specs=P(), out_specs=P())(x))),
-        rf"layer wrong \({HERE}\) asks for a mesh of its own \(by shard_map.*Axes of your own",
+        rf"layer wrong \({HERE}\) asks for a mesh of its own \(by shard_map.*\n.*Axes of your own",
     ),
     "a sharding": (
         layer_that(lambda c, x, at: (c, jax.lax.with_sharding_constraint(x, over_tensor()))),
@@ -266,11 +266,11 @@ MISTAKES = {
     ),
     "a branch in Python": (
         layer_that(lambda c, x, at: (c, x if x.sum() > 0 else -x)),
-        rf"layer wrong \({HERE}\) decides in Python .*; use jnp.where\(condition, a, b\), or jax.lax.cond",
+        rf"layer wrong \({HERE}\) decides in Python .*\nFix: use jnp.where or jax.lax.cond",
     ),
     "a branch by the layer's number": (
         layer_that(lambda c, x, at: (c, x if at.layer else -x)),
-        rf"layer wrong \({HERE}\) decides in Python .* at.layer, at.time and at.row among them",
+        rf"layer wrong \({HERE}\) decides in Python .* traced arrays have no values",
     ),
     "a branch in a loop": (
         layer_that(
@@ -288,7 +288,7 @@ MISTAKES = {
     ),
     "a number of Python": (
         layer_that(lambda c, x, at: (c, x / float(x.max()))),
-        rf"layer wrong \({HERE}\) makes a number of Python of an array.* use the array itself",
+        rf"layer wrong \({HERE}\) makes a number of Python of an array.*\nFix: use the array itself",
     ),
     "an item": (
         layer_that(lambda c, x, at: (c, x / x.max().item())),
@@ -296,27 +296,27 @@ MISTAKES = {
     ),
     "a loop of Python": (
         layer_that(lambda c, x, at: (c, sum(x for _ in range(at.time)))),
-        rf"layer wrong \({HERE}\) counts in Python by an array.* use jax.lax.fori_loop",
+        rf"layer wrong \({HERE}\) counts in Python by an array.*\nFix: use jax.lax.fori_loop",
     ),
     "a slice": (
         layer_that(lambda c, x, at: (c, x.at[: at.row].set(0))),
-        rf"layer wrong \({HERE}\) cuts an array where another one says.* use jax.lax.dynamic_slice",
+        rf"layer wrong \({HERE}\) cuts an array where another one says.*\nFix: use jax.lax.dynamic_slice",
     ),
     "NumPy": (
         layer_that(lambda c, x, at: (c, x + np.asarray(x))),
-        rf"layer wrong \({HERE}\) gives an array to NumPy; .* use the function of jax.numpy",
+        rf"layer wrong \({HERE}\) gives an array to NumPy, .*\nFix: use the function of jax.numpy",
     ),
     "a mask": (
         layer_that(lambda c, x, at: (c, x + x[x > 0].sum())),
-        rf"layer wrong \({HERE}\) takes as many elements as a mask has.* use jnp.where\(mask, x, 0\)",
+        rf"layer wrong \({HERE}\) takes as many elements as a mask has.*\nFix: use jnp.where\(mask, x, 0\)",
     ),
     "a key that evaluation has not": (
         layer_that(lambda c, x, at: (c, x + jax.random.normal(at.key, x.shape))),
-        rf"layer wrong \({HERE}\) needs at.key, .* None where nothing is drawn, .* use jaxpar.nn.dropout",
+        rf"layer wrong \({HERE}\) needs at.key, which is None in evaluation .*\nFix: use jaxpar.nn.dropout",
     ),
     "a key made of that": (
         layer_that(lambda c, x, at: (c, x + jax.random.normal(jax.random.fold_in(at.key, 1)))),
-        rf"layer wrong \({HERE}\) needs at.key, .* or at.draw.* only if at.key is not None",
+        rf"layer wrong \({HERE}\) needs at.key, .*\n.* or at.draw.* only if at.key is not None",
     ),
     "another mistake where nothing is drawn": (
         layer_that(lambda c, x, at: (c, nn.dropout(x, 0.1, at)) if at.key is not None else x),
@@ -408,7 +408,7 @@ class WithBases(Regress):
 
 def test_bases_say_by_default_what_a_plain_module_does_not_say():
     assert_same(WithBases(), Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2)))
-    with pytest.raises(ValueError, match="model Based has no method predict, which says"):
+    with pytest.raises(ValueError, match="model Based has no method predict"):
         _ = ModelFacts.of(WithBases()).outputs
     bases = (jaxpar.Model, jaxpar.Layer)
     told = "".join(pydoc.plain(pydoc.render_doc(base)) for base in bases)
@@ -431,7 +431,9 @@ def test_bases_say_by_default_what_a_plain_module_does_not_say():
         def make_model(self, rngs):
             return Empty(rngs)
 
-    with pytest.raises(ValueError, match=r"a Empty, has no method first; a model has first\(batch"):
+    with pytest.raises(
+        ValueError, match=r"a Empty, has no method first\.\nFix: write first\(batch"
+    ):
         ModelFacts.of(Task())
 
 
@@ -506,9 +508,7 @@ def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
     class NoRules(Regress):
         rules = RULES
 
-    with pytest.raises(
-        ValueError, match=r"layers\.block\..*: unknown dim name '.*': there is no rule"
-    ):
+    with pytest.raises(ValueError, match=r"layers\.block\..*: dim '.*' has no rule"):
         init_state(NoRules(("block",)), parallel)
     task = Regress()
     state, step = init_state(task, parallel), make_train_step(task, parallel)
@@ -538,9 +538,7 @@ def test_a_collective_over_an_axis_of_vmap_is_told():
     try:
         setup = Setup.of(Regress(("centred", "dense")), Parallel(on_devices((1, 2, 1))))
         state, batch = init_state(setup), setup.task.make_batches("train", 0).batch(0)
-        with pytest.raises(
-            ValueError, match=r"layer centred.* over the name of an axis of jax\.vmap"
-        ):
+        with pytest.raises(ValueError, match=r"layer centred.* over an axis of jax\.vmap"):
             jax.jit(make_loss_and_grad(setup)).lower(state, batch)
     finally:
         del MAKERS["centred"]
@@ -587,7 +585,7 @@ def test_an_exchange_within_a_unit_is_refused_before_it_would_hang(mesh, shares)
     refused = functools.partial(
         pytest.raises,
         ValueError,
-        match=rf"between the devices of 'tensor' within a unit's work, at split \({HERE}\)",
+        match=rf"split \({HERE}\) cuts, joins or reshapes a dim that 'tensor' splits",
     )
     for make_step in (make_train_step, value_and_grad):
         with refused():

@@ -13,11 +13,9 @@ from lib.any_model import assert_same
 from lib.laws import slow
 from lib.layers import Attention, Experts
 from lib.models import FEATURES, MAKERS, SGD, WIDTH, Regress
-from lib.planned import sums_of
 
 import jaxpar
 from jaxpar import At, MeshConfig, Parallel, PipelineConfig, Stack, Sums, TrainConfig, nn
-from jaxpar.analysis import inspect_step
 from jaxpar.config_file import read_config, to_toml
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
@@ -215,9 +213,8 @@ def test_a_device_has_its_experts_and_its_part_of_the_gradients_sums():
     assert kernel.sharding.spec[:2] == ("stage", "expert")
     assert kernel.sharding.shard_shape(kernel.shape)[1:] == (2, WIDTH, WIDTH)
     cost = estimate_step(Mixture(), laid_out("pp2expert2"), machine="v5e:2x2")
-    axes = {sent.what: sent.axes for sent in cost.sent}
-    assert axes["gradient layers.gru.w_h"] == ("expert",)
-    assert "gradient layers.experts.kernel" not in axes  # nobody else has these
+    over_experts = [each for each in cost.sent if each.axes == ("expert",)]
+    assert [(each.op, each.runs) for each in over_experts] == [("all-reduce", 1)]
 
 
 def test_a_plan_keeps_the_axis():
@@ -226,21 +223,6 @@ def test_a_plan_keeps_the_axis():
     meshes = {cost.parallel.mesh for cost in (*ranking.fitting, *ranking.refused)}
     assert {mesh.sizes["expert"] for mesh in meshes} == {2}
     assert {(mesh.data, mesh.stage) for mesh in meshes} >= {(4, 1), (2, 2), (1, 4)}
-
-
-@pytest.mark.parametrize(
-    ("task", "mesh"), [(Context(), "dp2context2"), slow(Mixture(batch_size=32), "expert4")]
-)
-def test_a_plan_counts_what_layers_send(task, mesh):
-    predicted, compiled = (
-        sums_of([each for each in sent if each.bytes > 1000 and each.op != "all-reduce"], task.axes)
-        for sent in (
-            estimate_step(task, laid_out(mesh)).sent,
-            inspect_step(task, laid_out(mesh)).collectives,
-        )
-    )
-    assert len(compiled) == len(task.axes) * (2 if "context" in mesh else 1)
-    assert predicted == compiled
 
 
 class Ring(Attention):
@@ -279,11 +261,11 @@ class Mistyped(Context):
 @pytest.mark.parametrize(
     ("task", "mesh", "message"),
     [
-        (Ringed(), "dp1", r"layer ring \(test_axes\.py, line \d+\) uses ppermute: stages run it in"),
-        (Unnamed(), "dp1", r"attention \(.*\) uses a collective along 'context', .*axes = \(\"context\",\)"),
+        (Ringed(), "dp1", r"layer ring \(test_axes\.py, line \d+\) uses ppermute, which would exchange with"),
+        (Unnamed(), "dp1", r"attention \(.*\) .* along 'context', .*\n.*axes = \(\"context\",\)"),
         (Mistyped(), "dp1", r"rule 'time' -> \('contxt',\): unknown mesh axis 'contxt'; axes of task Mis"),
-        (Context(), "contxt2", "unknown axis 'contxt'; axes of task Context are .*did you mean 'context'"),
-        (Context(kinds=("gru",)), "context2", "layer gru goes from step to step: its state would begin"),
+        (Context(), "contxt2", "unknown axis 'contxt' of task Context\nFix: use .*context"),
+        (Context(kinds=("gru",)), "context2", "layer gru carries state from step to step"),
         (Context(seq_len=9), "context2", "seq_len=9 does not divide by context=2"),
         (Mixture(batch_size=6), "dp2expert2", "batch_size=6 does not divide by data=2 x .*expert=2"),
     ],
@@ -305,7 +287,6 @@ def test_chunks_of_time_and_unequal_shares_are_refused():
     ("text", "axes", "written"),
     [
         ("dp2pp2context2", (("context", 2),), "dp2pp2context2"),
-        ("data=2,stage=2,context=2", (("context", 2),), "dp2pp2context2"),
         ("expert4", (("expert", 4),), "expert4"),
     ],
 )
@@ -317,7 +298,7 @@ def test_a_mesh_is_read_with_its_axes(text, axes, written):
 
 @pytest.mark.parametrize("name", ["data", "dp", "Context", "two words", ""])
 def test_names_that_cannot_be_axes_are_refused(name):
-    with pytest.raises(ValueError, match="is not a name for an axis of your own"):
+    with pytest.raises(ValueError, match="cannot name an axis of yours"):
         MeshConfig(axes=((name, 2),))
 
 

@@ -21,7 +21,6 @@ from jaxpar import (
     Stack,
     TrainConfig,
 )
-from jaxpar.analysis import strategy_for
 from jaxpar.pipeline import make_schedule
 from jaxpar.planning import plan
 from jaxpar.setup import Setup
@@ -60,23 +59,23 @@ def made():
 
 
 A_TASK, A_LAYOUT = (
-    "use a task, such as jaxpar.lm.LM",
-    "use a Parallel, a MeshConfig, or the shape of a mesh",
+    "must be a task, such as jaxpar.lm.LM",
+    "must be a Parallel, a MeshConfig, or a text such as dp2",
 )
-A_STATE = "use what init_state or a step returns"
+A_STATE = "must be what init_state or a step returns"
 CALLS = {
     "fit a dict": (lambda m: jaxpar.fit({}), rf"task=\{{\}} \(dict\): {A_TASK}"),
     "fit a name": (lambda m: jaxpar.fit("lm"), f"task='lm' .*{A_TASK}"),
     "fit nothing": (lambda m: jaxpar.fit(None), A_TASK),
-    "fit a class": (lambda m: jaxpar.fit(jaxpar.lm.LM), r"task=LM is a class; give an object of it, LM\(\)"),
+    "fit a class": (lambda m: jaxpar.fit(jaxpar.lm.LM), r"task=LM is a class\nFix: give an object, LM\(\)"),
     "fit on a number": (lambda m: jaxpar.fit(TASK, 8), rf"parallel=8 \(int\): {A_LAYOUT}"),
     "fit on a dict": (lambda m: jaxpar.fit(TASK, {"data": 8}), A_LAYOUT),
-    "fit on no mesh": (lambda m: jaxpar.fit(TASK, "8 devices"), "mesh '8 devices': cannot read"),
-    "fit on too many devices": (lambda m: jaxpar.fit(TASK, "dp16"), "needs 16 devices, but there are 8"),
-    "fit with a dict of settings": (lambda m: jaxpar.fit(TASK, "dp8", {}), "use a TrainConfig"),
-    "fit with a number of steps": (lambda m: jaxpar.fit(TASK, "dp8", 100), r"train=100 \(int\): use a Trai"),
+    "fit on no mesh": (lambda m: jaxpar.fit(TASK, "8 devices"), "mesh '8 devices': must be axes and sizes"),
+    "fit on too many devices": (lambda m: jaxpar.fit(TASK, "dp16"), "needs 16 devices, got 8"),
+    "fit with a dict of settings": (lambda m: jaxpar.fit(TASK, "dp8", {}), "must be a TrainConfig"),
+    "fit with a number of steps": (lambda m: jaxpar.fit(TASK, "dp8", 100), r"train=100 \(int\): must be"),
     "fit with a function for a report": (
-        lambda m: jaxpar.fit(TASK, "dp8", report=print), "report=.*: use a Report, such as ConsoleReport",
+        lambda m: jaxpar.fit(TASK, "dp8", report=print), "report=.*: must be a Report, such as ConsoleReport",
     ),
     "fit of too small a vocabulary": (
         lambda m: jaxpar.fit(TASK, "dp8"), "vocab_size=32 is less than the .* words of corpus",
@@ -86,7 +85,7 @@ CALLS = {
     ),
     "state of a dict": (lambda m: jaxpar.init_state({}, MESH), A_TASK),
     "state on a number": (lambda m: jaxpar.init_state(TASK, 3), A_LAYOUT),
-    "state on too many devices": (lambda m: jaxpar.init_state(TASK, "dp9"), "needs 9 devices, but "),
+    "state on too many devices": (lambda m: jaxpar.init_state(TASK, "dp9"), "needs 9 devices, got 8"),
     "state of rows that do not divide": (
         lambda m: jaxpar.init_state(TASK, "dp3"), "batch_size=8 does not divide by data=3",
     ),
@@ -95,12 +94,12 @@ CALLS = {
     ),
     "train step of a dict": (lambda m: jaxpar.make_train_step({}, MESH), A_TASK),
     "train step on a number": (lambda m: jaxpar.make_train_step(TASK, 3), A_LAYOUT),
-    "train step with a number": (lambda m: jaxpar.make_train_step(TASK, MESH, 3), "use a TrainConfig"),
+    "train step with a number": (lambda m: jaxpar.make_train_step(TASK, MESH, 3), "must be a TrainConfig"),
     "gradients of a dict": (lambda m: jaxpar.value_and_grad({}, MESH), A_TASK),
     "gradients on a number": (lambda m: jaxpar.value_and_grad(TASK, 3), A_LAYOUT),
-    "gradients with a number": (lambda m: jaxpar.value_and_grad(TASK, MESH, 3), "use a TrainConfig"),
+    "gradients with a number": (lambda m: jaxpar.value_and_grad(TASK, MESH, 3), "must be a TrainConfig"),
     "gradients on too many devices": (
-        lambda m: jaxpar.value_and_grad(TASK, "dp16"), "needs 16 devices, but there are 8",
+        lambda m: jaxpar.value_and_grad(TASK, "dp16"), "needs 16 devices, got 8",
     ),
     "evaluation step of a dict": (lambda m: make_eval_step({}, MESH), A_TASK),
     "evaluation step on a list": (lambda m: make_eval_step(TASK, []), A_LAYOUT),
@@ -111,7 +110,7 @@ CALLS = {
     "too many rows": (
         lambda m: m.step(m.state, batch(16)), r"inputs_BT is int32\[16, 4\], in .* of task LM it is int32\[",
     ),
-    "too few rows": (lambda m: m.step(m.state, batch(3)), r"int32\[3, 4\].*give a batch of these sizes"),
+    "too few rows": (lambda m: m.step(m.state, batch(3)), r"int32\[3, 4\], in batches"),
     "too many steps": (lambda m: m.step(m.state, batch(8, 5)), "a batch of 5 time steps, those of .* have 4"),
     "tokens that are no integers": (
         lambda m: m.step(m.state, batch(dtype=np.float32)), "is float32.*it is int32|no ids; give integers",
@@ -124,10 +123,10 @@ CALLS = {
     ),
     "no batch": (lambda m: m.step(m.state, None), "the batch is nothing, those"),
     "a state of another mesh": (
-        lambda m: m.step(m.other, batch()), r"lies on a mesh of \{'data': 8, .* is for \{'data': 2, .*make",
+        lambda m: m.step(m.other, batch()), r"lies on a mesh of \{'data': 8, .* is for \{'data': 2,",
     ),
     "no state": (lambda m: m.step({}, batch()), A_STATE),
-    "an abstract state": (lambda m: m.step(m.abstract, batch()), "the state is abstract; make one"),
+    "an abstract state": (lambda m: m.step(m.abstract, batch()), r"the state is abstract\.\nFix: make one"),
     "gradients of too many rows": (lambda m: m.grad(m.state, batch(16)), r"int32\[16, 4\]"),
     "gradients of tokens beyond the vocabulary": (
         lambda m: m.grad(m.state, batch(token=99)), "token 99 .* vocabulary of 32",
@@ -138,20 +137,20 @@ CALLS = {
     "evaluation of a state of another mesh": (lambda m: m.eval(m.other, batch()), "lies on a mesh of"),
     "evaluation of no state": (lambda m: m.eval(None, batch()), A_STATE),
     "an audit of no state": (lambda m: audit({}), A_STATE),
-    "a mesh of a text": (lambda m: MeshConfig("dp8"), "mesh data='dp8': use a whole number"),
-    "a mesh of a fraction": (lambda m: MeshConfig(2.0), r"mesh data=2\.0 \(float\): use a whole number"),
-    "a mesh of nothing": (lambda m: MeshConfig(0), "mesh data=0: use a positive whole number, or -1"),
-    "a mesh read from a number": (lambda m: MeshConfig.parse(8), r"mesh=8 \(int\): use the shape of one"),
-    "a mesh read from an empty text": (lambda m: MeshConfig.parse(""), "cannot read ''; write data=2"),
-    "a layout of a number": (lambda m: Parallel(8), r"mesh=8 \(int\): use a MeshConfig"),
-    "a pipeline of a dict": (lambda m: Parallel("pp8", {}), "pipeline=.*: use a PipelineConfig"),
-    "shares of a number": (lambda m: Parallel("dp8", shares=3), "shares=3 .*: use a list of whole numbers"),
+    "a mesh of a text": (lambda m: MeshConfig("dp8"), "mesh data='dp8': must be a whole number"),
+    "a mesh of a fraction": (lambda m: MeshConfig(2.0), r"mesh data=2\.0 \(float\): must be a whole number"),
+    "a mesh of nothing": (lambda m: MeshConfig(0), "mesh data=0: must be positive, or -1"),
+    "a mesh read from a number": (lambda m: MeshConfig.parse(8), r"mesh=8 \(int\): must be the shape of one"),
+    "a mesh read from an empty text": (lambda m: MeshConfig.parse(""), "mesh '': must be axes and sizes"),
+    "a layout of a number": (lambda m: Parallel(8), r"mesh=8 \(int\): must be a MeshConfig"),
+    "a pipeline of a dict": (lambda m: Parallel("pp8", {}), "pipeline=.*: must be a PipelineConfig"),
+    "shares of a number": (lambda m: Parallel("dp8", shares=3), "shares=3 .*: must be a list"),
     "simulated devices by name": (lambda m: jaxpar.simulate_devices("8"), "num_devices='8'.*a whole number"),
-    "half a device": (lambda m: jaxpar.simulate_devices(2.5), r"num_devices=2\.5 .*: use a whole number"),
-    "a stack of a number": (lambda m: Stack(3, rngs=m.rngs), "makers=3 .*: use a list of functions"),
-    "a stack of numbers": (lambda m: Stack([3], rngs=m.rngs), "a maker of a Stack=3 .*: use a list of func"),
-    "a stack without random numbers": (lambda m: Stack([nnx.Linear], rngs=0), r"rngs=0 .*: use nnx\.Rngs"),
-    "batches of a list": (lambda m: ArrayBatches([1, 2], 2), r"arrays=\[1, 2\] .*: use a dict of arrays"),
+    "half a device": (lambda m: jaxpar.simulate_devices(2.5), r"num_devices=2\.5 .*: must be a whole number"),
+    "a stack of a number": (lambda m: Stack(3, rngs=m.rngs), "makers=3 .*: must be a list of functions"),
+    "a stack of numbers": (lambda m: Stack([3], rngs=m.rngs), "a maker of a Stack=3 .*: must be a list"),
+    "a stack without random numbers": (lambda m: Stack([nnx.Linear], rngs=0), r"rngs=0 .*: must be"),
+    "batches of a list": (lambda m: ArrayBatches([1, 2], 2), r"arrays=\[1, 2\] .*: must be a dict of arrays"),
     "batches of nothing": (lambda m: ArrayBatches({}, 2), "arrays of {} rows"),
     "batches of a number": (lambda m: ArrayBatches({"x": 3}, 2), r"arrays\['x'\]=3 has no rows"),
     "batches of unequal sequences": (
@@ -172,7 +171,7 @@ CALLS = {
         lambda m: ArrayBatches({"x": np.zeros(3), "y": np.zeros(4)}, 2), "'x': 3, 'y': 4",
     ),
     "a text for the rows of a batch": (
-        lambda m: ArrayBatches({"x": np.zeros(3)}, "2"), r"batch_size='2' \(str\): use a whole number",
+        lambda m: ArrayBatches({"x": np.zeros(3)}, "2"), r"batch_size='2' \(str\): must be a whole number",
     ),
     "a series too short": (lambda m: SeriesBatches({"x": np.zeros(3)}, 2, 4, 0), "3 steps are fewer"),
     "a series of warming up": (
@@ -184,45 +183,43 @@ CALLS = {
     "less than no warming up": (
         lambda m: SeriesBatches({"x": np.zeros(9)}, 1, 4, warmup=-1), "warmup=-1 with seed=None",
     ),
-    "a rate in words": (lambda m: OptimizerConfig(learning_rate="high"), "_rate='high': use a number"),
-    "no such optimizer": (lambda m: OptimizerConfig(name="adamm"), "name='adamm': use 'adam' or"),
-    "half a step": (lambda m: TrainConfig(num_steps=1.5), r"num_steps=1\.5 \(float\): use a whole number"),
+    "a rate in words": (lambda m: OptimizerConfig(learning_rate="high"), "_rate='high': must be a number"),
+    "no such optimizer": (lambda m: OptimizerConfig(name="adamm"), "name='adamm': must be 'adam' or"),
+    "half a step": (lambda m: TrainConfig(num_steps=1.5), r"num_steps=1\.5 \(float\): must be a whole"),
     "steps backwards": (lambda m: TrainConfig(num_steps=-1), "num_steps=-1: must be positive"),
-    "rules of a dict": (lambda m: Rules({"a": "tensor"}), r"rules=.*: write Rules\.make\("),
-    "rules of a list": (lambda m: Rules([1]), r"rules=\[1\]: write Rules\.make\("),
+    "rules of a dict": (lambda m: Rules({"a": "tensor"}), r"rules=.* is not a table of rules"),
+    "rules of a list": (lambda m: Rules([1]), r"rules=\[1\] is not a table of rules"),
     "parameters split over no data": (
         lambda m: jaxpar.fit(TASK, Parallel("tp8", fsdp=True)), "fsdp=True splits over data, and mesh tp8 ",
     ),
     "a mesh of the planner's": (
-        lambda m: jaxpar.fit(TASK, "auto"), "mesh 'auto': the planner chooses one for a run that begins",
+        lambda m: jaxpar.fit(TASK, "auto"), "mesh 'auto': must be axes and sizes here",
     ),
     "a picture of an array of NumPy": (
-        lambda m: jaxpar.show(np.zeros(3)), r"type ndarray; .* of JAX \(of NumPy's: jax\.numpy\.as",
+        lambda m: jaxpar.show(np.zeros(3)), r"no picture of type ndarray\nFix: give a mesh, a JAX array",
     ),
-    "a picture of a number": (lambda m: jaxpar.show(3), "no picture of type int; give a MeshConf"),
-    "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a sch.* mean '1f1b'"),
+    "a picture of a number": (lambda m: jaxpar.show(3), "no picture of type int"),
+    "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a schedule"),
     "a schedule of no stage": (lambda m: make_schedule("1f1b", 0, 2), "num_stages=0 is not a count"),
     "stages in words": (lambda m: make_schedule("1f1b", "4", 2), "num_stages='4' is not a count"),
-    "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), "num_groups=1 with the"),
+    "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), r"cannot have num_groups=2"),
     "a plan for a name": (lambda m: plan("lm"), f"task='lm' .*{A_TASK}"),
-    "a plan for a number": (lambda m: plan(TASK, machine=3), r"machine=3 \(int\): use the name of one"),
+    "a plan for a number": (lambda m: plan(TASK, machine=3), r"machine=3 \(int\): must be the name of one"),
     "fewer finalists than none": (lambda m: plan(TASK, num_finalists=-1), "finalists=-1 is too small"),
-    "a size of tensor alone": (lambda m: plan(TASK, tensor=2), r"tensor=2 \(int\): use a list of sizes"),
-    "a plan for no such machine": (lambda m: plan(TASK, machine="gpu"), "machine 'gpu': write a TPU slice"),
+    "a plan for no such machine": (lambda m: plan(TASK, machine="gpu"), "machine 'gpu': must be one of v5e"),
     "a sample of no run": (lambda m: jaxpar.lm.sample("nowhere"), "nowhere holds no run"),
     "a start of a number": (
-        lambda m: jaxpar.fit(TASK, start=3), r"start=3 \(int\): use a path, or jaxpar\.Start\(path, rename",
+        lambda m: jaxpar.fit(TASK, start=3), r"start=3 \(int\): must be",
     ),
-    "a start at an address": (lambda m: jaxpar.Start("s3://a/b"), "start='s3://a/b' is an address"),
-    "a name for nothing": (lambda m: jaxpar.Start("a", rename=("b",)), r"rename=\('b',\): use"),
+    "a start at an address": (lambda m: jaxpar.Start("s3://a/b"), "start='s3://a/b' must be a folder"),
+    "a name for nothing": (lambda m: jaxpar.Start("a", rename=("b",)), r"rename=\('b',\): must be"),
     "half a pattern": (lambda m: jaxpar.Start("a", leave=("(",)), "is not a valid pattern"),
     "a start and a resumed run": (
         lambda m: jaxpar.fit(TASK, start="a", resume=True), "start is for a run that begins, and resume for",
     ),
     "a corpus of no file": (lambda m: jaxpar.lm.load_corpus("nowhere"), "no corpus 'nowhere': it is neither"),
-    "a corpus of a number": (lambda m: jaxpar.lm.load_corpus(3), r"corpus=3 \(int\): use python-docs, "),
-    "advice on a number": (lambda m: strategy_for(3, 3, MeshConfig(data=2)), "has no kernel"),
-    "layers in words": (lambda m: jaxpar.lm.LM("four"), "num_layers='four': use a whole number"),
+    "a corpus of a number": (lambda m: jaxpar.lm.load_corpus(3), r"corpus=3 \(int\): must be python-docs, "),
+    "layers in words": (lambda m: jaxpar.lm.LM("four"), "num_layers='four': must be a whole number"),
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 
 from jaxpar.cli.main import main
-from jaxpar.training.checksums import write_table
+from jaxpar.training.checkpoint import write_table
 
 LOWERS = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # what JAX says before it compiles
 HYBRID = f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits"
@@ -94,7 +94,7 @@ def without_losses(world):
     """The checkpoint knows of no validation."""
     path = world / "run/checkpoints/2/checkpoint.json"
     content = json.loads(path.read_text()) | {"losses": {}}
-    del content["sha256"]
+    del content["hash"]
     write_table(path, content)
 
 
@@ -116,13 +116,13 @@ FLAGS = {
     "no width": (train("--hidden-size"), "value for argument '--hidden-size'. Expected 1"),
     "devices by name": (train("--devices", "gpu"), r"parsing --devices: .*\['gpu'\].*INT"),
     "a start without its file": (
-        train("--start-leave", "a"), "--start-rename and --start-leave are for the names of weights to begin",
+        train("--start-leave", "a"), "--start-rename and --start-leave need --start PATH",
     ),
     "a name without its pattern": (
-        train("--start", "run", "--start-rename", "a"), r"--start-rename a: write PATTERN=NAME, such as 'enc",
+        train("--start", "run", "--start-rename", "a"), r"--start-rename a: must be PATTERN=NAME, such as",
     ),
     "a start of a resumed run": (
-        resume("--start", "run"), "start is for a run that begins, and resume for one that goes on",
+        resume("--start", "run"), "start is for a run that begins, and resume for one with",
     ),
     "weights of 3 bits": (
         ["export", "run", "-o", "m", "--dtype", "int3"], "invalid choice 'int3' for argument '--dtype'",
@@ -133,9 +133,9 @@ FLAGS = {
     "width beyond all memory": (
         train("--hidden-size", "10000000"), r"state alone need [\d.]+ TB on 8 devices, this machine has",
     ),
-    "devices beyond all threads": (train("--simulate", "9999"), r"simulate_devices\(9999\): use 1 to 1024"),
+    "devices beyond all threads": (train("--simulate", "9999"), r"simulate_devices\(9999\): must be from 1"),
     "hardly any memory": (
-        train("--memory", "1kB"), r"a step needs ~[\d.]+ kB on a device, .* has 1\.0 kB; use more devices",
+        train("--memory", "1kB"), r"needs more than [\d.]+ kB on a device, .* has 1\.0 kB\s+Fix: use",
     ),
     "no embedding": (train("--embed-size", "0"), "embed_size=0: must be positive"),
     "embedding too wide": (
@@ -154,8 +154,8 @@ FLAGS = {
     "dropout of more": (
         train("--dropout", "1.5"), r"dropout=1\.5: must be at least 0 and less than 1",
     ),
-    "dropout nan": (train("--dropout", "nan"), "dropout=nan: use a finite number"),
-    "forget bias inf": (train("--forget-bias", "inf"), "forget_bias=inf: use a finite"),
+    "dropout nan": (train("--dropout", "nan"), "dropout=nan: must be a finite number"),
+    "forget bias inf": (train("--forget-bias", "inf"), "forget_bias=inf: must be a finite"),
     "tied and narrow": (
         train("--tie-embedding", "--embed-size", "4"),
         "tie_embedding needs embed_size=4 equal to hidden_size=8",
@@ -163,15 +163,15 @@ FLAGS = {
     "unknown dtype": (train("--dtype", "float16"), "dtype.*float32.*bfloat16"),
     "hidden by tensor": (
         train("--mesh", "tp8", "--hidden-size", "12"),
-        "hidden_size=12 does not divide by tensor=8; use hidden_size 8 or 16",
+        "hidden_size=12 does not divide by tensor=8 Fix: use hidden_size=8 or 16",
     ),
     "hidden by heads": (
         train("--num-heads", "3"),
-        "hidden_size=8 does not divide by num_heads=3; use hidden_size 6 or 9",
+        "hidden_size=8 does not divide by num_heads=3 Fix: use hidden_size=6 or 9",
     ),
     "heads by tensor": (
         train("--mesh", "tp4", "--num-heads", "2"),
-        "num_heads=2 does not divide by tensor=4; use num_heads 4",
+        "num_heads=2 does not divide by tensor=4 Fix: use num_heads=4",
     ),
     "heads of no recurrent matrix": (
         train("--layer", "mingru", "--num-heads", "2"),
@@ -181,15 +181,15 @@ FLAGS = {
     "no microbatch": (train("--pipeline.num-microbatches", "0"), "num_microbatches=0: must be"),
     "batch by data and microbatches": (
         train("--mesh", "dp4pp2", "--pipeline.num-microbatches", "4"),
-        "batch_size=8 does not divide by data=4 x num_microbatches=4 = 16; use batch_size 16",
+        "batch_size=8 does not divide by data=4 x num_microbatches=4 = 16 Fix: use batch_size=16",
     ),
     "no chunk": (train("--pipeline.num-chunks", "0"), "num_chunks=0: must be positive"),
     "time by chunks": (
         train("--mesh", "dp4pp2", "--pipeline.num-chunks", "3"),
-        "seq_len=4 does not divide by num_chunks=3; use seq_len 3 or 6",
+        "seq_len=4 does not divide by num_chunks=3 Fix: use seq_len=3 or 6",
     ),
     "groups without interleaving": (
-        train("--pipeline.num-groups", "2"), "num_groups=2 with schedule='1f1b'; use",
+        train("--pipeline.num-groups", "2"), "num_groups=2 with schedule='1f1b': must be 1",
     ),
     "interleaving without groups": (
         train("--pipeline.schedule", "interleaved"), "num_groups=1 with schedule='interleaved'",
@@ -207,18 +207,18 @@ FLAGS = {
     ),
     "placement for other stages": (
         train("--mesh", "dp4pp2", "--pipeline.placement", "first, 0 | 1 | last"),
-        "names 2 layers in 3 places; num_layers=2 on stage=2 needs 2 places .* 'first, 0 | 1, last'",
+        "names 2 layers in 3 places, num_layers=2 on stage=2 needs 2 in 2.\n.* 'first, 0 | 1, last'",
     ),
     "layers by stages": (
         train("--mesh", "dp4pp2", "--num-layers", "3", "--pipeline.placement", "even"),
-        r"num_layers=3 does not split evenly over stage=2; use 2 or 4 layers.*\(2, 1\)",
+        r"num_layers=3 does not split evenly over stage=2\. Fix: use 2 or 4 layers.*\(2, 1\)",
     ),
     "unknown head": (train("--pipeline.head", "first"), "head.*last.*sharded"),
     "level": (train("--level", "byte"), "level.*auto.*word.*char"),
     "room for no word": (train("--max-vocab", "2"), "max_vocab=2 leaves no room for words"),
     "no rows": (train("--batch-size", "0"), "batch_size=0: must be positive"),
     "rows by data": (
-        train("--batch-size", "12"), "batch_size=12 does not divide by data=8; use",
+        train("--batch-size", "12"), "batch_size=12 does not divide by data=8",
     ),
     "no time": (train("--seq-len", "-1"), "seq_len=-1: must be positive"),
     "text too short for the batch": (
@@ -226,28 +226,28 @@ FLAGS = {
     ),
     "negative buckets": (train("--num-buckets", "-1"), "num_buckets=-1: must not be neg"),
     "a share of nothing": (
-        train("--mesh", "dp2tp4", "--shares", "0", "1"), r"shares=\(0, 1\): every .* group",
+        train("--mesh", "dp2tp4", "--shares", "0", "1"), r"shares=\(0, 1\): must be positive",
     ),
     "shares for other groups": (
         train("--mesh", "dp2tp4", "--shares", "1", "2", "1"),
-        r"shares=\(1, 2, 1\) are 3 parts for data=2",
+        r"shares=\(1, 2, 1\): expected 2 \(data\), got 3",
     ),
     "no steps": (train("--train.num-steps", "0"), "num_steps=0: must be positive"),
     "too many steps": (train("--train.num-steps", "2147483648"), "num_steps=2147483648: must"),
     "unknown optimizer": (train("--optimizer.name", "lion"), "optimizer.name.*adam.*sgd"),
     "no rate": (train("--optimizer.learning-rate", "0"), r"learning_rate=0\.0: must be positive"),
-    "rate nan": (train("--optimizer.learning-rate", "nan"), "learning_rate=nan: use a finite"),
+    "rate nan": (train("--optimizer.learning-rate", "nan"), "learning_rate=nan: must be a finite"),
     "unknown schedule of rates": (train("--optimizer.lr-schedule", "cos"), "lr-schedule.*cosine"),
     "negative warm-up": (train("--optimizer.warmup-steps", "-1"), "warmup_steps=-1: must not be"),
     "more warm-up than steps": (
         train("--optimizer.warmup-steps", "50"), "warmup_steps=50 of num_steps=2: .*; use warmup_steps=0",
     ),
     "negative hold": (train("--optimizer.hold-steps", "-1"), "hold_steps=-1: must not be negative"),
-    "decay of more": (train("--optimizer.lr-decay", "1.5"), r"lr_decay=1\.5: must be above 0, and 1"),
+    "decay of more": (train("--optimizer.lr-decay", "1.5"), r"lr_decay=1\.5: must be above 0 and at most 1"),
     "decay at no time": (train("--optimizer.lr-decay-every", "0"), "lr_decay_every=0: must be pos"),
     "weight decay of adam": (
         train("--optimizer.weight-decay", "0.1"),
-        r"weight_decay=0\.1 has no effect with optimizer 'adam'; use .* name='adamw'",
+        r"weight_decay=0\.1 has no effect with optimizer 'adam' Fix: use .* name='adamw'",
     ),
     "negative weight decay": (train("--optimizer.weight-decay", "-1"), r"weight_decay=-1\.0: must"),
     "momentum of adam": (train("--optimizer.momentum", "0.9"), r"momentum=0\.9 has no effect with"),
@@ -268,21 +268,17 @@ FLAGS = {
     "nothing kept": (train("--train.keep-checkpoints", "0"), "keep_checkpoints=0: must be pos"),
     "no folder": (train("--train.out-dir", ""), "out_dir='' names no folder"),
     "folder where none can be": (
-        train("--train.out-dir", "/proc/run"), r"cannot make the folder /proc/run: .*; use another --train",
+        train("--train.out-dir", "/proc/run"), r"cannot make the folder /proc/run: .* Fix: use another",
     ),
     "folder with too long a name": (
-        train("--train.out-dir", "a" * 300), r"cannot make the folder a+: File name too long; use another",
+        train("--train.out-dir", "a" * 300), r"cannot make the folder a+: File name too long Fix: use",
     ),
     "no folder for what is planned": (
         train("--mesh", "auto", "--train.out-dir", "empty.txt/run"), r"cannot make the folder empty\.txt/ru",
     ),
     "folder in a file": (
         train("--train.out-dir", "empty.txt/run", "--corpus", "none"),  # before that is looked for
-        r"cannot make the folder empty\.txt/run: Not a directory; use another --train\.out-dir",
-    ),
-    "fallback in a file": (
-        train("--train.fallback-dir", "empty.txt/runs"),
-        r"cannot make fallback_dir='empty\.txt/runs': Not a directory; use",
+        r"cannot make the folder empty\.txt/run: Not a directory Fix: use another folder",
     ),
     "unknown flag": (
         train("--hiden-size", "8"),
@@ -292,11 +288,11 @@ FLAGS = {
         train("--batch_sizes", "8"), "options: --batch-sizes, 8 Perhaps you meant: --batch-size INT",
     ),
     "a rate by another name": (
-        train("--lr", "0.1"), r"options: --lr, 0\.1 .* --lr is --optimizer\.learning-rate here$",
+        train("--lr", "0.1"), r"options: --lr, 0\.1 ",
     ),
-    "epochs": (train("--epochs", "3"), r"options: --epochs, 3 .* --epochs is --train\.num-steps here"),
+    "epochs": (train("--epochs", "3"), r"options: --epochs, 3 "),
     "steps": (train("--steps", "3"), r"options: --steps, 3 Perhaps you meant: .* --train\.num-steps INT"),
-    "devices by another name": (train("--gpus", "2"), "options: --gpus, 2 .* --gpus is --mesh here"),
+    "devices by another name": (train("--gpus", "2"), "options: --gpus, 2 "),
     "a table for an option": (
         train("--pipeline", "num-chunks=4"), r"--pipeline, num-chunks=4 .* --pipeline\.num-chunks INT",
     ),
@@ -306,32 +302,32 @@ FLAGS = {
         train("--optimizer.learning-rate", "0,01"), r"parsing --optimizer\.learning-rate: .*float: '0,01'",
     ),
     "a whole number as a power": (train("--hidden-size", "1e3"), "parsing --hidden-size: .*int.*: '1e3'"),
-    "a task as a module": (["train", "own:Task"], r"no task 'own:Task'\.\nFix: use lm, or .*py:Name\.$"),
+    "a task as a module": (["train", "own:Task"], r"no task 'own:Task'\. Fix: use lm, or .*py:Name\.$"),
     "a run for a task": (
         ["inspect", "run"],
-        r"no task 'run'; it is the folder of a run, for --config run/config\.toml\.\nFix: use lm",
+        r"no task 'run'; it is the folder of a run, for --config run/config\.toml\. Fix: use lm",
     ),
-    "unknown command": (["trian", "lm"], "there is no command 'trian'; did you mean train"),
-    "no command like it": (["go"], "there is no command 'go'; there are train, plan, evaluate"),
+    "unknown command": (["trian", "lm"], "no command 'trian' Fix: use train"),
+    "no command like it": (["go"], "no command 'go' Fix: use train, plan, evaluate"),
     "no task": (
-        ["train", "--mesh", "dp8"], r"train what\? .* train lm .* path/to/file\.py:Name",
+        ["train", "--mesh", "dp8"], r"train needs a task Fix: write train lm, or train path/to/file\.py:Name",
     ),
-    "no task to plan": (["plan", "--devices", "8"], r"plan what\? Name a task after it: plan lm"),
-    "no task to plot": (["plot", "schedule"], r"plot schedule what\? .* plot schedule lm"),
+    "no task to plan": (["plan", "--devices", "8"], r"plan needs a task Fix: write plan lm"),
+    "no task to plot": (["plot", "schedule"], r"plot schedule needs a task Fix: write plot schedule lm"),
     "unknown task": (["train", "lmm"], "there is no task 'lmm'; did you mean 'lm'"),
-    "no such picture": (["plot", "lm"], "there is no picture 'lm'; write plot KIND TASK with one of sched"),
-    "no picture at all": (["plot", "--mesh", "pp4"], "there is no picture ''; write plot KIND TASK"),
+    "no such picture": (["plot", "lm"], "no picture 'lm' Fix: write plot KIND TASK, with a KIND of sched"),
+    "no picture at all": (["plot", "--mesh", "pp4"], "no picture '' Fix: write plot KIND TASK"),
 }  # fmt: skip
 
 DEVICES = {
-    "too many devices": (train("--mesh", "dp16"), "needs 16 devices, but there are 8; use .*simulate 16"),
+    "too many devices": (train("--mesh", "dp16"), "needs 16 devices, got 8 Fix: use .*simulate 16"),
     "no such device": (
-        train("--devices", "9"), r"mesh devices=\(9,\): there is no device 9; .* 0 to 7",
+        train("--devices", "9"), r"mesh devices=\(9,\): 9 must be at most 7",
     ),
     "a device twice": (
-        train("--devices", "0", "0"), r"devices=\(0, 0\) name \[0\] twice; name each once",
+        train("--devices", "0", "0"), r"devices=\(0, 0\): \[0\] must be named once",
     ),
-    "mesh of no size": (train("--mesh", "tp0"), "mesh tensor=0: use a positive whole number"),
+    "mesh of no size": (train("--mesh", "tp0"), "mesh tensor=0: must be positive"),
     "a mesh in two ways": (
         train("--mesh", "dp2", "--mesh.data", "4"), r"options: --mesh\.data, 4 .* train lm --help$",
     ),
@@ -343,43 +339,43 @@ DEVICES = {
     ),
     "a plan for no devices": (
         ["plan", "lm", "--vocab-size", "96", "--machine", "h100:1x1x0"],
-        "machine 'h100:1x1x0' has no devices; use sides of 1 and more",
+        "machine 'h100:1x1x0': sides must be positive",
     ),
     "a mesh of the planner's elsewhere": (
-        ["inspect", "lm", "--mesh", "auto"], r"mesh 'auto': the planner chooses one for a run that begins",
+        ["inspect", "lm", "--mesh", "auto"], r"mesh 'auto': must be axes and sizes here",
     ),
     "a mesh of the planner's for a finished run": (
-        ["evaluate", "run", "--mesh", "auto"], r"here write its axes and sizes, such as dp2pp2tp2",
+        ["evaluate", "run", "--mesh", "auto"], r"must be axes and sizes here, such as dp2pp2tp2",
     ),
     "a plan that nothing fits in": (
         ["plan", "lm", *SIZES[:10], "--corpus", "text", "--memory", "1kB"],
-        r"none of [\d,]+ configs fits in 1\.0 kB on 8 x cpu; .* use more devices, or a smaller model",
+        r"none of [\d,]+ configs fits in 1\.0 kB on 8 x cpu: .*\s+Fix: use more devices, or a smaller model",
     ),
     "the planner's mesh on some devices": (
-        train("--mesh", "auto", "--devices", "0"), "--mesh auto takes all devices, and --devices names some",
+        train("--mesh", "auto", "--devices", "0"), "--mesh auto takes all devices Fix: leave out --devices",
     ),
     "no size of memory": (
-        train("--memory", "much"), "--memory much: write a number and its unit, such as 16GB",
+        train("--memory", "much"), "--memory much: must be a number and its unit, such as 16GB",
     ),
     "nothing to split parameters over": (
-        train("--mesh", "tp2", "--fsdp"), r"fsdp=True splits over data, and mesh tp2 has data=1; use a mes",
+        train("--mesh", "tp2", "--fsdp"), r"fsdp=True splits over data, and mesh tp2 has data=1 Fix: use",
     ),
     "nothing to split an update over": (
         train("--mesh", "pp2", "--update", "sharded"), "update='sharded' splits over data, and mesh pp2 ha",
     ),
-    "no unit of memory": (train("--memory", "16"), "--memory 16: write a number and its unit, such as 16GB"),
+    "no unit of memory": (train("--memory", "16"), "--memory 16: must be a number and its unit"),
     "two sizes to infer": (
-        train("--mesh", "data=-1,stage=-1"), "-1 for data and stage; only one",
+        train("--mesh", "dp-1pp-1"), "-1 for data and stage: only one",
     ),
     "a mesh in three words": (train("--mesh", "dp2", "pp2", "tp2"), "Unrecognized options: pp2, tp2 "),
-    "a mesh of sizes alone": (train("--mesh", "2x2x2"), "cannot read '2x2x2'; write data=2,stage=2,"),
+    "a mesh of sizes alone": (train("--mesh", "2x2x2"), "mesh '2x2x2': must be axes and sizes"),
     "an axis that nobody knows": (
-        train("--mesh", "dp4xx2"), r"unknown axis 'xx'; axes of task LM are data, stage, tensor$",
+        train("--mesh", "dp4xx2"), r"unknown axis 'xx' of task LM Fix: use data, stage, tensor\.$",
     ),
-    "an axis with a slip": (train("--mesh", "data=4,tensr=2"), r"unknown axis 'tensr'; .* mean 'tensor'\?"),
+    "an axis with a slip": (train("--mesh", "dp4tensr2"), r"unknown axis 'tensr' "),
     "fewer devices than are named": (
         train("--mesh", "dp1", "--devices", "2", "3"),
-        r"needs 1 device, but there are 2; name 1 of them with devices=\(0,\), or set one size to -1",
+        r"needs 1 device, got 2 Fix: use sizes that multiply to 2, name 1 with devices",
     ),
     "rows that the named devices cannot share": (
         train("--batch-size", "6", "--devices", *"01234567"), "batch_size=6 does not divide by data=8",
@@ -387,13 +383,13 @@ DEVICES = {
     "shares as a ratio": (train("--mesh", "dp2tp4", "--shares", "3:1"), r"--shares: .*INT.*\['3:1'\]"),
     "a range of devices": (train("--devices", "0-3"), r"parsing --devices: .*INT.*\['0-3'\]"),
     "unknown axis": (
-        train("--mesh", "data=2,tensr=4"), "unknown axis 'tensr'.*did you mean 'tensor'",
+        train("--mesh", "dp2tensr4"), "unknown axis 'tensr' of task LM",
     ),
-    "no mesh": (train("--mesh", "big"), "mesh 'big': cannot read 'big'; write data=2"),
-    "simulated too late": (train("--simulate", "3"), r"simulate_devices\(3\) came too late"),
-    "nothing simulated": (train("--simulate", "0"), r"simulate_devices\(0\): use 1 to 1024"),
+    "no mesh": (train("--mesh", "big"), "mesh 'big': must be axes and sizes"),
+    "simulated too late": (train("--simulate", "3"), r"simulate_devices\(3\): JAX has already started"),
+    "nothing simulated": (train("--simulate", "0"), r"simulate_devices\(0\): must be from 1 to 1024"),
     "evaluation on no such mesh": (
-        ["evaluate", "run", "--mesh", "tp9"], "needs 9 devices, but there are 8",
+        ["evaluate", "run", "--mesh", "tp9"], "needs 9 devices, got 8",
     ),
 }  # fmt: skip
 
@@ -419,39 +415,39 @@ FILES = {
     ),
     "unknown key": (
         config("[optimizer]\nlerning_rate = 3\n"),
-        r"no key optimizer\.lerning_rate; did you mean optimizer\.learning_rate\?",
+        r"no key optimizer\.lerning_rate Fix: use optimizer\.learning_rate\.",
     ),
-    "unknown table": (config("[optimiser]\n"), r"no key optimiser; did you mean optimizer\?"),
+    "unknown table": (config("[optimiser]\n"), r"no key optimiser Fix: use optimizer\."),
     "settings of another task": (
         config(f'task = "{HYBRID}"\n'),
-        r"settings of config\.toml are of the task .*hybrid\.py:Digits, not of lm; name no",
+        r"settings of config\.toml: expected task lm, got .*hybrid\.py:Digits Fix: name no",
     ),
     "settings of no task": (
         (lambda world: (world / "c.toml").write_text("fsdp = true\n"), ["train", "--config", "c.toml"]),
-        r"c\.toml: it names no task; add a line such as task = \"lm\"",
+        r"c\.toml: task=None: must name a task Fix: add task = \"lm\"",
     ),
     "a text for a number": (
-        config('hidden_size = "3"\n'), r"hidden_size='3': use a whole number",
+        config('hidden_size = "3"\n'), r"hidden_size='3': must be a whole number",
     ),
     "a truth for a number": (
-        config("seq_len = true\n"), r"seq_len=True \(bool\): use a whole number",
+        config("seq_len = true\n"), r"seq_len=True \(bool\): must be a whole number",
     ),
     "a fraction for a number": (
-        config("[train]\nnum_steps = 1.5\n"), r"train\.num_steps=1\.5 \(float\): use a whole number",
+        config("[train]\nnum_steps = 1.5\n"), r"train\.num_steps=1\.5 \(float\): must be a whole number",
     ),
     "a number for a truth": (
-        config("fsdp = 1\n"), r"fsdp=1 \(int\): use true or false",
+        config("fsdp = 1\n"), r"fsdp=1 \(int\): must be true or false",
     ),
-    "a number for a text": (config("corpus = 1\n"), r"corpus=1 \(int\): use a string"),
+    "a number for a text": (config("corpus = 1\n"), r"corpus=1 \(int\): must be a string"),
     "no such option": (
-        config('[optimizer]\nname = "adm"\n'), r"optimizer\.name='adm': use 'adam' or 'adamw' or",
+        config('[optimizer]\nname = "adm"\n'), r"optimizer\.name='adm': must be 'adam' or 'adamw' or",
     ),
     "fractions of layers": (
         config("[pipeline]\nplacement = [1, 2.5]\n"),
-        r"placement=\(1, 2\.5\): use a string or a list of whole numbers",
+        r"placement=\(1, 2\.5\): must be a string or a list of whole numbers",
     ),
-    "a number for a table": (config("train = 3\n"), r"train=3: write a table \[train\]"),
-    "infinite": (config("[train]\nclip_norm = inf\n"), r"train\.clip_norm=inf: use a finite number"),
+    "a number for a table": (config("train = 3\n"), r"train=3: must be a table \[train\]"),
+    "infinite": (config("[train]\nclip_norm = inf\n"), r"train\.clip_norm=inf: must be a finite number"),
     "no such corpus": (
         train("--corpus", "python-dogs"), "(?s)no corpus 'python-dogs'.*did you mean 'python-docs'",
     ),
@@ -485,7 +481,7 @@ FILES = {
         train("--start", "text"), r"text holds no run and none of model\.safetensors and model\.safe",
     ),
     "weights without words": (
-        train("--start", "model.safetensors"), r"does not name the words of its rows\.\nFix: save it with",
+        train("--start", "model.safetensors"), r"does not name the words of its rows\. Fix: save it with",
     ),
     "weights of other sizes": (
         train("--start", "run", "--hidden-size", "16"),
@@ -496,11 +492,11 @@ FILES = {
         r"run after step 2 has layers\.1\.b, layers\.1\.w_h, layers\.1\.w_x, which the model lacks",
     ),
     "weights that nobody takes": (
-        train("--start", "run", "--start-leave", ".*"), r"nothing of run after step 2 is taken\.\nFix",
+        train("--start", "run", "--start-leave", ".*"), r"nothing of run after step 2 is taken\. Fix",
     ),
     "a pattern that fits nothing": (
         train("--start", "run", "--start-leave", "encoder"),
-        r"start: 'encoder' matches no tensor of run after step 2\.\nFix: match some of embedding\.table",
+        r"start: 'encoder' matches no tensor of run after step 2\. Fix: match some of embedding\.table",
     ),
     "no pattern": (
         train("--start", "run", "--start-leave", "lay("),
@@ -511,67 +507,60 @@ FILES = {
     ),
     "two names for one": (
         train("--start", "run", "--start-rename", r"head\..*=head.bias"),
-        r"start: head\.bias and head\.kernel of run after step 2 would both be head\.bias\.\nFix: rename one",
+        r"start: head\.bias and head\.kernel of run after step 2 would both be head\.bias\. Fix: rename one",
     ),
     "an export into a file": (
         ["export", "run", "-o", "empty.txt/model"],
-        r"cannot write empty\.txt/model: empty\.txt is not a folder",
-    ),
-    "an export as PyTorch's own file": (
-        ["export", "no run", "-o", "model.pt"], r"model\.pt ends in \.pt, and what is written is safetensors",
+        r"cannot write empty\.txt/model: Not a directory",
     ),
     "an export into a folder": (
-        ["export", "no run", "-o", "text"], "cannot write text: Is a directory; give a place that can be wri",
+        ["export", "no run", "-o", "text"], "cannot write text: Is a directory Fix: give a pl",
     ),
     "an export where none can be": (
-        ["export", "no run", "-o", "/proc/model"], r"cannot write /proc/model: .*; give a place that can be",
+        ["export", "no run", "-o", "/proc/model"], r"cannot write /proc/model: .* Fix: give a pl",
     ),
     "predictions in a file": (
         ["predict", "no run", "test", "-o", "empty.txt/p"],
         r"cannot make the folder empty\.txt/p: Not a directory; use another --out",
     ),
-    "a picture of what one device sends": (
-        ["plot", "bytes", "lm", *SIZES[:10], "--corpus", "none", "--mesh", "dp1", "-o", "a.svg"],
-        "one device sends nothing; give a mesh of several, such as dp2tp2",
-    ),
     "a picture in a folder": (
         (lambda world: (world / "a.svg").mkdir(), ["plot", "schedule", "lm", "--mesh", "pp4", "-o", "a.svg"]),
-        r"cannot write a\.svg: Is a directory; give a place",
+        r"cannot write a\.svg: Is a directory Fix: give a place",
     ),
     "an export into no folder": (
-        ["export", "run", "-o", "no/model"], "cannot write no/model: no does not exist; make that folder, or",
+        ["export", "run", "-o", "no/model"], "cannot write no/model: No such file or directory Fix: ",
     ),
 }  # fmt: skip
 
 RUNS = {
-    "nothing to resume": (train("--resume"), "there is no run to resume in .*runs; name its folder"),
+    "nothing to resume": (train("--resume"), "runs holds no run to resume Fix: name its folder"),
     "no run to resume": (
         ["train", "--resume", "--train.out-dir", "text"], r"text holds no run: .* config\.toml",
     ),
     "resume and overwrite": (
-        resume("--overwrite"), "resume and overwrite contradict each other; use one",
+        resume("--overwrite"), "resume and overwrite contradict Fix: use one",
     ),
     "a run there already": (
-        train("--train.out-dir", "run"), r"run' holds a run already; go on with it \(--resume\), use",
+        train("--train.out-dir", "run"), r"run' holds a run already Fix: continue it \(--resume\), use",
     ),
     "a run of another task": (
         ["train", HYBRID, "--resume", "--train.out-dir", "run"],
-        r"the settings of run are of the task lm, not of .*hybrid\.py:Digits; name no task, or begin",
+        r"settings of run: expected task .*hybrid\.py:Digits, got lm Fix: name no task",
     ),
     "no run to evaluate": (["evaluate", "text"], "text holds no run: there is no config"),
     "no run to sample": (["sample", "none"], "none holds no run: there is no config"),
     "all runs for one": (
         (lambda world: shutil.copytree(world / "run", world / "runs/0001"), ["evaluate", "runs"]),
-        r"runs holds no run: .*; give the folder that `train` wrote; there are runs/0001$",
+        r"runs holds no run: .* Fix: give the folder that `train` wrote, such as runs/0001$",
     ),
     "a file of a run for the run": (["evaluate", "run/config.toml"], r"run/config\.toml holds no run"),
     "curves of a file": (["plot", "curves", "run/metrics.jsonl", "-o", "a.svg"], "jsonl holds no run"),
     "an export of a damaged checkpoint": (
-        (truncate_checkpoint, ["export", "run", "-o", "m"]), "no whole checkpoint in .*: 2 cannot be used, ",
+        (truncate_checkpoint, ["export", "run", "-o", "m"]), "checkpoints holds no whole checkpoint; 2: ",
     ),
     "an export of another task": (
         (damage("config.toml", f'task = "{HYBRID}"\n'), ["export", "run", "-o", "m"]),
-        r"run/checkpoints/2 holds a state of LM, not of Digits",
+        r"run/checkpoints/2 must be of the task Digits, got LM",
     ),
     "a prompt in several words": (
         ["sample", "run", "--prompt", "the", "cat"], "Unrecognized options: cat ",
@@ -591,39 +580,39 @@ RUNS = {
     ),
     "no checkpoint": (
         (lambda world: shutil.rmtree(world / "run/checkpoints"), ["evaluate", "run"]),
-        r"no checkpoint in .*run/checkpoints; train first",
+        r"run/checkpoints holds no whole checkpoint Fix: name",
     ),
     "a truncated checkpoint": (
         (truncate_checkpoint, ["evaluate", "run"]),
-        r"no whole checkpoint in .*: 2 cannot be used, .*; bring it back from a copy, or begin anew",
+        r"checkpoints holds no whole checkpoint; 2: .* Fix: name a run that has saved one",
     ),
-    "nothing but a truncated checkpoint": ((truncate_checkpoint, resume()), "no whole checkpoint in"),
+    "nothing but a truncated checkpoint": ((truncate_checkpoint, resume()), "holds no whole checkpoint; 2: "),
     "another text": (
         (lambda world: (world / "text/train.txt").write_text(LINES * 90), resume()),
-        r"not those that the run in run began with: data\.train\.array was int32\[1400\], is int32\[1260\];",
+        r"the data of the run in run have changed: data\.train\.array was int32\[1400\], is int32\[1260\];",
     ),
     "checkpoint of other widths": (
-        resume("--hidden-size", "16"), "hidden_size=8, the task has hidden_size=16; set",
+        resume("--hidden-size", "16"), "hidden_size=8, and the task has hidden_size=16 Fix: set",
     ),
     "checkpoint of other layers": (
-        resume("--num-layers", "3"), "num_layers=2, the task has num_layers=3; set",
+        resume("--num-layers", "3"), "num_layers=2, and the task has num_layers=3 Fix: set",
     ),
     "checkpoint of another optimizer": (
-        resume("--optimizer.name", "sgd"), "state of another optimizer: name='adam' then, name='sgd' now",
+        resume("--optimizer.name", "sgd"), "of another optimizer: expected name='sgd', got name='adam'",
     ),
     "checkpoint of other rows": (
-        resume("--batch-size", "16"), "carried state of 8 rows, the batch has 16; set",
+        resume("--batch-size", "16"), r"carry/\S+ must be .*, got .* Fix: set model",
     ),
     "checkpoint of another size of vocabulary": (
-        resume("--vocab-size", "768"), "vocab_size=384, the task has vocab_size=768; set",
+        resume("--vocab-size", "768"), "vocab_size=384, and the task has vocab_size=768 Fix: set",
     ),
     "checkpoint of another vocabulary": (
         (other_vocabulary, ["sample", "run"]),
-        r"run/vocabulary\.json is damaged: it is not what was written; bring it back",
+        r"run/vocabulary\.json is damaged Fix: restore it",
     ),
     "no best state": (
         (without_losses, ["evaluate", "run", "--best"]),
-        "run/checkpoints holds no checkpoint of a validated step; train with --train.eval-every",
+        "run/checkpoints holds no whole checkpoint of a validated step Fix: ",
     ),
     "an unknown word": (
         ["sample", "run", "--prompt", "the cst"],
@@ -645,14 +634,14 @@ MISTAKES = FLAGS | DEVICES | FILES | RUNS
 
 
 # With frames where what is printed to may have them.
-BOX = re.compile(r"(╭─)? [\w ]+ ( +|─+╮)\n(│? .*\n)+(╰─+╯\n)?(--\S+ is --\S+ here\n)*")
+BOX = re.compile(r"(╭─)? [\w ]+ ( +|─+╮)\n(│? .*\n)+(╰─+╯\n)?")
 
 
 def one_message(said):
-    """What is said in a line, or in a box that ends with a remedy and is one line here."""
+    """What is said in up to three lines, or in a box that ends with a remedy and is one line here."""
     if said.startswith("error: "):
         assert said.count("\n") <= 3
-        return said.rstrip("\n")
+        return " ".join(said.splitlines())
     assert BOX.fullmatch(said), said
     words = " ".join(re.sub("[│╭╮╰╯─]|---+", " ", said).split())
     assert re.search(r"For full helptext, (see|run:?) python -m jaxpar \w+ .*--help", words)
@@ -661,7 +650,8 @@ def one_message(said):
 
 def files(folder):
     """Every file and its content, every folder."""
-    return {path: path.is_file() and path.read_bytes() for path in sorted(folder.rglob("*"))}
+    paths = (path for path in sorted(folder.rglob("*")) if path.name != ".lock")
+    return {path: path.is_file() and path.read_bytes() for path in paths}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

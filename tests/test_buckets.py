@@ -351,8 +351,11 @@ def test_python_docs_have_little_padding():
         ({"multiple": 0}, "multiple=0 is too small"),
         ({"max_len": 0}, "max_len=0 is too small"),
         ({"batch_size": -3}, "batch_size=-3 is too small"),
-        ({"max_len": 35}, "max_len=35 does not divide by multiple=4; use max_len 32 or 36, or"),
-        ({"max_len": 3}, "max_len=3 does not divide by multiple=4; use max_len 4, or"),
+        (
+            {"max_len": 35},
+            "max_len=35 does not divide by multiple=4\nFix: use max_len=32 or 36, or",
+        ),
+        ({"max_len": 3}, "max_len=3 does not divide by multiple=4\nFix: use max_len=4, or"),
         ({"lengths_S": np.array([0, 0])}, "none of 2 sequences has a step"),
         ({"lengths_S": np.array([], int)}, "none of 0 sequences has a step"),
         ({"lengths_S": np.array([])}, "type float64"),

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import xxhash
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,7 +36,6 @@ from jaxpar.nn import named_param
 from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable
 from jaxpar.state import abstract_state, audit, init_state
-from jaxpar.training import checksums
 from jaxpar.training.by_layer import abstract_by_layer, by_layer
 from jaxpar.training.checkpoint import Checkpoints, best_of
 
@@ -231,7 +229,7 @@ def largest(folder):
 
 DAMAGES = {
     "half of the data": (lambda folder: cut(largest(folder)), r"d/\w+ has \d+ of \d+ bytes"),
-    "no data": (lambda folder: largest(folder).unlink(), r"d/\w+: No such file"),
+    "no data": (lambda folder: largest(folder).unlink(), r"d/\w+ is missing"),
     "half of the manifest": (
         lambda folder: cut(folder / "state/manifest.ocdbt"), r"manifest\.ocdbt has \d+ of \d+ bytes",
     ),
@@ -239,13 +237,13 @@ DAMAGES = {
         lambda folder: cut(folder / "checkpoint.json"), r"checkpoint\.json is not what was written",
     ),
     "no checksums": (
-        lambda folder: (folder / "checkpoint.json").unlink(), r"checkpoint\.json: No such file",
+        lambda folder: (folder / "checkpoint.json").unlink(), r"checkpoint\.json is missing",
     ),
     "other checksums": (
         lambda folder: flip(folder / "checkpoint.json", 1 / 2), r"checkpoint\.json is not what was writ",
     ),
     "a bit of the data": (
-        lambda folder: flip(largest(folder), 1 / 2), r"d/\w+ is not what was written, its checksum differs",
+        lambda folder: flip(largest(folder), 1 / 2), r"d/\w+ is not what was written",
     ),
     "a bit of the description": (
         lambda folder: flip(folder / "state/_METADATA", 1 / 2), r"state/_METADATA is not what was written",
@@ -258,7 +256,7 @@ DAMAGES = {
     ),
     "the state alone": (
         lambda folder: [p.unlink() for p in folder.iterdir() if p.is_file()],
-        r"checkpoint\.json: No such file",
+        r"checkpoint\.json is missing",
     ),
     "nothing": (shutil.rmtree, None),
 }  # fmt: skip
@@ -279,10 +277,11 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
     assert int(reader.restore().step) == 3
     if message is not None:
         assert re.search(
-            rf"^skipped {tmp_path}/8, which cannot be used: .*{message}", caplog.messages[-1]
+            rf"^skipped {tmp_path}/8, which is damaged: .*{message}", caplog.messages[-1]
         )
         with pytest.raises(
-            FileNotFoundError, match=rf"/8 cannot be used: .*{message}.*use one of \[3\]"
+            FileNotFoundError,
+            match=rf"no whole checkpoint of step 8; 8: .*{message}.*\nFix: use one of \[3\]",
         ):
             reader.restore(step=8)
     # The run comes to this step again.
@@ -291,7 +290,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
             checkpoints.save(at_step(state, step))
     assert reader.steps() == [3, 7, 8]
     aside = [path.name for path in tmp_path.iterdir() if not path.name.isdecimal()]
-    assert aside == ([] if message is None else ["8.damaged-1"])
+    assert aside == []
 
 
 def test_a_checkpoint_knows_its_step_and_its_run(tmp_path, small, caplog):
@@ -304,43 +303,21 @@ def test_a_checkpoint_knows_its_step_and_its_run(tmp_path, small, caplog):
     reader = Checkpoints(tmp_path / "one", Setup.of(*setup).replace(keep_checkpoints=2), run="one")
     shutil.copytree(tmp_path / "one" / "3", tmp_path / "one" / "8")  # renamed
     assert int(reader.restore().step) == 3
-    assert re.search(r"one/8, which cannot be used: it is the checkpoint of step 3", caplog.text)
+    assert re.search(r"one/8, which is damaged: it is the checkpoint of step 3", caplog.text)
     caplog.clear()
     shutil.rmtree(tmp_path / "one" / "8")
     shutil.copytree(tmp_path / "other" / "5", tmp_path / "one" / "5")
     assert int(reader.restore().step) == 3
-    assert re.search(r"one/5, which cannot be used: it is of another run \(other, not", caplog.text)
+    assert re.search(r"one/5, which is damaged: it is of another run \(other, not", caplog.text)
     shutil.rmtree(tmp_path / "one" / "3")
-    with pytest.raises(FileNotFoundError, match=r"no whole checkpoint in .* 5 .* of another run"):
+    with pytest.raises(FileNotFoundError, match=r"no whole checkpoint; 5: it is of another run"):
         reader.restore()
-    # What is in the way is moved aside, not deleted.
+    # What is in the way is replaced.
     with Checkpoints(
         tmp_path / "one", Setup.of(*setup).replace(keep_checkpoints=2), run="one"
     ) as checkpoints:
         checkpoints.save(at_step(state, 5))
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["5", "5.damaged-1"]
-
-
-def test_every_block_of_a_file_has_its_checksum(tmp_path, monkeypatch):
-    monkeypatch.setattr(checksums, "BLOCK_BYTES", 3000)
-    monkeypatch.setattr(checksums, "_BUFFER_BYTES", 1024)
-    contents = {"empty": b"", "short": b"a", "whole": os.urandom(6000), "long": os.urandom(10_001)}
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    expected = checksums.checksums(tmp_path, contents)
-    for name, content in contents.items():
-        blocks = (content[n : n + 3000] for n in range(0, len(content), 3000))
-        hashes = "".join(map(xxhash.xxh3_128_hexdigest, blocks))
-        assert expected[name] == f"{len(content)} {hashes}"
-    assert checksums.find_changed(tmp_path, expected) == {}
-    for place in range(0, 10_001, 500):
-        flip(tmp_path / "long", place / 10_001)
-        assert list(checksums.find_changed(tmp_path, expected)) == ["long"]
-        flip(tmp_path / "long", place / 10_001)
-    (tmp_path / "whole").unlink()
-    assert checksums.find_changed(tmp_path, expected) == {
-        "whole": "whole: No such file or directory"
-    }
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["5"]
 
 
 def test_nothing_but_damage_is_an_error(tmp_path, small):
@@ -348,9 +325,7 @@ def test_nothing_but_damage_is_an_error(tmp_path, small):
     with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)) as checkpoints:
         checkpoints.save(at_step(state, 3))
     cut(tmp_path / "3" / "checkpoint.json")
-    with pytest.raises(
-        FileNotFoundError, match=r"no whole checkpoint in .*: 3 cannot be used, .*; bring"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no whole checkpoint; 3: .*\nFix: name a run"):
         Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)).restore()
 
 
@@ -386,46 +361,8 @@ def test_no_loss_that_is_not_finite_is_the_best(tmp_path, small):
     assert int(reader.restore(best=True).step) == 2
     np.testing.assert_equal(reader.stored_losses(), losses)
     shutil.rmtree(tmp_path / "2")
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint of a validated step"):
+    with pytest.raises(FileNotFoundError, match="holds no whole checkpoint of a validated step"):
         reader.restore(best=True)
-
-
-def test_a_loss_is_noted_in_a_checkpoint_that_is_there(tmp_path, small, monkeypatch):
-    state, setup = small
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
-        checkpoints.losses[2] = 2.0
-        checkpoints.save(at_step(state, 2))
-        checkpoints.save(at_step(state, 4))
-        checkpoints.latest_step()
-        checkpoints.note_loss(4, 1.5)
-    reader = Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2))
-    assert reader.stored_losses() == {2: 2.0, 4: 1.5}
-    assert int(reader.restore(best=True).step) == 4
-    with monkeypatch.context() as patch:
-        patch.setattr("os.replace", fail)
-        with pytest.raises(OSError, match=r"cannot write \S+/4/checkpoint\.json: No space left"):
-            reader.note_loss(4, 2.5)
-    assert reader.stored_losses() == {2: 2.0, 4: 1.5}
-    assert int(reader.restore(step=4).step) == 4
-
-
-def test_a_save_whose_folder_goes_away_ends_with_one_error(tmp_path, small):
-    # What TensorStore shows of writes that end later fails a test, here or in a later one.
-    state, setup = small
-    errors = []
-    for number in range(50):  # a save may be quicker, or make the folder again
-        folder = tmp_path / str(number)
-        checkpoints = Checkpoints(folder, Setup.of(*setup).replace(keep_checkpoints=2))
-        checkpoints.save(at_step(state, 3))
-        folder.rename(tmp_path / f"{number}-away")
-        try:
-            checkpoints.close()
-        except OSError as error:
-            errors.append(str(error))
-        if len(errors) == 3:
-            break
-    assert len(errors) == 3
-    assert all("step 3 could not be written in" in error for error in errors)
 
 
 def test_a_failed_save_is_reported_and_takes_nothing_away(tmp_path, small, monkeypatch):
@@ -439,7 +376,8 @@ def test_a_failed_save_is_reported_and_takes_nothing_away(tmp_path, small, monke
             patch.setattr("shutil.move", fail)
             checkpoints.save(at_step(state, 4))
             with pytest.raises(
-                OSError, match=r"step 4 could not be written in .*No space left.*newest .* step 3"
+                OSError,
+                match=r"/4 could not be written: .*No space left on device\nFix: .*newest is of step 3",
             ):
                 checkpoints.latest_step()
         assert checkpoints.latest_step() == 3
@@ -469,13 +407,15 @@ def test_missing_checkpoints_are_errors(tmp_path, small):
     state, setup = small
     for folder in (tmp_path / "nothing", tmp_path):
         with pytest.raises(
-            FileNotFoundError, match=rf"no checkpoint in {folder}; train first, or name"
+            FileNotFoundError, match=rf"{folder} holds no whole checkpoint\nFix: name a run that"
         ):
             restore(folder, setup)
     with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
         checkpoints.save(at_step(state, 3))
         checkpoints.save(at_step(state, 5))
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 4 .* use one of \[3, 5\]"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no whole checkpoint of step 4\nFix: use one of \[3, 5\]"
+    ):
         restore(tmp_path, setup, step=4)
 
 
@@ -494,21 +434,21 @@ SGD = OptimizerConfig("sgd", 0.01, warmup_steps=2, momentum=0.5)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layers": 3}, "num_layers=2, the task has num_layers=3; set num_layers=2"),
-        ({"hidden_size": 32}, "hidden_size=16, the task has hidden_size=32"),
-        ({"embed_size": 8}, "embed_size=16, the task has embed_size=8"),
-        ({"vocab_size": 128}, "vocab_size=64, the task has vocab_size=128"),
-        ({"num_words": 60}, "num_words=None, the task has num_words=60"),
-        ({"tie_embedding": True}, "tie_embedding=False, the task has tie_embedding=True"),
+        ({"num_layers": 3}, "num_layers=2, and the task has num_layers=3\nFix: set num_layers=2"),
+        ({"hidden_size": 32}, "hidden_size=16, and the task has hidden_size=32"),
+        ({"embed_size": 8}, "embed_size=16, and the task has embed_size=8"),
+        ({"vocab_size": 128}, "vocab_size=64, and the task has vocab_size=128"),
+        ({"num_words": 60}, "num_words=None, and the task has num_words=60"),
+        ({"tie_embedding": True}, "tie_embedding=False, and the task has tie_embedding=True"),
         (
             {"optimizer": OptimizerConfig("adamw", 0.02)},
-            r"another optimizer: name='adam', learning_rate=0\.01, .* then, name='adamw', .* now; set it as",
+            r"another optimizer: expected name='adamw', .*, got name='adam', learning_rate=0\.01",
         ),
         (
             {"optimizer": SGD},
-            r"another optimizer: name='adam', momentum=0\.0 then, name='sgd', momentum=0\.5 now",
+            r"another optimizer: expected name='sgd', momentum=0\.5, got name='adam', momentum=0\.0\n",
         ),
-        ({"batch_size": 4}, "carried state of 8 rows, the batch has 4; set its size to 8"),
+        ({"batch_size": 4}, r"carry/lstm/\w+ must be float32\[2, 4, 16\], got float32\[2, 8, 16\]"),
     ],
 )
 def test_what_does_not_fit_is_named(stored, change, message):
@@ -549,23 +489,14 @@ Biased.__name__ = Frozen.__name__ = "Toy"  # as if the file of the task had chan
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Other, "holds a state of Toy, not of Other"),
-        (Biased, r"params/more is not there, the task needs float32\[3\]; use model and jaxpar as"),
-        (Frozen, "embedding/table was trained then and is frozen now; leave it trained"),
+        (Other, "must be of the task Other, got Toy"),
+        (Biased, r"params/more must be float32\[3\], got nothing\nFix: set model"),
+        (Frozen, "frozen/embedding/table must be float32.*, got nothing"),
     ],
 )
 def test_another_model_of_the_same_fields_is_named(stored, kind, message):
     with pytest.raises(ValueError, match=message):
         restore(stored, make_setup(task=kind(**vars(SMALL))))
-
-
-def test_saving_over_a_later_checkpoint_is_an_error(tmp_path, small):
-    state, setup = small
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
-        checkpoints.save(at_step(state, 5))
-        for step in (5, 3):
-            with pytest.raises(ValueError, match=f"cannot save step {step}: .* has step 5 already"):
-                checkpoints.save(at_step(state, step))
 
 
 def test_saving_in_another_placement_is_an_error(tmp_path):
@@ -614,6 +545,6 @@ def test_a_foreign_checkpoint_is_an_error(tmp_path, metadata):
     array = jax.device_put(jnp.zeros(3), NamedSharding(setup[1].mesh.build(), P()))
     orbax.save(str(tmp_path / "1"), {"weights": array}, custom_metadata=metadata)
     with pytest.raises(
-        FileNotFoundError, match=r"1 cannot be used, checkpoint\.json: No such file"
+        FileNotFoundError, match=r"no whole checkpoint; 1: checkpoint\.json is missing"
     ):
         restore(tmp_path, setup)

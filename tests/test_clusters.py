@@ -16,12 +16,11 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from jaxpar.cli.main import main
-from jaxpar.hosts.launch import elastic_command
-from jaxpar.hosts.scripts import slurm_script
 from jaxpar.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 
@@ -41,6 +40,28 @@ def train(text, num_steps, *more):
         "--train.num-steps", str(num_steps), "--train.log-every", "1000000",
         "--train.checkpoint-every", "0", *more,
     ]  # fmt: skip
+
+
+def slurm_script(command, nodes="2", elastic=False):
+    """The template of the docs, for nodes without GPUs and with these commands."""
+    script = (Path(__file__).parents[1] / "docs/slurm.sh").read_text()
+    where = [] if "--train.out-dir" in command else ["--train.out-dir", '"$out_dir"']
+    words = [*map(shlex.quote, command), *where, "--resume-or-begin"]
+    python = shlex.quote(os.path.dirname(sys.executable))
+    for old, new in (
+        ("--nodes=4", f"--nodes={nodes}"),
+        ("#SBATCH --gpus-per-node=8\n", ""),
+        ("export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7\n", f"export PATH={python}:$PATH\n"),
+        (
+            "# export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8",
+            "export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=1",
+        ),
+        ('train lm --mesh dp8pp4 --train.out-dir "$out_dir" --resume-or-begin', " ".join(words)),
+        *[("  # *) [", "  *) [")] * elastic,
+    ):
+        assert old in script
+        script = script.replace(old, new)
+    return script
 
 
 def wait_until(condition, what):
@@ -167,10 +188,7 @@ def slurm(tmp_path):
 
 @pytest.mark.slow
 def test_slurm_requeues_a_run_that_goes_on_and_cancels_one_for_good(slurm, text):
-    python = shlex.quote(os.path.dirname(sys.executable))
-    path = f"export PATH={python}:$PATH\nsrun"
-    script = slurm_script(train(text, 10**6), 2, 1, "cpu")
-    job = slurm.submit(script.replace("\nsrun", f"\n{path}"), *SHORT)
+    job = slurm.submit(slurm_script(train(text, 10**6)), *SHORT)
     log, folder = slurm.folder / f"jaxpar-{job}.log", RunFolder(slurm.folder / f"runs/slurm-{job}")
 
     def said(pattern):
@@ -208,8 +226,7 @@ def test_slurm_requeues_a_run_that_goes_on_and_cancels_one_for_good(slurm, text)
 
     # Another job goes on to the end.
     more = ("--train.out-dir", str(folder))
-    script = slurm_script(train(text, stopped_at[-1] + 3, *more), 2, 1, "cpu")
-    job = slurm.submit(script.replace("\nsrun", f"\n{path}"))
+    job = slurm.submit(slurm_script(train(text, stopped_at[-1] + 3, *more)))
     wait_for(lambda: slurm.state(job)[0] not in ("PENDING", "RUNNING", "COMPLETING"))
     assert slurm.state(job) == ["COMPLETED", "0", "0:0"], log.read_text()
     assert steps()[-1] == stopped_at[-1] + 3
@@ -221,10 +238,8 @@ def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
     folder = RunFolder(slurm.folder / "elastic")
     logged = ("--train.log-every", "1")
     elastic = ("--train.out-dir", str(folder), "--train.checkpoint-every", "20", *logged)
-    command = elastic_command(train(text, 10**6, *elastic), 2, 1)
-    script = slurm_script(command, 2, 1, "cpu", min_processes=1)
-    path = f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH\nsrun"
-    job = slurm.submit(script.replace("\nsrun", f"\n{path}"))
+    command = [*train(text, 10**6, *elastic), "--elastic"]
+    job = slurm.submit(slurm_script(command, "1-2", elastic=True))
     log = slurm.folder / f"jaxpar-{job}.log"
 
     def meshes():

@@ -223,7 +223,7 @@ def test_axes_are_those_of_the_given_mesh_whatever_its_order():
     assert [c.axes for c in inspect_compiled(compiled, cube()).collectives] == [("tensor",)]
     half, other = (MeshConfig(4, devices=ids).build() for ids in ((0, 1, 2, 3), (0, 1, 2, 7)))
     x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(half, P("data")))
-    with pytest.raises(ValueError, match=r"compiled for the devices .*=3.*the mesh has .*=7"):
+    with pytest.raises(ValueError, match=r"mesh has the devices .*=7.*was compiled for .*=3"):
         inspect_compiled(jax.jit(jnp.sum).lower(x).compile(), other)
 
 
@@ -593,9 +593,9 @@ def test_every_notation_of_groups_is_read(text, expected):
 
 
 def test_what_cannot_be_read_is_refused():
-    with pytest.raises(ValueError, match=r"not an HLO module of one replica: 'func\.func"):
+    with pytest.raises(ValueError, match=r"text='func\.func.* is not an HLO module of one replica"):
         Module("func.func @main()")
-    with pytest.raises(ValueError, match=r"runs on 8 devices, the mesh is .*'data': 2"):
+    with pytest.raises(ValueError, match=r"mesh=.*'data': 2.*: the program runs on 8 devices"):
         find_collectives(ASYNC, MeshConfig(2, devices=(0, 1)).build())
 
 
@@ -685,14 +685,6 @@ def test_the_loop_over_ticks_counts_ticks_and_units():
     assert num_ticks > num_units
     of_head = {c.count for c in report.along("tensor") if c.module.startswith("head")}
     assert of_head == {num_units}
-
-
-def test_a_report_comes_back_from_json():
-    _, step = step_report((2, 2, 2), (2, 2))
-    described = ProgramReport(find_collectives(TPU, cube()), 1.5, None, ("a note",))
-    for report in (step, described, inspect_local(jnp.sin)):
-        assert ProgramReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
-        assert ProgramReport.from_dict(report.to_dict()) == report
 
 
 def test_the_memory_of_a_step_is_told_by_what_it_is_for():

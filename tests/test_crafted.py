@@ -24,7 +24,7 @@ import pytest
 import tensorstore as ts
 
 from jaxpar.cli.main import main
-from jaxpar.training.checksums import checksum, checksums, read_table, write_table
+from jaxpar.training.checkpoint import checksums, write_table
 
 SECONDS = 3.0  # of this process that a message may take, without its imports
 HANGS_AFTER_SECONDS = 60
@@ -98,17 +98,8 @@ def in_run(pattern, replacement):
     def change():
         path = Path("run/config.toml")
         path.write_text(re.sub(pattern, replacement, path.read_text()))
-        note_changes()
 
     return change
-
-
-def note_changes():
-    """Makes the checksums of the run those of its files as they are."""
-    path = Path("run/data.json")
-    data = read_table(path, {})
-    data["written"] = {file: checksum(Path("run", file).read_bytes()) for file in data["written"]}
-    write_table(path, data)
 
 
 def nothing():
@@ -128,15 +119,11 @@ MODEL = {
 # Name: what happens to the files, the arguments, and the message.
 CRAFTED = {
     # Settings
-    "TOML nested deeply": (*config(f"a = {DEEP}"), r"c\.toml is nested too deeply"),
-    "a key of many parts": (*config(f"hidden_size{'.a' * 20_000} = 1"), r"c\.toml is nested too deeply"),
+    "TOML nested deeply": (*config(f"a = {DEEP}"), r"c\.toml is not TOML in UTF-8: maximum recursion"),
     "a key of some parts": (
-        *config(f"hidden_size{'.a' * 90} = 1"), r"c\.toml: hidden_size=\{'a': \{'a': .*: use a whole number",
+        *config(f"hidden_size{'.a' * 90} = 1"), r"c\.toml: hidden_size=\{'a': \{'a': .*: must be a whole",
     ),
-    "TOML without end": (
-        *config("#" * 300_000), r"cannot read the config c\.toml: it has 300,000 bytes, more than 262,144; g",
-    ),
-    "a width of 1e20": (*config("hidden_size = 1e20"), r"hidden_size=1e\+20 \(float\): use a whole number"),
+    "a width of 1e20": (*config("hidden_size = 1e20"), r"hidden_size=1e\+20 \(float\): must be a whole"),
     "a width of 67 bits": (*config(f"hidden_size = {10**20}"), r"size=1000\d+: must be below 2\*\*63"),
     "a rate of 1329 bits": (
         *config(f"[optimizer]\nlearning_rate = {10**400}"), r"learning_rate=a number of 1329 bits: must be b",
@@ -144,9 +131,9 @@ CRAFTED = {
     "a rate of 20,000 bits": (
         *config(f"[optimizer]\nlearning_rate = 0x{'f' * 5000}"), "rate=a number of 20000 bits: must be below",
     ),
-    "no rate at all": (*config("[optimizer]\nlearning_rate = nan"), "learning_rate=nan: use a finite number"),
-    "a long text": (*config(f'layer = "{"x" * 200_000}"'), r"c\.toml: layer='x+\.\.\.x+': use 'lstm' or"),
-    "settings in a pipe": (pipe("c.toml"), config("")[1], rf"cannot read the config c\.toml: {PIPE}; give"),
+    "no rate at all": (*config("[optimizer]\nlearning_rate = nan"), "learning_rate=nan: must be a finite"),
+    "a long text": (*config(f'layer = "{"x" * 200_000}"'), r"c\.toml: layer='x+\.\.\.x+': must be 'lstm' or"),
+    "settings in a pipe": (pipe("c.toml"), config("")[1], rf"cannot read the config c\.toml: {PIPE} Fix"),
     "settings of a device": (
         nothing, [*TRAIN, "--config", "/dev/zero"], f"cannot read the config /dev/zero: {PIPE}",
     ),
@@ -160,7 +147,7 @@ CRAFTED = {
     "steps without end": (nothing, [*TRAIN, "--seq-len", str(10**9)], "batch_size=16 x seq_len=1000000000"),
     "words without end": (nothing, [*TRAIN, "--vocab-size", str(2**31)], "vocab_size=2147483648: must be at"),
     # Texts
-    "a text in a pipe": (pipe("text/train.txt"), TRAIN, rf"cannot read \S*/text/train\.txt: {PIPE}; give"),
+    "a text in a pipe": (pipe("text/train.txt"), TRAIN, rf"cannot read \S*/text/train\.txt: {PIPE} Fix"),
     "a pipe for a text": (pipe("p"), [*TRAIN[:-1], "p"], rf"cannot read \S*/p: {PIPE}"),
     "a socket for a text": (listen("s"), [*TRAIN[:-1], "s"], rf"cannot read \S*/s: {PIPE}"),
     "a device for a text": (nothing, [*TRAIN[:-1], "/dev/zero"], f"cannot read /dev/zero: {PIPE}"),
@@ -168,24 +155,24 @@ CRAFTED = {
         write("text/train.txt", "a cat " + "x" * 3_000_000), TRAIN, "the text has 1,048,576 characters witho",
     ),
     # Weights and vocabularies
-    "weights in a pipe": (pipe("w"), START, f"cannot read the weights w: {PIPE}; give a safetensors file"),
+    "weights in a pipe": (pipe("w"), START, f"cannot read the weights w: {PIPE} Fix: give a safet"),
     "weights of 8 bits": (
         weights({"embedding.weight": tensor("F8_E4M3", 4, 4, size=16)}, 16), START,
-        r"w: embedding\.weight has the type F8_E4M3, which NumPy lacks\.\nFix: convert it to F32 or BF16",
+        r"w: embedding\.weight has the type F8_E4M3, which NumPy lacks\. Fix: convert it to F32 or BF16",
     ),
     "weights that are cut": (weights(EMBEDDING, 3), START, "w is not a whole safetensors file"),
     "a header without end": (
         write("w", struct.pack("<Q", 2**60) + b"{}"), START, "w is not a whole safetensors file",
     ),
     "weights of 1e20 rows": (
-        weights({"embedding.weight": tensor("F32", 10**20, 4)}), START, "w is not a whole safetensors file",
+        weights({"embedding.weight": tensor("F32", 10**20, 4)}), START, "w is not a whole safet",
     ),
     "words nested deeply": (weights(EMBEDDING, 4, words=DEEP), START, "'words' in its metadata is not a"),
     # Machines
     # Runs
     "a model of 1.2 TB": (
         in_run("(?m)^(hidden_size|embed_size) = 16$", r"\1 = 80000"), ["evaluate", "run"],
-        r"parameters alone need [\d.]+ .B on 1 device, this machine has .*; use a",
+        r"parameters alone need [\d.]+ .B on 1 device, this machine has .*\s+Fix: use a",
     ),
     "a model of 1.2 TB, sampled": (
         in_run("(?m)^hidden_size = 16$", "hidden_size = 80000"), ["sample", "run"], "parameters alone need",
@@ -193,7 +180,7 @@ CRAFTED = {
     "a model of 1.2 TB, exported": (
         in_run("(?m)^hidden_size = 16$", "hidden_size = 80000"), ["export", "run", "-o", "x"], "alone need",
     ),
-    "data in a pipe": (pipe("run/data.json"), ["evaluate", "run"], rf"run/data\.json: {PIPE}; bring it back"),
+    "data in a pipe": (pipe("run/data.json"), ["evaluate", "run"], rf"run/data\.json: {PIPE} Fix: rest"),
     "a run's words in a pipe": (pipe("run/vocabulary.json"), ["sample", "run"], rf"vocabulary\.json: {PIPE}"),
     "a report in a pipe": (pipe("run/metrics.jsonl"), RESUME, rf"run/metrics\.jsonl: {PIPE}"),
     "a run's words nested deeply": (
@@ -203,7 +190,7 @@ CRAFTED = {
 
 
 def assert_one_line(argv, message, capsys):
-    """The command ends in time with one line of error, and exit code 2."""
+    """The command ends in time with one message, and exit code 2."""
 
     def hangs(*_):
         pytest.fail(f"it hangs: {argv}")
@@ -222,7 +209,8 @@ def assert_one_line(argv, message, capsys):
     print(err.strip())
     assert code == 2, out + err
     assert len(err) < 500
-    assert re.search(rf"(?s)^error: .*{message}.*\n\Z", err), err
+    assert err.count("\n") <= 3
+    assert re.search(rf"^error: .*{message}", " ".join(err.splitlines())), err
     assert time.process_time() - began < SECONDS
 
 
@@ -235,7 +223,6 @@ def here(world, tmp_path, monkeypatch):
     text = config_path.read_text().replace(str(world), str(here))
     config_path.write_text(text)
     monkeypatch.chdir(here)
-    note_changes()
     return here
 
 
@@ -267,7 +254,7 @@ def described(**values):
     def change():
         content = {**json.loads(DESCRIPTION.read_text()), **values}
         content = {name: value for name, value in content.items() if value is not None}
-        content.pop("sha256", None)
+        content.pop("hash", None)
         write_table(DESCRIPTION, content)
 
     return change
@@ -295,20 +282,6 @@ def change_arrays(change):
             store.write(key, json.dumps(zarr).encode()).result()
 
 
-def chunks_of_one_gigabyte():
-    """A parameter of 25 kB in chunks of 1 GB, which zeros make a file of some kB."""
-
-    def change(name, zarr):
-        if name == "params.embedding.table":
-            zarr["chunk_grid"]["configuration"]["chunk_shape"] = [2**24, 16]
-            zarr["codecs"] = [
-                {"name": "bytes", "configuration": {"endian": "little"}},
-                {"name": "zstd", "configuration": {"level": 3}},
-            ]
-
-    change_arrays(change)
-
-
 def model_of_one_terabyte():
     """Settings, description and arrays that agree: 1.2 TB of parameters and optimizer state."""
 
@@ -321,8 +294,8 @@ def model_of_one_terabyte():
     change_arrays(change)
 
 
-DAMAGED = r"no whole checkpoint in .*: 2 cannot be used"
-UNKNOWN = rf"{DAMAGED}, checkpoint\.json is not what was written; bring it back"
+DAMAGED = "holds no whole checkpoint; 2"
+UNKNOWN = rf"{DAMAGED}: checkpoint\.json is not what was written"
 CHECKPOINTS = {
     "a task that is a number": (described(task=3), UNKNOWN),
     "no task": (described(task=None), UNKNOWN),
@@ -331,24 +304,20 @@ CHECKPOINTS = {
     "no optimizer": (described(optimizer=None), UNKNOWN),
     "losses that are a list": (described(losses=[1]), UNKNOWN),
     "a loss that is a number": (described(losses={"2": 1}), UNKNOWN),
-    "metadata nested deeply": (state_file(METADATA, DEEP), "run/checkpoints/2 cannot be read"),
+    "metadata nested deeply": (state_file(METADATA, DEEP), "run/checkpoints/2 is damaged"),
     "metadata of another kind": (
         state_file(METADATA, '{"item_handlers": 3, "custom_metadata": {"task": "LM"}}'),
-        "run/checkpoints/2 cannot be read",
+        "run/checkpoints/2 is damaged",
     ),
     "names of arrays nested deeply": (state_file("state/_METADATA", DEEP), "run/checkpoints/2"),
     "names of arrays that are numbers": (
         state_file("state/_METADATA", '{"tree_metadata": {"a": 3}}'), "run/checkpoints/2",
     ),
-    "arrays that are no arrays": (state_file("state/ocdbt.process_0/d/*", "x"), "2 cannot be read"),
+    "arrays that are no arrays": (state_file("state/ocdbt.process_0/d/*", "x"), "2 is damaged"),
     "an index of arrays that is none": (state_file("state/manifest.ocdbt", "{}"), "run/checkpoints/2"),
-    "metadata in a pipe": (state_file(METADATA, None), rf"{DAMAGED}, {METADATA}: {PIPE}"),
-    "names of arrays in a pipe": (state_file("state/_METADATA", None), rf"{DAMAGED}, state/.*: {PIPE}"),
-    "arrays in a pipe": (state_file("state/ocdbt.process_0/d/*", None), rf"{DAMAGED}, state/.*: {PIPE}"),
-    "chunks that are larger than their array": (
-        chunks_of_one_gigabyte,
-        r"params/embedding/table \[384, 16\] is stored in chunks of \[16777216, 16\]",
-    ),
+    "metadata in a pipe": (state_file(METADATA, None), rf"{DAMAGED}: .*{PIPE}"),
+    "names of arrays in a pipe": (state_file("state/_METADATA", None), rf"{DAMAGED}: .*{PIPE}"),
+    "arrays in a pipe": (state_file("state/ocdbt.process_0/d/*", None), rf"{DAMAGED}: .*{PIPE}"),
 }  # fmt: skip
 
 
@@ -371,37 +340,34 @@ def test_a_crafted_checkpoint_ends_in_one_line(name, here, capsys):
 
 
 def data(**values):
-    """What a run says of its data, with a hash of all that."""
-    known = {"data": {}, "settings": "", "batches": {}, "run": "", "written": {}, **values}
-    return lambda: write_table(Path("run/data.json"), known)
+    """What a run says of its data."""
+    known = {"data": {}, "settings": "", "batches": {}, "run": "", **values}
+    return write("run/data.json", json.dumps(known))
 
 
 EVALUATE = ["evaluate", "run"]
 FOLDERS = {
     "a description nested deeply": (write(DESCRIPTION, DEEP), EVALUATE, UNKNOWN),
     "a description that is a list": (write(DESCRIPTION, "[]"), EVALUATE, UNKNOWN),
-    "a description in a pipe": (pipe(DESCRIPTION), EVALUATE, rf"{DAMAGED}, checkpoint\.json: {PIPE}"),
+    "a description in a pipe": (pipe(DESCRIPTION), EVALUATE, rf"{DAMAGED}: .*{PIPE}"),
     "no checksums": (described(checksums=None), EVALUATE, UNKNOWN),
     "a list of checksums": (described(checksums=["state/_METADATA"]), EVALUATE, UNKNOWN),
     "a checksum that is a number": (described(checksums={"state/_METADATA": 3}), EVALUATE, UNKNOWN),
     "a checksum of parts": (described(checksums={"state/_METADATA": [1, ""]}), EVALUATE, UNKNOWN),
     "a size that is a word": (
         described(checksums={"state/_METADATA": "a b"}), EVALUATE,
-        rf"{DAMAGED}, state/_METADATA has \d+ of a bytes",
+        rf"{DAMAGED}: state/_METADATA has \d+ of a bytes",
     ),
     "a file elsewhere": (
-        described(checksums={"../../config.toml": "1 "}), EVALUATE, rf"{DAMAGED}, \S+toml has \d+ of 1 bytes",
+        described(checksums={"../../config.toml": "1 "}), EVALUATE, rf"{DAMAGED}: \S+toml is missing",
     ),
     "settings of the run in a pipe": (pipe("run/config.toml"), EVALUATE, rf"run/config\.toml: {PIPE}"),
     "settings of the run nested deeply": (
         write("run/config.toml", f"a = {DEEP}"), EVALUATE, r"run/config\.toml",
     ),
-    "settings of the run in a long key": (
-        write("run/config.toml", f"a{'.a' * 20_000} = 1"), EVALUATE, r"run/config\.toml",
-    ),
     "data nested deeply": (write("run/data.json", DEEP), EVALUATE, r"run/data\.json is damaged"),
     "data that are a list": (write("run/data.json", "[]"), EVALUATE, r"run/data\.json is damaged"),
-    "data without a hash": (
+    "data without a run": (
         write("run/data.json", '{"data": {}, "files": {}, "settings": "", "batches": {}}'), EVALUATE,
         r"run/data\.json is damaged",
     ),
@@ -466,9 +432,9 @@ def test_a_run_of_a_huge_model_takes_no_memory(here):
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_AFTER_SECONDS
     )
-    assert re.search(r"^error: parameters alone need 409\.\d GB on 1 device.*\n\Z", done.stderr), (
-        done.stderr
-    )
+    assert re.search(
+        r"^error: parameters alone need 409\.\d GB on 1 device.*\n.*\n\Z", done.stderr
+    ), done.stderr
     code, kibibytes = map(int, done.stdout.split())
     assert code == 2
     assert kibibytes < 1_000_000

@@ -349,11 +349,11 @@ def test_each_part_of_the_rows_is_read_once(monkeypatch):
     [
         (
             PartitionSpec("data"),
-            "batch_size=6 does not divide by data=4; use batch_size 4 or 8, or",
+            "batch_size=6 does not divide by data=4\nFix: use batch_size=4 or 8, or",
         ),
         (
             PartitionSpec(("data", "stage")),
-            "by data=4 x stage=2 = 8; use batch_size 8, or other",
+            "by data=4 x stage=2 = 8\nFix: use batch_size=8, or other",
         ),
     ],
 )

@@ -21,10 +21,9 @@ from rich.console import Console
 
 from jaxpar import MeshConfig, Parallel, PipelineConfig, show
 from jaxpar.analysis import inspect_function
-from jaxpar.base.console import FittingTable
 from jaxpar.pictures.chart import FEET
 from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
-from jaxpar.pictures.timeline import GAP, MAX_WIDTH, unit_color
+from jaxpar.pictures.timeline import MAX_WIDTH, unit_color
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.planning import plan
 from jaxpar.setup import Setup
@@ -103,30 +102,27 @@ def test_the_grey_of_a_schedule_is_its_bubble_and_every_unit_is_drawn_once(args)
 
 def test_a_long_schedule_says_what_it_leaves_out():
     schedule = make_schedule("1f1b", 4, 100, 4)
-    left_out = re.search(r"ticks, (\d+) of them left out where", schedule._repr_html_())
+    left_out = re.search(r"ticks, (\d+) of them left out", schedule._repr_html_())
     assert left_out is not None
-    numbers = re.findall(r"\.\.\. (\d+) ticks left out", str(show(schedule)))
     n = schedule.num_ticks
-    assert [int(number) for number in numbers] == [n - 48]
+    assert f"... {n - 48} ticks left out" in str(show(schedule))
     shown = n - int(left_out[1])
-    assert 20 < shown < 48
+    assert 20 < shown < 60
     chart = show(schedule).chart
-    assert MAX_WIDTH - 200 < chart.width <= MAX_WIDTH + GAP  # and so there is room for every label:
+    assert MAX_WIDTH - 200 < chart.width <= MAX_WIDTH  # and so there is room for every label:
     assert all(chart.fits(b) for row in chart.rows for b in row.blocks)
     titles = re.findall("<title>(.*?)</title>", schedule._repr_html_())
     lanes = (("F", schedule.forward), ("B", schedule.backward))
-    ends = (*range(shown // 2), *range(n - shown // 2, n))
     expected = [
-        schedule.label(f, lane.unit[t, s], 0) for f, lane in lanes for t in ends for s in range(4)
+        schedule.label(f, lane.unit[t, s], 0)
+        for f, lane in lanes
+        for t in range(shown)
+        for s in range(4)
     ]
     assert sorted(titles) == sorted(label for label in expected if label != ".")
-    # The time of what is left out is left out too.
     for row in chart.rows:
-        assert all(
-            any(a <= b.start and b.start + b.cost <= z + 1e-6 for a, z in row.spans)
-            for b in row.blocks
-        )
-        assert len(row.spans) == 2
+        [(begin, end)] = row.spans
+        assert all(begin <= b.start and b.start + b.cost <= end + 1e-6 for b in row.blocks)
 
 
 def test_a_legend_has_a_sample_of_every_kind_of_block():
@@ -144,21 +140,6 @@ def test_a_legend_has_a_sample_of_every_kind_of_block():
 
 def test_eight_devices_have_eight_colours():
     assert len(set(map(color_of, range(8)))) == 8
-
-
-def test_no_table_splits_a_word_and_none_is_too_wide():
-    table = FittingTable("config", ">step", ">what it sends")
-    table.add_row("dp2pp4 M=1", "1.95 ms", "13% over stage")
-    shown = {}
-    for width in (80, 40, 24, 12):
-        console = Console(width=width, file=io.StringIO())
-        console.print(table)
-        shown[width] = console.file.getvalue()
-        assert max(map(len, shown[width].splitlines())) <= width
-        words = shown[width].replace(";", "").split()
-        assert {"dp2pp4", "M=1", "step", "1.95", "ms", "what", "sends", "13%", "stage"} <= {*words}
-    assert shown[40].startswith("config ")
-    assert shown[12].startswith("dp2pp4 M=1")
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 130])
@@ -179,9 +160,8 @@ def test_a_line_of_progress_keeps_its_step_and_its_eta(width):
         console.file.truncate(0)
         report._live.refresh()
         line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue()).strip("\0\r\n ")
-        assert re.match(rf"step +{step}/800 .*{eta} [█▁ ]*loss", line), line
+        assert re.match(rf"step +{step}/800 .*{eta} +loss", line), line
         assert len(line) <= width
-    assert ("0:00 █▁ " in line) == (width == 130), "losses, where there is room"
     report.end(400, 800, None)
 
 
@@ -309,13 +289,6 @@ def test_a_picture_of_a_mesh_has_axes_around_devices():
     rows = Rows(MeshConfig(stage=2, devices=(5, 3))._repr_html_()).rows
     assert [cell.strip() for cell in rows[1]] == ["devices", "5", "3"]
     assert "data takes as many more as there are" in str(show(MeshConfig(-1, 2)))
-
-
-def test_many_devices_in_one_place_are_written_as_ranges(mesh):
-    grid = show(mesh)
-    grid.devices = {place: [*range(9), 12] for place in grid.devices}
-    assert "0-8 12" in grid.to_html()
-    assert "0-8 12" in str(grid)
 
 
 def test_parameters_with_dims_axes_and_bytes_and_the_replicated_marked(mesh):

@@ -185,13 +185,13 @@ def test_draws_differ_by_step_layer_row_time_and_number_and_from_dropout():
 @pytest.mark.parametrize(
     ("at", "shape", "message"),
     [
-        (At(0, 0, 0), (2, 2), r"at\.draw needs at\.key, .* Fix: draw only if at\.key is not None$"),
-        (At(0, 0, 0, jax.random.key(0)), (2,), r"shape \[2\]: it must be \[time, rows, \.\.\.\]\. Fix"),
-        (At(0, 0, 0, jax.random.key(0), time_major=False), (), r"must be \[rows, \.\.\.\]\. Fix: give the"),
+        (At(0, 0, 0), (2, 2), r"at\.draw needs at\.key, .*\nFix: draw only if at\.key is not None\.$"),
+        (At(0, 0, 0, jax.random.key(0)), (2,), r"shape \[2\]: must be \[time, rows, \.\.\.\]\.\nFix"),
+        (At(0, 0, 0, jax.random.key(0), time_major=False), (), r"must be \[rows, \.\.\.\]\.\nFix: draw"),
         (
             At(0, 0, 0, jax.random.key(0), {"x": jnp.zeros((2, 4, 3))}),
             (4, 3),
-            r"shape \[4, 3\]: it must be \[time, rows, \.\.\.\], with the 4 rows of the block\. Fix: draw",
+            r"shape \[4, 3\]: must be \[time, rows, \.\.\.\], with the 4 rows of the block\.\nFix: draw",
         ),
     ],
 )  # fmt: skip
@@ -283,8 +283,10 @@ class OfModel(Regress):
         return Added(self.place, globals()[self.noise], rngs)
 
 
-DRAWS = r"draws random numbers that depend on how a batch is cut: .*Fix: at\.draw\(jax\.random\.normal, x\.s"
-PLACE = r"gives a row other numbers at another place in its block: its output changes .*at\.row, or draw"
+DRAWS = r"draws random numbers that depend on how a batch is cut: .*\nFix: at\.draw\(jax\.random\.normal"
+PLACE = (
+    r"gives a row other numbers at another place in its block: its output changes .*\n.*at\.row, or"
+)
 REFUSED = [
     ("first", "everywhere", ONE, f"^`first` {DRAWS}"),
     ("layer", "everywhere", ONE, f"^layer layer0 {DRAWS}"),

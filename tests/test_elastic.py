@@ -102,7 +102,7 @@ def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
     ends, options, expected, code = ENDS[case]
     started = []
 
-    class Place(launch.Here):
+    class Place(launch.Place):
         @contextlib.contextmanager
         def start(self, command, count, devices):
             more = ["--elastic", "--resume-or-begin"] if options.get("elastic", True) else []
@@ -110,7 +110,7 @@ def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
             started.append(count)
             yield []
 
-    monkeypatch.setattr(launch, "Here", Place)
+    monkeypatch.setattr(launch, "Place", Place)
     monkeypatch.setattr(launch._Watch, "wait", lambda self: ends[len(started) - 1])
     assert launch.launch(COMMAND, 3, 1, **{"elastic": True, **options}) == code
     assert started == expected
@@ -118,7 +118,7 @@ def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
     assert [int(n) for n in re.findall(r"continuing with (\d) of 3 processes", said)] == expected[
         1:
     ]
-    told = "too few of 3 processes are left, and --min-processes is 2"
+    told = "too few of 3 processes are left, --min-processes is 2"
     assert (told in said) == (case == "too few are left")
 
 

@@ -24,13 +24,11 @@ from lib.checkpoints import (
 from lib.laws import MODEL, assert_same_as_plain, make_settings, on_devices, slow
 from lib.layers import Ends
 from lib.models import Regress
-from lib.planned import sums_of
 
 from jaxpar import Parallel, PipelineConfig, nn
 from jaxpar.analysis import inspect_step
-from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.axes import STAGE
 from jaxpar.ends import part_call
-from jaxpar.planning.cost import estimate_step
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.state import abstract_state, audit
@@ -195,45 +193,19 @@ def test_what_costs_less_is_chosen_and_said():
 # ---- the compiled program ----
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "head", "schedule"),
-    [
-        (("deep", "twice"), "sharded", {"zero_bubble": False}),
-        (("deep",), "last", {"schedule": "interleaved", "num_groups": 2}),
-        (("array",), "sharded", {"schedule": "v"}),
-    ],
-)
-def test_bytes_over_stages_are_those_that_were_predicted(large, how, head, schedule):
-    units = PipelineConfig(num_microbatches=2, num_chunks=4, head=head, **schedule)
-    settings = Words(how=how, batch_size=64), Parallel(on_devices((2, 2, 1)), units)
-    predicted, compiled = (
-        sums_of(found, (DATA, STAGE))
-        for found in (estimate_step(*settings).sent, inspect_step(*settings).collectives)
-    )
-    for key in {*predicted, *compiled}:
-        difference = compiled[key] - predicted[key]
-        assert abs(difference) <= 0.01 * compiled[key] + 2000, (key, predicted, compiled)
-
-
 @functools.cache
 def report_of(tied, head):
     task = dataclasses.replace(MODEL, tie_embedding=tied, vocab_size=960, dropout=0.0)
     settings = make_settings((1, 4, 1), (2, 2), task, head=head)
-    return settings, inspect_step(*settings)
+    return inspect_step(*settings)
 
 
 @pytest.mark.parametrize(("tied", "head"), [(False, "last"), (True, "auto")])
 def test_no_table_is_sent_over_stages(tied, head):
-    settings, report = report_of(tied, head)
+    report = report_of(tied, head)
     whole = 960 * 16 * 4
     largest = max(c.bytes for c in report.collectives if STAGE in c.axes and not c.in_loop)
     if head == "last":  # the head alone: kernel and bias
         assert whole <= largest < whole + 960 * 4 + 1000
     else:
         assert largest < whole / 8
-    # As it was told before: parameters and the optimizer's state of the fullest device.
-    held = estimate_step(*settings).held
-    purposes = report.memory.purposes
-    assert held["parameters"] == purposes["parameters"]
-    assert held["optimizer"] == purposes["optimizer state"]

@@ -20,13 +20,16 @@ def test_what_is_no_file_is_not_opened(tmp_path):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
         for path in (tmp_path / "pipe", tmp_path / "link", tmp_path / "socket", "/dev/zero"):
-            message = rf"^cannot read the text {path}: it is a pipe, a socket or a device, not a file; ask$"
+            told = "it is a pipe, a socket or a device, not a file"
+            message = rf"^cannot read the text {path}: {told}\nFix: ask$"
             with pytest.raises(OSError, match=message):
                 read_file(path, "the text", "ask")
 
 
 def test_what_cannot_be_read_is_said_in_words(tmp_path):
-    with pytest.raises(IsADirectoryError, match=r"^cannot read /.*: Is a directory; give a read"):
+    with pytest.raises(
+        IsADirectoryError, match=r"^cannot read /.*: Is a directory\nFix: give a read"
+    ):
         read_file(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"^cannot read /.*none: No such file or directory"):
         read_file(tmp_path / "none")

@@ -338,7 +338,7 @@ def test_a_carry_that_changes_its_kind_is_refused():
         hoisted_scan(
             lambda _, h, x: (h.astype(jnp.bfloat16), x), (), jnp.zeros((B, W)), jnp.ones((T, B, W))
         )
-    with pytest.raises(ValueError, match=r"output of a step is int32\[3\]; it must be of floating"):
+    with pytest.raises(ValueError, match=r"output of a step is int32\[3\]\nFix: make it floating"):
         hoisted_scan(
             lambda _, h, x: (h, jnp.zeros(3, jnp.int32)), (), jnp.zeros((B, W)), jnp.ones((T, B, W))
         )

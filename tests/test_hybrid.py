@@ -125,7 +125,9 @@ def test_microbatches_are_refused():
 
 def test_a_width_that_does_not_split_is_refused_by_its_name():
     task = make_task("model", channels=(8, 12))
-    with pytest.raises(ValueError, match=r"convs\.1\.\w+: dim 'channels' has size 12, .* = 8; use"):
+    with pytest.raises(
+        ValueError, match=r"convs\.1\.\w+: dim 'channels' has size 12, .*\nFix: use"
+    ):
         init_state(task, on_mesh(2, 4))
 
 

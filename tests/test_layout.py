@@ -11,7 +11,6 @@ import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.planning import estimate_step
-from jaxpar.planning.running import make_stepper
 from jaxpar.setup import Setup
 from jaxpar.step import abstract_batch, batch_sharding, make_eval_step
 
@@ -53,7 +52,7 @@ def test_what_others_have_a_part_in_is_not_made_smaller(monkeypatch):
     with pytest.raises(ValueError, match="batch_size=6 does not divide by data=4"):
         jaxpar.init_state(task, named)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="batch_size=6 does not divide by data=8; use batch_size"):
+    with pytest.raises(ValueError, match="batch_size=6 does not divide by data=8"):
         jaxpar.fit(task)
 
 
@@ -78,7 +77,6 @@ def test_whoever_is_given_no_mesh_takes_the_same_devices():
     _, sums = evaluate(state, batch)
     _, metrics = step(state, batch)
     assert sums.weight == metrics.sums.weight > 0
-    assert make_stepper(SMALL)().loss == pytest.approx(float(metrics.loss), rel=RELATIVE_TOLERANCE)
     assert {total.axes for total in jaxpar.inspect_step(SMALL).totals} == {("data",)}
     assert estimate_step(SMALL).parallel == Setup.of(SMALL).parallel
     batch = abstract_batch(Setup.of(SMALL))

@@ -256,16 +256,16 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
         ({"vocab_size": 0, "num_words": None}, "vocab_size=0: must be positive"),
         ({"num_words": 0}, "num_words=0: must be positive"),
         ({"dropout": 1.0}, r"dropout=1\.0: must be at least 0 and less than 1"),
-        ({"dropout": math.nan}, "dropout=nan: use a finite number"),
-        ({"dtype": "float16"}, "dtype='float16': use 'float32' or 'bfloat16'"),
+        ({"dropout": math.nan}, "dropout=nan: must be a finite number"),
+        ({"dtype": "float16"}, "dtype='float16': must be 'float32' or 'bfloat16'"),
         ({"corpus": ""}, "corpus='' names no text"),
-        ({"level": "byte"}, "level='byte': use 'auto' or 'word' or 'char'"),
+        ({"level": "byte"}, "level='byte': must be 'auto' or 'word' or 'char'"),
         ({"max_vocab": 0}, "max_vocab=0: must be positive"),
         ({"batch_size": 0}, "batch_size=0: must be positive"),
-        ({"seq_len": True}, "seq_len=True.*: use a whole number"),
+        ({"seq_len": True}, "seq_len=True.*: must be a whole number"),
         ({"num_buckets": -1}, "num_buckets=-1: must not be negative"),
         ({"bucket_multiple": 0}, "bucket_multiple=0: must be positive"),
-        ({"optimizer": "adam"}, "optimizer='adam': use an OptimizerConfig"),
+        ({"optimizer": "adam"}, "optimizer='adam': must be an OptimizerConfig"),
     ],
 )
 def test_fields_that_cannot_be(changes, message):
@@ -283,7 +283,8 @@ def test_a_model_of_no_known_vocabulary_is_refused():
 def test_a_width_that_tensor_does_not_divide_is_refused():
     task = dataclasses.replace(TASK, hidden_size=18)
     with pytest.raises(
-        ValueError, match=r"hidden_size=18 does not divide by tensor=4; use hidden_size 16 or 20"
+        ValueError,
+        match=r"hidden_size=18 does not divide by tensor=4\nFix: use hidden_size=16 or 20",
     ):
         init_state(task, on_mesh((1, 1, 4)))
 

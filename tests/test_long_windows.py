@@ -215,7 +215,7 @@ def test_on_gpus_inputs_and_carries_go_to_the_host_and_come_back(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"remat_keeps": "host"}, "remat_keeps='host' without remat"),
+        ({"remat_keeps": "host"}, "remat_keeps='host' needs remat"),
         (
             {"remat": True, "remat_keeps": "carries", "num_chunks": 7},
             "num_chunks=7 with remat_keeps",
@@ -230,7 +230,5 @@ def test_what_cannot_be_kept_is_told(options, message):
 def test_segments_are_for_batches_of_one_length():
     task = jaxpar.lm.LM(num_buckets=2, vocab_size=96)
     pipeline = PipelineConfig(num_chunks=4, remat=True, remat_keeps="carries")
-    with pytest.raises(
-        ValueError, match="segments are for batches of one length, those of task LM"
-    ):
+    with pytest.raises(ValueError, match="needs batches of one length, those of task LM"):
         Setup.of(task, Parallel(on_devices((1, 1, 1)), pipeline))

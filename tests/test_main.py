@@ -88,27 +88,26 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
 ON_DEVICES = {
     "nothing": (
         [], "8 x cpu (cpu)",
-        "data=8 x stage=1 x tensor=1 (all devices share the batch; --mesh dp4pp2 changes it)", "dp8",
+        "data=8 x stage=1 x tensor=1 (all devices share the batch; --mesh changes it)", "dp8",
     ),
     "rows for some": (
         ["--batch-size", "6"], "6 x cpu (cpu), the first of 8",
-        "data=6 x stage=1 x tensor=1 (the most that 6 rows divide by; --mesh dp3pp2 changes it)", "dp6",
+        "data=6 x stage=1 x tensor=1 (the most that 6 rows divide by; --mesh changes it)", "dp6",
     ),
     "rows for one": (
         ["--batch-size", "11"], "1 x cpu (cpu), the first of 8",
-        "data=1 x stage=1 x tensor=1 (the most that 11 rows divide by; --mesh pp8 changes it)", "dp1",
+        "data=1 x stage=1 x tensor=1 (the most that 11 rows divide by; --mesh changes it)", "dp1",
     ),
     "microbatches": (
         ["--pipeline.num-microbatches", "2"], "4 x cpu (cpu), the first of 8",
-        "data=4 x stage=1 x tensor=1 (the most that 8 rows in 2 microbatches divide by; --mesh dp2pp2 "
-        "changes it)", "dp4",
+        "data=4 x stage=1 x tensor=1 (the most that 8 rows divide by; --mesh changes it)", "dp4",
     ),
     "one device": (["--mesh", "dp1"], "1 x cpu (cpu), the first of 8", "data=1 x stage=1 x tensor=1", "dp1"),
     "stages": (["--mesh", "pp2"], "2 x cpu (cpu), the first of 8", "data=1 x stage=2 x tensor=1", "pp2"),
     "all": (["--mesh", "dp8"], "8 x cpu (cpu)", "data=8 x stage=1 x tensor=1", "dp8"),
     "numbers": (
         ["--devices", "3", "1"], "2 x cpu (cpu)",
-        "data=2 x stage=1 x tensor=1 (all devices share the batch; --mesh pp2 changes it)", None,
+        "data=2 x stage=1 x tensor=1 (all devices share the batch; --mesh changes it)", None,
     ),
 }  # fmt: skip
 
@@ -158,7 +157,7 @@ def test_a_run_without_a_mesh_goes_on_with_the_one_that_it_found(text, tmp_path)
 
     refused = resume("--train.num-steps", "6")
     assert refused.returncode == 2
-    assert "data=8,stage=1,tensor=1 needs 8 devices, but there are 4; use sizes" in refused.stderr
+    assert "mesh dp8 needs 8 devices, got 4\nFix: use sizes" in refused.stderr
     done = resume("--train.num-steps", "6", "--mesh", "dp-1")
     assert done.returncode == 0, done.stderr
     assert "mesh        data=4 x stage=1 x tensor=1 (all devices share the batch;" in done.stdout
@@ -268,9 +267,9 @@ def test_one_command_begins_a_run_and_goes_on_with_it(text, tmp_path, capsys):
     for more, message in (
         (
             [],
-            r"--resume-or-begin looks for the run in the folder that is named; add --train\.out-dir",
+            r"--resume-or-begin needs a folder\nFix: add one, such as --train\.out-dir",
         ),
-        ([*folder, "--overwrite"], r"--resume-or-begin keeps .* --overwrite removes it; use one"),
+        ([*folder, "--overwrite"], r"--resume-or-begin and --overwrite: must not be used together"),
     ):
         assert main([*command, *more]) == 2
         assert re.search(message, capsys.readouterr().err)
@@ -430,7 +429,7 @@ def test_devices_that_jax_cannot_start_are_refused(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2
     assert re.match(
-        r"error: JAX starts no devices: .*'abacus'.*python -m jaxpar doctor", done.stderr
+        r"error: JAX starts no devices: .*'abacus'.*\nFix: see python -m jaxpar doctor", done.stderr
     )
     assert not (tmp_path / "run").exists()
 

@@ -542,11 +542,11 @@ def test_nothing_is_sent_over_tensor_within_the_loop_over_chunks(layer):
 
 @pytest.mark.parametrize("steps", [8, slow(128)])
 def test_flops_are_those_of_products_of_steps_with_steps_and_with_states(steps):
-    """Of chunks of any length; nothing is taken to be linear in time that is not."""
+    """Of chunks of any length."""
     task = LM(
         1, 32, 32, vocab_size=384, batch_size=8, seq_len=4 * steps, layer="mlstm", dropout=0.0
     )
-    [mlstm] = counts_of(task, 100, "cpu").unit(steps, 2).kinds
+    [mlstm] = counts_of(task, 100, "cpu")._trace(steps, 2).kinds
     rows, chunk = steps * 2, min(steps, 64)
     projections = rows * 32 * (4 * 32 + 2 * 4 + 2 * 32)  # with those of the block around it
     # q k^T and its product with v; q with C and n, and C of k and v, of four heads of eight.

@@ -1,6 +1,5 @@
 """Measured steps: every unit of the schedule ran, when what it needs was there."""
 
-import dataclasses
 import gzip
 import json
 import math
@@ -154,12 +153,8 @@ def test_busy_and_idle_time_are_all_of_the_loop(measured):
     assert 0 < measured.core_seconds < 1.2 * measured.num_cores * measured.plain_seconds
     text = " ".join(str(measured).split())
     assert f"idle {measured.bubble:.1%}, predicted {measured.predicted_bubble:.1%}" in text
-    cost = (
-        r"With the profiler a step takes .* \(\+\d+%\)\.|The profiler costs less than steps vary: "
-    )
+    cost = r"With the profiler a step takes [\d.]+ ms, without it [\d.]+ ms\."
     assert re.search(cost, text)
-    quicker = dataclasses.replace(measured, traced_seconds=0.0101, plain_seconds=0.0122)
-    assert "less than steps vary: 10.1 ms with it, 12.2 without." in " ".join(str(quicker).split())
 
 
 @pytest.mark.parametrize(
@@ -230,7 +225,7 @@ def test_the_caption_says_why_a_step_is_not_as_predicted():
 @pytest.mark.parametrize(
     ("mesh", "others", "message"),
     [
-        ({"data": 2}, {}, "no pipeline to measure; give a mesh with stages"),
+        ({"data": 2}, {}, "no pipeline to measure\\nFix: give a mesh with stages"),
         ({"stage": 2}, {"update": "host"}, "update='host' is not one program"),
     ],
 )

@@ -70,11 +70,11 @@ def test_resolving_fills_exactly_the_devices_that_there_are(sizes, inferred):
 @hypothesis.given(sizes=SIZES, num_available=st.integers(1, 200))
 def test_resolving_refuses_any_other_number_of_devices(sizes, num_available):
     hypothesis.assume(math.prod(sizes) != num_available)
-    with pytest.raises(ValueError, match=f"devices?, but there (is|are) {num_available};"):
+    with pytest.raises(ValueError, match=rf"devices?, got {num_available}\n"):
         MeshConfig(*sizes).resolve(num_available)
     rest = math.prod(sizes[1:])
     if num_available % rest:
-        message = f"{num_available} devices do not divide by {rest}, so data=-1"
+        message = f"{num_available} devices do not divide by {rest}"
         with pytest.raises(ValueError, match=message):
             MeshConfig(-1, *sizes[1:]).resolve(num_available)
 
@@ -82,17 +82,13 @@ def test_resolving_refuses_any_other_number_of_devices(sizes, num_available):
 @pytest.mark.parametrize(
     ("text", "sizes"),
     [
-        ("data=2,stage=3,tensor=4", (2, 3, 4)),
-        ("tensor=4, data=2", (2, 1, 4)),
-        (" stage = 4 ", (1, 4, 1)),
-        ("data=-1,tensor=2", (-1, 1, 2)),
         ("dp2pp3tp4", (2, 3, 4)),
         ("tp4dp2", (2, 1, 4)),
         ("tp8", (1, 1, 8)),
         ("dp-1tp2", (-1, 1, 2)),
     ],
 )
-def test_parse_reads_both_forms(text, sizes):
+def test_parse_reads_axes_and_sizes(text, sizes):
     assert MeshConfig.parse(text) == MeshConfig(*sizes)
 
 
@@ -104,17 +100,15 @@ def test_parse_reads_what_a_mesh_prints(sizes):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("data=2,data=4", "names the axis 'data' twice"),
-        ("dp2dp4", "names the axis 'data' twice"),
-        ("data=two", "cannot read 'data=two'; write data=2,stage=2,tensor=2 or dp2pp2tp2"),
-        ("data=2.5", "cannot read 'data=2.5'"),
-        ("data=2,", "cannot read ''"),
-        ("data", "cannot read 'data'"),
-        ("", "cannot read ''"),
-        ("xP2", "cannot read 'xP2'"),
-        ("dp2tp", "cannot read 'dp2tp'"),
-        ("dp0", "mesh data=0: use a positive whole number"),
-        ("dp-1tp-1", "-1 for data and tensor; only one size"),
+        ("dp2dp4", "'data' must be named once"),
+        ("data=2,stage=2", "mesh 'data=2,stage=2': must be axes and sizes, such as dp2pp2tp2"),
+        ("dp2.5", "mesh 'dp2.5': must be axes"),
+        ("data", "mesh 'data': must be axes"),
+        ("", "mesh '': must be axes"),
+        ("xP2", "mesh 'xP2': must be axes"),
+        ("dp2tp", "mesh 'dp2tp': must be axes"),
+        ("dp0", "mesh data=0: must be positive"),
+        ("dp-1tp-1", "-1 for data and tensor: only one"),
     ],
 )
 def test_parse_refuses(text, message):
@@ -125,28 +119,28 @@ def test_parse_refuses(text, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MeshConfig(data=0), "mesh data=0: use a positive whole number"),
-        (lambda: MeshConfig(stage=-2), "mesh stage=-2: use a positive whole number, or -1"),
-        (lambda: MeshConfig(tensor=2.0), r"mesh tensor=2\.0 \(float\): use a whole number"),
-        (lambda: MeshConfig(data=True), r"mesh data=True \(bool\): use a whole number"),
-        (lambda: MeshConfig(data=-1, stage=-1), "-1 for data and stage; only one"),
-        (lambda: MeshConfig(devices=(0, 0)), r"devices=\(0, 0\) name \[0\] twice"),
-        (lambda: MeshConfig(devices=(-1,)), r"devices=\(-1,\).*numbers from 0"),
-        (lambda: MeshConfig(devices=()), r"devices=\(\): name at least one"),
+        (lambda: MeshConfig(data=0), "mesh data=0: must be positive"),
+        (lambda: MeshConfig(stage=-2), "mesh stage=-2: must be positive, or -1"),
+        (lambda: MeshConfig(tensor=2.0), r"mesh tensor=2\.0 \(float\): must be a whole number"),
+        (lambda: MeshConfig(data=True), r"mesh data=True \(bool\): must be a whole number"),
+        (lambda: MeshConfig(data=-1, stage=-1), "-1 for data and stage: only one"),
+        (lambda: MeshConfig(devices=(0, 0)), r"devices=\(0, 0\): \[0\] must be named once"),
+        (lambda: MeshConfig(devices=(-1,)), r"devices=\(-1,\): must be at least one, from 0"),
+        (lambda: MeshConfig(devices=()), r"devices=\(\): must be at least one"),
         (
             lambda: MeshConfig(data=16).build(),
-            "needs 16 devices, but there are 8.*simulate 16 devices",
+            "needs 16 devices, got 8\n.*simulate 16",
         ),
         (
             lambda: MeshConfig(data=16).build(
                 jax.devices()
             ),  # as of a machine that is only compiled for
-            "there are 8; use sizes that multiply to 8, or name a machine with 16 devices$",
+            "got 8\nFix: use sizes that multiply to 8, name 16 with devices",
         ),
         (lambda: MeshConfig(data=-1, tensor=3).build(), "8 devices do not divide by 3"),
-        (lambda: MeshConfig(data=2, devices=(0, 9)).build(), "no device 9; numbers go from 0 to 7"),
-        (lambda: MeshConfig(data=2, devices=(0, 1, 2)).build(), "needs 2 devices, but there are 3"),
-        (lambda: simulate_devices(0), r"simulate_devices\(0\): use 1 to 1024"),
+        (lambda: MeshConfig(data=2, devices=(0, 9)).build(), "9 must be at most 7"),
+        (lambda: MeshConfig(data=2, devices=(0, 1, 2)).build(), "needs 2 devices, got 3"),
+        (lambda: simulate_devices(0), r"simulate_devices\(0\): must be from 1 to 1024"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):
@@ -159,7 +153,7 @@ def test_a_mesh_smaller_than_the_machine_takes_the_first_devices(monkeypatch):
     mesh = MeshConfig(data=3, tensor=2).build()
     np.testing.assert_array_equal(device_ids(mesh), np.arange(6).reshape(3, 1, 2))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"needs 6 devices, but there are 8.*set one size to -1"):
+    with pytest.raises(ValueError, match=r"needs 6 devices, got 8\n.*name 6 with devices"):
         MeshConfig(data=3, tensor=2).build()
 
 
@@ -172,7 +166,7 @@ def test_devices_cannot_be_simulated_once_there_are_others():
     assert jax.device_count() == 8  # the backend has started
     simulate_devices(8)  # nothing to do
     with pytest.raises(
-        ValueError, match=r"simulate_devices\(4\) came too late: .* with 8 cpu device"
+        ValueError, match=r"simulate_devices\(4\): JAX has already started with 8 cpu device"
     ):
         simulate_devices(4)
 
@@ -190,7 +184,7 @@ print(jax.device_count(), dict(jaxpar.MeshConfig(tensor=-1).build().shape)["tens
 try:
     jaxpar.simulate_devices(2)
 except ValueError as error:
-    assert "jax.extend.backend.clear_backends()" in str(error), error
+    assert "restart the notebook's kernel" in str(error), error
 jax.extend.backend.clear_backends()
 jaxpar.simulate_devices(2)
 print(jax.device_count())

@@ -101,7 +101,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("kind", "name", "array"), WRONG)
 def test_arrays_of_these_names_that_are_something_else_are_refused(kind, name, array):
-    with pytest.raises(ValueError, match=rf"arrays\['{name}'\].* means .*Fix: rename your array"):
+    with pytest.raises(ValueError, match=rf"arrays\['{name}'\].* means .*\nFix: rename your array"):
         MAKERS[kind]({"x": X, name: array})
     assert PARTS.keys() >= {name}
 
@@ -172,7 +172,7 @@ OF_BATCHES = {
 def test_batches_of_ones_own_are_looked_at_before_a_run(name, tmp_path):
     task = Named(Own(**{name: OF_BATCHES[name]}))
     train = TrainConfig(num_steps=1, out_dir=str(tmp_path / "run"))
-    told = rf"batch\['{name}'\] of task Named is .* means .*Fix: rename your array"
+    told = rf"batch\['{name}'\] of task Named is .* means .*\nFix: rename your array"
     for call in (ModelFacts.of, lambda task: jaxpar.fit(task, "dp1", train, quiet=True)):
         with pytest.raises(ValueError, match=told):
             call(task)
@@ -199,12 +199,12 @@ def test_what_these_names_mean_is_taken():
 
 @pytest.mark.parametrize("name", [*NUMBERS, "grad norm", "steps_per_second", "steps per second"])
 def test_metrics_that_are_named_as_other_numbers_of_a_run_are_refused(name, tmp_path):
-    with pytest.raises(ValueError, match=f"task Named gives a metric '{name}'.* Fix: rename"):
+    with pytest.raises(ValueError, match=rf"task Named gives a metric '{name}'.*\nFix: rename"):
         _ = ModelFacts.of(Named(metric_names=(name,))).traces
     if name != "loss":
         task = Named(reported=((name, 1.0),))
         train = TrainConfig(num_steps=1, out_dir=str(tmp_path / "run"))
-        with pytest.raises(ValueError, match=f"task Named gives a metric '{name}'.* Fix: rename"):
+        with pytest.raises(ValueError, match=rf"task Named gives a metric '{name}'.*\nFix: rename"):
             jaxpar.fit(task, "dp1", train, quiet=True)
         assert not (tmp_path / "run").exists()
 

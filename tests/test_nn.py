@@ -235,10 +235,11 @@ def test_wrong_sizes_are_refused():
     with pytest.raises(ValueError, match="width 9 are wider than width=8"):
         extend(jnp.zeros((T, B, 9)), 8)
     with pytest.raises(
-        ValueError, match=r"do not fit an array of shape \(2, 3\); give a name, or None, for each"
+        ValueError,
+        match=r"do not fit an array of shape \(2, 3\)\nFix: give a name or None for each",
     ):
         named_param(jnp.zeros((2, 3)), ("hidden",))
-    with pytest.raises(ValueError, match="unknown dim name 'hiden': there is no rule for it"):
+    with pytest.raises(ValueError, match="dim 'hiden' has no rule"):
         RULES.spec(named_param(jnp.zeros(2), ("hiden",)).out_sharding)
 
 

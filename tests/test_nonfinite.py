@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 import shutil
 from pathlib import Path
 
@@ -20,20 +19,18 @@ from jaxpar.config import TrainConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import Stateless, named_param
-from jaxpar.optimizer import MAX_SAFE_RATE, Safe, make_optimizer, next_state
 from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state, release
-from jaxpar.step import batch_sharding, how_often, make_train_step
+from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.task import Settings, find_task
+from jaxpar.tasks.lm.model import LanguageModel
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.by_layer import by_layer, with_parameters
 from jaxpar.training.fit import fit
-from jaxpar.training.loop import EXPLODED
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.summary import summarize
 
 RARE = 23  # a word that only bad batches have
 ROWS, STEPS = 8, 4
@@ -299,7 +296,6 @@ def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
         batch = place({"x": x_B4, "weight": np.ones(8, np.float32)}, settings, devices)
         return str(find_origin(Setup.of(*settings, devices), state, batch))
 
-    assert origin() == "the update of the parameters, whose gradient is finite"  # there is none
     assert origin(np.nan, (6,)) == "the output of first, in row 6"
     assert origin(-1.0, (0, 5)) == "the output of layer 1 (root), in rows 0, 5"
     assert origin(0.0, (3,)) == "the gradient of layer 1 (root), in row 3"
@@ -443,196 +439,30 @@ class Steep(LM):
 
 
 @pytest.mark.parametrize(
-    ("name", "max_skipped"),
-    [("one device", 0), ("all axes, sharded update", 1), ("uneven stages, update on the host", 1)],
+    ("name", "skips"),
+    [
+        ("one device", False),
+        ("all axes, sharded update", True),
+        ("uneven stages, update on the host", True),
+    ],
 )
-def test_an_update_that_is_not_finite_changes_nothing(name, max_skipped):
+def test_an_update_that_is_not_finite_is_never_saved(name, skips, text, tmp_path):
     layout = SETTINGS[name].parallel
-    task = Steep(**{field.name: getattr(TASK, field.name) for field in dataclasses.fields(TASK)})
-    train = TrainConfig(nonfinite="skip" if max_skipped else "stop", max_skipped=1)
-    settings, mesh = Settings(task, layout, train), layout.mesh.build()
-    step = make_train_step(*settings, mesh)
-    state, metrics = step(init_state(*settings[:2], mesh=mesh), batch_of(settings, mesh, 0))
-    assert int(metrics.skipped) == 0
-    before = jax.tree.map(np.array, (state.params, state.opt_state))
-    state, metrics = step(state, batch_of(settings, mesh, 1))
-    assert np.isfinite([metrics.loss, metrics.grad_norm]).all()
-    assert (int(metrics.skipped), int(state.skipped), int(state.step)) == (1, 1, 1 + max_skipped)
-    assert_same((state.params, state.opt_state), jax.tree.leaves(before))
-    assert np.isfinite(np.concatenate([a.ravel() for a in arrays_of(state)])).all()
-    if max_skipped:
-        assert not any(a.any() for a in arrays_of(state.carry))  # begins anew
-    else:
-        origin = find_origin(
-            Setup.of(*settings, mesh), release(state, 0), batch_of(settings, mesh, 1)
-        )
-        assert str(origin) == "the update of embedding, whose gradient is finite"
-
-
-class Products(Steep):
-    """Updates with products of matrices, which take longer than a choice between old and new arrays."""
-
-    def make_optimizer(self, num_steps):
-        def times(update):
-            for _ in range(6 if update.ndim > 1 else 0):
-                update = update @ jnp.eye(update.shape[-1])
-            return jax.lax.bessel_i1e(update)  # which nothing else computes
-
-        products = optax.stateless(lambda updates, params=None: jax.tree.map(times, updates))
-        return optax.chain(products, super().make_optimizer(num_steps))
-
-    def describe(self):
-        return []
-
-
-LITTLE, MUCH = 2e4, 1e9  # bytes of a device: no room for a second copy, and room
-
-
-@pytest.mark.parametrize(
-    ("name", "room"),
-    [
-        ("data, tensor, fsdp", MUCH),
-        pytest.param("data, tensor, fsdp", LITTLE, marks=pytest.mark.slow),
-        pytest.param("interleaved", MUCH, marks=pytest.mark.slow),
-        ("interleaved", LITTLE),
-    ],
-)
-def test_costly_updates_are_computed_once_where_a_second_copy_fits(name, room, monkeypatch):
-    monkeypatch.setattr("jaxpar.step.device_memory", lambda devices: room)
-    task = Products(**{field.name: getattr(TASK, field.name) for field in dataclasses.fields(TASK)})
-    layout, train = SETTINGS[name].parallel, TrainConfig(nonfinite="skip", max_skipped=2)
-    settings, mesh = Settings(task, layout, train), layout.mesh.build()
-    setup = Setup.of(*settings, mesh)
-    step, batch = make_train_step(setup), functools.partial(batch_of, settings, mesh)
-    begin = functools.partial(init_state, setup)
-
-    computed = step.lower(begin(), batch(0)).as_text().count("bessel_i1e")
-    times, text = (2, "does not fit") if room is LITTLE else (1, "with room for a second copy")
-    assert computed == times * len(jax.tree.leaves(begin().params))
-    told = dict(summarize(setup))["update"]
-    assert text in told
-    assert told.startswith(("once, ", "twice, ")[times - 1])
-
-    healthy, metrics = step(begin(), batch(0))
-    assert int(metrics.skipped) == 0
-    bad = {
-        "loss": poison(begin(), settings),
-        "gradient": change(begin(), settings, "head/kernel", scale),
-        "rate": healthy,
-    }
-    for what, state in bad.items():
-        before = jax.tree.map(np.array, (state.params, state.opt_state))
-        state, metrics = step(state, batch(1, (3,)))
-        assert int(metrics.skipped) == 1
-        is_finite = [bool(jnp.isfinite(x)) for x in (metrics.loss, metrics.grad_norm)]
-        assert is_finite == [what != "loss", what == "rate"]
-        assert_same((state.params, state.opt_state), jax.tree.leaves(before))
-
-
-OPTIMIZERS = {
-    "lion": (2, optax.lion(1e-4)),
-    "adam, clipped": (2, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))),
-    "sgd, clipped": (1, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-3))),
-    "lamb": (1, optax.lamb(1e-3)),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Named(Regress):
-    name_of: str = ""
-
-    def make_optimizer(self, num_steps):
-        return OPTIMIZERS[self.name_of][1]
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_an_update_reads_says_how_often_it_is_computed(name):
-    """As measured: docs/training.md has the times."""
-    setup = Setup.of(Named(("dense",), name_of=name), Parallel(MeshConfig(devices=(0,))))
-    assert how_often(setup)[0] == OPTIMIZERS[name][0]
-
-
-def test_whether_a_second_copy_fits_is_decided_alike(monkeypatch):
-    """Cheap updates, host updates, and several processes, of which each knows its own memory alone."""
     fields = {field.name: getattr(TASK, field.name) for field in dataclasses.fields(TASK)}
-
-    def found(task, name="one device"):
-        return how_often(Setup.of(task(**fields), SETTINGS[name].parallel))
-
-    assert found(LM) == (1, "")
-    assert found(Steep) == (2, "choosing between old and new arrays would take longer")
-    assert found(Steep, "uneven stages, update on the host") == (1, "")
-    assert found(Products)[0] == 1
-    monkeypatch.setattr("jaxpar.step.device_memory", lambda devices: None)
-    assert "it is not known" in found(Products)[1]
-    monkeypatch.undo()
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    assert "it is not known" in found(Products)[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("adam", {}),
-        ("adamw", {"weight_decay": 1e-3}),
-        ("rmsprop", {}),
-        ("sgd", {"momentum": 0.99}),
-    ],
-)
-def test_optimizers_that_are_called_safe_are(name, more):
-    config = OptimizerConfig(
-        name, learning_rate=MAX_SAFE_RATE, warmup_steps=0, lr_schedule="constant", **more
+    task = Steep(**fields | {"vocab_size": None, "corpus": str(text)})
+    train = TrainConfig(
+        8, nonfinite="skip" if skips else "stop", checkpoint_every=1, keep_best=False,
+        out_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    message = (
+        r"parameter \S+ is not finite after step 2: an update overflowed\. The last checkpoint is whole\.\n"
+        r"Fix: resume with a lower learning rate"
     )
-    optimizer = make_optimizer(config, 1000)
-    assert isinstance(optimizer, Safe)
-    largest = np.sqrt(np.finfo(np.float32).max) / 2  # of a gradient whose norm is finite
-    rng = np.random.default_rng(0)
-    params = jnp.zeros(8)
-    state, take = optimizer.init(params), jax.jit(next_state, static_argnums=0)
-    for _ in range(200):
-        sizes = rng.choice([0, 1e-44, 1e-30, 1e-8, 1, largest], 8) * rng.choice([-1, 1], 8)
-        params, state = take(optimizer, params, jnp.asarray(sizes, jnp.float32), state)
-        assert np.isfinite(
-            np.concatenate([np.ravel(a) for a in jax.tree.leaves((params, state))])
-        ).all()
-
-
-@pytest.mark.usefixtures("compile_once")
-def test_a_loss_that_explodes_is_told_once(text, tmp_path):
-    class Told(Report):
-        def __init__(self):
-            self.warnings = []
-
-        def warning(self, text):
-            self.warnings.append(text)
-
-    def warnings(num_steps, rate, **options):
-        optimizer = OptimizerConfig("sgd", rate, "constant", warmup_steps=0)
-        task = LM(
-            num_layers=2,
-            hidden_size=8,
-            embed_size=8,
-            corpus=str(text),
-            batch_size=4,
-            seq_len=8,
-            optimizer=optimizer,
-        )
-        train = TrainConfig(num_steps, clip_norm=0, log_every=1, out_dir=str(tmp_path / "run"))
-        report = Told()
-        result = fit(task, Parallel(MeshConfig(devices=(0,))), train, report=report, **options)
-        return report.warnings, result.losses
-
-    told, losses = warnings(2, 0.1)
-    assert (told, len(losses)) == ([], 2)
-    # Held against the first step of all, also when it goes on.
-    told, losses = warnings(30, 300.0, resume=True)
-    assert np.isfinite(losses).all()
-    assert max(losses) > EXPLODED * 3
-    [said] = told
-    assert re.match(
-        r"the loss of step \d+ is [\d.]+, \d+ times that of the first step: .*now 0; 0 is none",
-        said,
-    )
+    with pytest.raises(FloatingPointError, match=message):
+        fit(task, layout, train)
+    checkpoints = RunFolder(tmp_path / "run").checkpoints(Setup.of(task, layout, train))
+    assert checkpoints.steps() == [1]
+    assert np.isfinite(np.concatenate([a.ravel() for a in arrays_of(checkpoints.restore())])).all()
 
 
 class Unweighted(Series):
@@ -666,9 +496,9 @@ def test_a_batch_in_which_nothing_counts_has_no_loss(log_every, tmp_path):
     parallel = Parallel(MeshConfig(2, devices=(0, 1)))
     result = fit(SometimesEmpty(("dense",)), parallel, train, report=report)
     assert [np.isnan(loss) for loss in result.losses] == [False, True, False, True, False]
-    assert [text.split(" counts")[0] for text in report.warnings] == [
-        "nothing in the batch of step 2", "nothing in the batch of step 4",
-    ]  # fmt: skip
+    assert report.warnings == [
+        f"the weights of batch {step - 1} sum to 0, so step {step} has no loss" for step in (2, 4)
+    ]
     assert report.steps == ([1, 3, 5] if log_every == 1 else [1, 5])
     assert np.isfinite(report.losses).all()
     assert min(report.losses) > 0
@@ -677,17 +507,27 @@ def test_a_batch_in_which_nothing_counts_has_no_loss(log_every, tmp_path):
     assert int(result.state.skipped) == 0
 
 
-def test_other_optimizers_are_looked_at():
-    for config in (
-        OptimizerConfig(learning_rate=1e39), OptimizerConfig("adamw", learning_rate=10, weight_decay=1),
-    ):  # fmt: skip
-        assert not isinstance(make_optimizer(config, 1000), Safe)
-    assert not isinstance(optax.chain(make_optimizer(OptimizerConfig(), 1000)), Safe)
+class Overflowing(LanguageModel):
+    """Not finite where it reads one word."""
+
+    def first(self, batch, at):
+        is_bad = jnp.asarray(batch.inputs_BT) == self.bad_word
+        return jnp.where(is_bad[..., None], jnp.nan, super().first(batch, at))
+
+
+@dataclasses.dataclass(frozen=True)
+class Zebras(LM):
+    bad_word: int = -1
+
+    def make_model(self, rngs):
+        model = Overflowing(self, rngs=rngs)
+        model.bad_word = self.bad_word
+        return model
 
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
-    """Settings of a run after its first step, in which one word has gone bad, and the steps that read it."""
+    """Settings of a run after its first step, and the later steps, which read a word that overflows."""
     text, out_dir = tmp_path_factory.mktemp("text"), tmp_path_factory.mktemp("runs") / "run"
     lines = ["the cat sat on the mat", "a dog ran to the cat"] * 60
     (text / "valid.txt").write_text("\n".join(lines[:10]))
@@ -696,22 +536,14 @@ def poisoned(tmp_path_factory):
         lines[number] = "the zebra ran"
     (text / "train.txt").write_text("\n".join(lines))
     optimizer = OptimizerConfig(warmup_steps=0, lr_schedule="constant")
-    task = dataclasses.replace(
-        TASK,
-        num_layers=2,
-        vocab_size=None,
-        corpus=str(text),
-        batch_size=4,
-        seq_len=8,
-        optimizer=optimizer,
-    )
-    train = TrainConfig(num_steps=1, out_dir=str(out_dir), log_every=5, checkpoint_every=0)
-    result, folder = fit(task, Parallel(MeshConfig(devices=(0,))), train), RunFolder(out_dir)
-    settings = Settings(result.setup.task, result.setup.parallel, result.setup.train)
+    fields = {field.name: getattr(TASK, field.name) for field in dataclasses.fields(TASK)}
+    fields |= {"num_layers": 2, "vocab_size": None, "batch_size": 4, "seq_len": 8}
+    task = Zebras(**fields | {"corpus": str(text), "optimizer": optimizer})
     word = task.read_text().vocabulary.words.index("zebra")
-    shutil.rmtree(folder.checkpoints_path)
-    with folder.checkpoints(Setup.of(*settings)) as checkpoints:
-        checkpoints.save(poison(result.state, settings, word))
+    task = dataclasses.replace(task, bad_word=word)
+    train = TrainConfig(num_steps=1, out_dir=str(out_dir), log_every=5, checkpoint_every=0)
+    result = fit(task, Parallel(MeshConfig(devices=(0,))), train)
+    settings = Settings(result.setup.task, result.setup.parallel, result.setup.train)
     batches = result.setup.task.make_batches("train", train.seed)
     bad = [step for step in range(1, 21) if (batches.batch(step).inputs_BT == word).any()]
     assert len(bad) > 1

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lib.models import Regress, Tokens
@@ -33,7 +32,6 @@ from jaxpar.analysis import inspect_function
 from jaxpar.analysis.program import _memory
 from jaxpar.base.axes import STAGE, TENSOR
 from jaxpar.nn import GRU, LSTM
-from jaxpar.pictures.reports import MEMORY_ERROR
 from jaxpar.planning import estimate_step, plan
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
@@ -139,23 +137,14 @@ def whole_again(x):
     return jnp.sum(x * x, axis=1)
 
 
-def cumulated(x):
-    return lax.with_sharding_constraint(jnp.cumsum(x, 1), split(x.shape).sharding)
-
-
 @pytest.mark.parametrize(
     ("function", "dtype", "told"),
     [
         (whole_again, jnp.float32, []),
         (whole_again, jnp.bfloat16, ["bfloat16"]),
-        (lambda x: lax.top_k(x, 2)[0], jnp.float32, ["whole arrays"]),
-        (cumulated, jnp.float32, ["whole arrays"]),
-        (lambda x: jnp.cumsum(x, 0), jnp.float32, []),
-        (lambda x: lax.with_sharding_constraint(x * 2, NamedSharding(split((4, 8)).sharding.mesh, P())),
-         jnp.float32, []),
     ],
-    ids=["sum", "sum of bfloat16", "top_k", "cumsum", "cumsum along another dim", "gather"],
-)  # fmt: skip
+    ids=["sum", "sum of bfloat16"],
+)
 def test_what_the_compiler_of_cpus_sends_besides_is_told(function, dtype, told):
     report = inspect_function(function, split((8, 64), dtype))
     assert len(report.notes) == len(told)
@@ -215,8 +204,6 @@ QUICK = ("tied", "tp4"), ("transformer", "dp4"), ("lm", "pp4"), ("regress", "dp4
 def test_estimates_are_near_what_is_compiled(name, mesh):
     task, parallel = model(name), parallel_of(name, mesh)
     cost, report = estimate_step(task, parallel), inspect_step(task, parallel)
-    least, most = MEMORY_ERROR
-    assert least <= report.memory.total / cost.memory_bytes <= most
     estimated, compiled = Counter(), Counter()
     for sums, parts in ((estimated, cost.sent), (compiled, report.collectives)):
         for part in parts:
@@ -251,8 +238,7 @@ def test_what_is_printed_of_estimates_says_so():
     cost = estimate_step(task, "dp2tp2")
     for printed in (str(cost), str(cost.known(inspect_step(task, "dp2tp2")))):
         assert re.search(r"^ +axes +estimated +compiled +measured$", printed, re.MULTILINE)
-        assert "estimated memory  parameters" in printed
-        assert "estimated step    layers" in printed
+        assert re.search("estimated step +layers", printed)
         assert "arithmetic" not in printed
     compiled = str(cost.known(inspect_step(task, "dp2tp2")))
     for line in re.findall(r"^(?:all|collective)-\S+ .*$", compiled, re.MULTILINE):
@@ -260,6 +246,5 @@ def test_what_is_printed_of_estimates_says_so():
         assert len(columns) == (1 if TENSOR in line else 2), line
     ranking = plan(task, "dp2", num_finalists=0)
     text = " ".join(str(ranking).split())
-    assert "compiled steps need 0.7 to 4 times the estimated memory" in text
     assert "known by" in text
     assert "an estimate" in text

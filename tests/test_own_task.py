@@ -13,8 +13,6 @@ import tomllib
 import jax
 import pytest
 
-from jaxpar.training.checksums import checksum, read_table, write_table
-
 FILE = '''"""Forecasts of waves whose period changes: a GRU says the next value."""
 
 import dataclasses
@@ -139,10 +137,6 @@ def here(world, tmp_path):
     run = tmp_path / "user/runs/0001"
     config = run / "config.toml"
     config.write_text(config.read_text().replace(str(folder), str(tmp_path / "user")))
-    data = read_table(run / "data.json", {})
-    # As if they had been written so.
-    data["written"] = {file: checksum((run / file).read_bytes()) for file in data["written"]}
-    write_table(run / "data.json", data)
     return tmp_path / "user"
 
 
@@ -206,7 +200,7 @@ def test_the_same_task_may_be_named_beside_its_run_and_no_other(here):
     assert "resumed at step 60" in printed
     _, said = jaxpar("train", "lm", *resume, cwd=here, code=2)
     assert re.fullmatch(
-        r"error: the settings of runs/0001 are of the task .*forecast\.py:Forecast, not of lm; .*\n",
+        r"error: settings of runs/0001: expected task lm, got .*forecast\.py:Forecast\n.*\n",
         said,
     )
 
@@ -248,13 +242,11 @@ def test_help_tells_its_options(world):
 
 @pytest.mark.slow
 def test_the_planner_compiles_it_and_runs_it(world):
-    printed, said = jaxpar("plan", "forecast.py:Forecast", "--simulate", 1, cwd=world[0])
+    printed, _ = jaxpar("plan", "forecast.py:Forecast", "--simulate", 1, cwd=world[0])
     first, _, last = printed.rpartition("1 x cpu, 1 device: ")
     assert re.search(r"Use dp1.*: ~.* a step, [\d,]+ \w+/s, ~[\d.]+ \w?B of [\d.]+ GB", first)
     assert re.search(r"Use dp1.*: [\d.]+ \w+ a step, [\d,]+ \w+/s, [\d.]+ \w?B of [\d.]+ GB", last)
     assert "running it" in last
-    # Finalists as they come.
-    assert len(re.findall(r"^dp1.*: ~[\d.]+ \w+ a step, [\d.]+ \w?B$", said, re.M)) >= 2
 
 
 def test_a_file_that_has_changed_is_told(here):
@@ -264,7 +256,7 @@ def test_a_file_that_has_changed_is_told(here):
     assert evaluated(printed).keys() == {"valid", "test"}
     assert said.count("\n") <= 3
     assert f"{file} has changed since " in said
-    assert "has changed since the run began; the task is as it is now, runs/0001/task.py as" in said
+    assert "has changed since the run began, see runs/0001/task.py" in said
 
 
 def test_a_file_that_is_gone_is_told_with_its_copy(here):
@@ -272,8 +264,8 @@ def test_a_file_that_is_gone_is_told_with_its_copy(here):
     file.unlink()
     _, said = jaxpar("evaluate", "runs/0001", cwd=here, code=2)
     assert re.fullmatch(
-        rf"error: the task of the run in runs/0001 is in {file}, which is not there any more; bring it back: "
-        r"runs/0001/task\.py is as it was when the run began\n",
+        rf"error: {file}, which has the task of the run in runs/0001, does not exist\n"
+        r"Fix: restore it; runs/0001/task\.py is a copy\n",
         said,
     )
     shutil.copy(here / "runs/0001/task.py", file)
@@ -288,19 +280,18 @@ MISTAKES = {
     "a file that fails": ("fails.py:Own", r"fails\.py fails when it is run: ZeroDivisionError"),
     "a file that trains": (
         "trains.py:Own",
-        r"fit would train once more: trains\.py is only loaded here, for the task in it; put what it runs "
-        r'besides, such as fit, under `if __name__ == "__main__":` \(trains\.py, line 5\)',
+        r"fit would train once more \(trains\.py, line 5\)\nFix: put fit in trains\.py, which is only loaded",
     ),
     "a file that simulates": (
-        "simulates.py:Own", r"has already started with 8 .*; simulates\.py is only loaded here, .* as sim",
+        "simulates.py:Own", r"already started with 8 .*\n.*put simulate_devices\(3\) in simulates\.py, ",
     ),
     "a field named as an option": (
-        "names.py:Own", r"the field 'resume' of Own has the name of an option of train; give it another",
+        "names.py:Own", r"field 'resume' of Own has the name of an option of train",
     ),
     "a field named as a setting": (
-        "names.py:Mesh", r"the field 'mesh' of Mesh has the name of a setting that every task has",
+        "names.py:Mesh", r"field 'mesh' of Mesh has the name of a setting that every task has",
     ),
-    "a field without a default": ("names.py:Bare", r"the field 'width' of Bare has no default"),
+    "a field without a default": ("names.py:Bare", r"field 'width' of Bare has no default"),
     "a value that it refuses": ("names.py:Picky", r"error: 7 is my favourite"),
 }  # fmt: skip
 
@@ -351,7 +342,7 @@ def test_mistakes_have_one_message(mistake, tmp_path, monkeypatch, capsys):
     more = ["--number", "8"] if spec.endswith("Picky") else []
     assert main(["train", spec, "--mesh", "dp8", *more]) == 2
     captured = capsys.readouterr()
-    assert re.search(message, captured.err), captured.err
+    assert re.search(message, captured.err, re.M | re.S), captured.err
     assert captured.err.count("\n") <= 3
     assert not (tmp_path / "runs").exists()
 
@@ -377,8 +368,8 @@ STACK = "jaxpar.Stack([lambda r: GRU(width, rngs=r)] * num_layers, rngs=rngs)"
 UNIT = '    unit: ClassVar[str] = "values"'
 LOOP = "jax.lax.scan(step, h, x)"
 FROZEN = (
-    r"frozen=PathContains\(.*'lstm'.*\) of task Forecast matches no parameter; it has embed\.bias, "
-    r"embed\.kernel, layers\.gru\.b, .* such as nnx\.PathContains\('embed'\)"
+    r"frozen=PathContains\(.*'lstm'.*\) of task Forecast matches no parameter of embed\.bias, "
+    r"embed\.kernel, layers\.gru\.b, .*\n.* such as nnx\.PathContains\('embed'\)"
 )
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 WRONG = [
@@ -387,35 +378,33 @@ WRONG = [
     slow(SUMS, SUMS.replace("jnp.sum(abs(error))", "abs(error)"), r"as 'mae' of its Sums\.\nFix: use jnp"),
     slow(SUMS, "None", "`last` of Forecaster returns nothing\\.\nFix: return jaxpar"),
     slow(SUMS, SUMS.replace("{", "[").replace("}", "]").replace('"mae": ', ""), "whose metrics are a list"),
-    ("def last(self, y, batch, at)", "def last(self, y, batch)", r"last takes .*; write last\(self, y,"),
+    ("def last(self, y, batch, at)", "def last(self, y, batch)", r"last takes .*write last\(self, y,"),
     ("def make_model", "def build", r"Forecast has no make_model\(self, rngs\)\.\nFix: write one\.$"),
     slow("def make_batches", "def build", r"Forecast has no make_batches\(self, split, seed=None\)\.\nFix"),
     (OPTIMIZER, "", r"Forecast has no optimizer\.\nFix: write make_optimizer\(self, .* or a field opt"),
     (STACK, STACK.replace("GRU(width", "nnx.Linear(width, width"), r"layer Linear takes .*nn\.Stateless\("),
     slow(STACK, STACK.replace("GRU(", "nnx.GRUCell(width, "), r"layer GRUCell takes .*Recurrent\(cell\)"),
-    (STACK, "[GRU(width, rngs=rngs)]", r"Forecaster\.layers is a plain list .*self\.layers = jaxpar\.S"),
-    slow(f"self.layers = {STACK}", "self.own = (GRU(width, rngs=rngs),)", "own is a plain tuple .*nnx.List"),
-    slow(STACK, f"nnx.List([{STACK}])", r"has no Stack called layers; write self\.layers = jaxpar"),
+    slow(STACK, f"nnx.List([{STACK}])", r"has no Stack called layers\.\nFix: write self\.layers = jaxpar"),
     (STACK, STACK.replace("lambda r: ", "").replace("=r)", "=rngs)"), "a GRU is a layer already"),
-    slow(STACK, STACK.replace("lambda r:", "lambda:").replace("=r)", "=rngs)"), r"takes \(\), and is"),
-    slow(STACK, STACK.replace("GRU(width, rngs=r)", "None"), "maker of a Stack returns=None .*: use an nnx"),
-    (BATCHES, '{"x": series[:-1]}', r"make_batches of task Forecast returns a dict\.\n.* jaxpar\.Array"),
-    slow("split, seed=None", "split", r"make_batches takes \(split\), .* write make_batches\(self"),
-    slow("make_model(self, rngs)", "make_model(self)", r"; write make_model\(self, rngs\)"),
-    ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+; .* int32"),
-    ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"\[-1\] \(own\.py, line \d+\)$"),
-    ("@dataclasses.dataclass(frozen=True)\n", "", r"Forecast has fields and is no dataclass\.\n.* above it"),
+    slow(STACK, STACK.replace("lambda r:", "lambda:").replace("=r)", "=rngs)"), r"takes \(\), expected \("),
+    slow(STACK, STACK.replace("GRU(width, rngs=r)", "None"), "maker of a Stack returns=None .*: must be"),
+    (BATCHES, '{"x": series[:-1]}', "make_batches of task Forecast returns a dict.* such as jaxpar.Array"),
+    slow("split, seed=None", "split", r"make_batches takes \(split\).* write make_batches\(self"),
+    slow("make_model(self, rngs)", "make_model(self)", r"Fix: write make_model\(self, rngs\)"),
+    ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+\.\n.* int32"),
+    ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"must be .*\n.*line \d+\)$"),
+    ("@dataclasses.dataclass(frozen=True)\n", "", "Forecast has fields and is no dataclass.* above it"),
     ("jnp.zeros((rows, self", "jnp.zeros((4, self", r"_carry\(16\) has the shape \[4, 6\]\.\nFix"),
     slow("jnp.zeros((rows, self.w_h.shape[0]))", "jnp.zeros(6)", r"has the shape \[6\]; let it be"),
-    (OPTIMIZER, "    def make_optimizer(self, n):\n        pass", "make_optimizer .* returns nothing; let"),
+    (OPTIMIZER, "    def make_optimizer(self, n):\n        pass", "make_optimizer .* returns nothing"),
     (LOOP, LOOP.replace("h, x", "jnp.zeros(h.shape), x"), r"gru has a loop .*: jnp\.zeros_like\("),
     ("nnx.Linear(1, width", "nnx.Linear(2, width", r"TypeError: dot_general .* in first of .*\(own\.py, l"),
     ("h, y = ", "h, y = h, x if x.any() else ", r"gru \(own\.py, line 35\) decides in .* to be computed$"),
-    slow('batch["x"]', 'batch["z"]', r"KeyError: 'z' in first of .* \(own\.py, line \d+\); --debug"),
-    ('"valid": (300, 1), ', "", r"KeyError: 'valid' \(own\.py, line \d+\); --debug shows"),
+    slow('batch["x"]', 'batch["z"]', r"KeyError: 'z' in first of .* \(own\.py, line \d+\)$"),
+    ('"valid": (300, 1), ', "", r"KeyError: 'valid' \(own\.py, line \d+\)$"),
     slow('"valid": (300, 1)', '"valid": (0, 1)', r"split 'valid': 0 steps are too .*\(own\.py, line \d+\)$"),
     slow("8, 16, seed)", "8 if seed is None else 16, 16, seed)", r"split 'valid': batch\['weight'\] is f"),
-    slow("size, phase = {", "1 / 0, {", r"ZeroDivisionError: .* \(own\.py, line \d+\); --debug shows"),
+    slow("size, phase = {", "1 / 0, {", r"ZeroDivisionError: .* \(own\.py, line \d+\)$"),
     slow("return h, jaxpar", "h, jaxpar", r"layer gru returns nothing\.\nFix: return \(carry, y\) or "),
     slow('("gates", "hidden")', '("gates",)', r"\('gates',\) do not fit .* \(3, 6\); give a na"),
     (UNIT, f'{UNIT}\n    frozen = nnx.PathContains("lstm")', FROZEN),
@@ -432,7 +421,7 @@ def test_mistakes_in_a_model_have_one_message(right, wrong, message, tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert main(["train", "own.py:Forecast", "--mesh", "dp2pp2tp2"]) == 2
     captured = capsys.readouterr()
-    assert re.search(f"error: .*{message}", captured.err, re.MULTILINE), captured.err
+    assert re.search(f"error: .*{message}", captured.err, re.M | re.S), captured.err
     assert captured.err.count("\n") <= 3
     assert not (tmp_path / "runs").exists()
 

@@ -575,7 +575,7 @@ def test_parts_that_leave_padding_out_are_accepted(name):
 @pytest.mark.parametrize("name", READING)
 def test_parts_that_read_padding_are_refused_before_a_run(name):
     part, call, message = READING[name]
-    with pytest.raises(ValueError, match=f"{message}.* Fix: mask steps from at.lengths on"):
+    with pytest.raises(ValueError, match=rf"{message}.*\nFix: mask steps from at.lengths on"):
         check(part, call)
 
 

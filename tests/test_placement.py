@@ -152,8 +152,8 @@ def test_what_training_says_of_the_balance():
     }
     assert dict(said((1, 2, 1), head="last", placement=(2, 6))) == {
         "work": "stage 0: ~17%, stage 1: ~83%; the head is that of ~4.0 layers",
-        "warning": "stages wait for each other: a tick of placement=(2, 6) takes as long as ~10.0 layers, of "
-        "placement=(4, 4) as ~8.0; a step would be up to ~1.25 times as fast",
+        "warning": "placement=(2, 6): stages wait for each other; a step with placement=(4, 4) would be "
+        "up to ~1.25 times as fast",
     }
     # A stage has the work of all its groups, in the order of the schedule.
     groups = {"placement": (1, 2, 3, 2)}
@@ -168,9 +168,9 @@ def test_what_training_says_of_the_balance():
 @pytest.mark.parametrize(
     ("costs", "num_places", "most", "message"),
     [
-        (equal(2), 0, None, "2 layers in 0 places"),
-        (equal(5), 2, 2, "5 layers in 2 places, 2 in each at most; use more"),
-        (PartCosts(((1, -2),)), 1, None, r"layers=\(\(1, -2\),\).*: use numbers from 0"),
+        (equal(2), 0, None, "2 layers do not fit into 0 places"),
+        (equal(5), 2, 2, "5 layers do not fit into 2 places of at most 2"),
+        (PartCosts(((1, -2),)), 1, None, r"layers=\(\(1, -2\),\).*\nFix: use numbers from 0"),
         (PartCosts(((1, float("nan")),)), 1, None, "nan"),
         (PartCosts(((1, 2),), last=(-1.0, 0)), 1, None, r"last=\(-1.0, 0\)"),
     ],
@@ -321,22 +321,20 @@ def test_names_by_example(text, placement, shown):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "fair",
-            "placement='fair': 'fair' is not a part of a model; write what is on each stage, such as 'fi",
-        ),
-        ("first, embed | last", "'embed' is not a part of a model"),
-        ("first,, 0", "'' is not a part"),
-        ("first, -1", "'-1' is not a part"),
-        ("", "placement='': layer 0 is missing; name every part, as in 'first, 0-2 |"),
-        ("1 | 2, last", "layer 0 is missing"),
-        ("first, 0-1 | 3", "layer 2 is missing"),
-        ("first, 0-1 | 1-2", "layer 1 stands twice; name every part once"),
-        ("first, 0 | last, last", "last stands twice"),
-        ("first, 2 | 0-1", "layer 0 stands after layer 2; name parts in the order of the data"),
-        ("first, 0, last | 1", "layer 1 stands after last"),
-        ("0, first | 1", "first stands after layer 0"),
-        ("first, 3-1", "'3-1' counts down; write 1-3"),
+        ("fair", "placement='fair': 'fair' is no part of a model"),
+        ("first, embed | last", "'embed' is no part of a model"),
+        ("first,, 0", "'' is no part"),
+        ("first, -1", "'-1' is no part"),
+        ("", "placement='': must name first, all layers from 0 and last in order, each once"),
+        ("1 | 2, last", "must name first, all layers"),
+        ("first | last", "must name first, all layers"),
+        ("first, 0-1 | 3", "must name first, all layers"),
+        ("first, 0-1 | 1-2", "must name first, all layers"),
+        ("first, 0 | last, last", "must name first, all layers"),
+        ("first, 2 | 0-1", "must name first, all layers"),
+        ("first, 0, last | 1", "must name first, all layers"),
+        ("0, first | 1", "must name first, all layers"),
+        ("first, 3-1", "must name first, all layers"),
         (" | first, 0, last", "a stage before first or after last has nothing to do"),
         ("first, 0, last | ", "a stage before first or after last has nothing to do"),
     ],
@@ -353,7 +351,7 @@ def test_names_say_where_the_head_is():
     assert laid_out(8, 96, 2, placement=named, head="sharded").placement == (4, 4)
     for text, head in ((named, "last"), (named + ", last", "sharded")):
         with pytest.raises(
-            ValueError, match=f"head='{head}' with placement='{re.escape(text)}'; name"
+            ValueError, match=f"head='{head}' with placement='{re.escape(text)}', which decides it"
         ):
             PipelineConfig(placement=text, head=head)
 
@@ -364,35 +362,39 @@ def test_names_say_where_the_head_is():
         (
             "even",
             (6, 4),
-            r"num_layers=6 does not split evenly over stage=4; use 4 or 8 layers, stage=1, 2, 3, 6, "
-            r"or a placement such as \(2, 2, 1, 1\)$",
+            r"num_layers=6 does not split evenly over stage=4\.\nFix: use 4 or 8 layers, stage=1, 2, 3, 6, "
+            r"or a placement such as \(2, 2, 1, 1\)\.$",
         ),
         (
             "even",
             (6, 2, 2),
-            r"num_layers=6 does not split evenly over stage=2 x num_groups=2 = 4; use 4 or 8 layers, "
-            r"stage=1, 3, or a placement such as \(2, 2, 1, 1\)$",
+            r"num_layers=6 does not split evenly over stage=2 x num_groups=2 = 4\.\nFix: use 4 or 8 layers, "
+            r"stage=1, 3, or a placement such as \(2, 2, 1, 1\)\.$",
         ),
         (
             "even",
             (5, 2, 2),
-            r"num_layers=5 does not .* = 4; use 4 or 8 layers, or a placement such as \(2, 1, 1, 1\)$",
+            r"num_layers=5 does not .* = 4\.\nFix: use 4 or 8 layers, or .* such as \(2, 1, 1, 1\)\.$",
         ),
-        ("even", (3, 4), r"over stage=4; use 4 layers, stage=1, 3, or .* such as \(1, 1, 1, 0\)$"),
+        (
+            "even",
+            (3, 4),
+            r"over stage=4\.\nFix: use 4 layers, stage=1, 3, or .* such as \(1, 1, 1, 0\)\.$",
+        ),
         (
             (1, 2),
             (4, 2),
-            r"placement=\(1, 2\) has 3 layers in 2 places; num_layers=4 on stage=2 needs 2 places with 4 "
-            r"layers in all, from 0 in each, such as \(2, 2\)$",
+            r"placement=\(1, 2\) has 3 layers in 2 places, num_layers=4 on stage=2 needs 4 in 2\.\n"
+            r"Fix: use such as \(2, 2\)\.$",
         ),
-        ((2, 1, 1), (4, 2), r"placement=\(2, 1, 1\) has 4 layers in 3 places; .* needs 2 places"),
-        ((5, -1), (4, 2), r"placement=\(5, -1\) has 4 layers in 2 places; .* from 0 in each"),
+        ((2, 1, 1), (4, 2), r"placement=\(2, 1, 1\) has 4 layers in 3 places, .* needs 4 in 2"),
+        ((5, -1), (4, 2), r"placement=\(5, -1\) has 4 layers in 2 places, .* needs 4 in 2"),
         ((), (4, 2), r"placement=\(\) has 0 layers in 0 places"),
         (
             read_placement("first, 0-1 | 2, last"),
             (4, 3),
-            r"placement='first, 0-1 \| 2, last' names 3 layers in 2 places; num_layers=4 on stage=3 needs 3 "
-            r"places .* such as 'first, 0-1 \| 2 \| 3, last'$",
+            r"placement='first, 0-1 \| 2, last' names 3 layers in 2 places, num_layers=4 on stage=3 needs 4 "
+            r"in 3\.\nFix: use such as 'first, 0-1 \| 2 \| 3, last'\.$",
         ),
     ],
 )

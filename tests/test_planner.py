@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-import json
+import pickle
 import re
 import statistics
 import time
@@ -25,11 +25,12 @@ from jaxpar.planning import (
     compiled,
     describe,
     estimate_step,
-    place,
     plan,
     planner,
 )
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_on
+from jaxpar.planning.cost import estimate
+from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import Link
 from jaxpar.planning.running import time_steps
 from jaxpar.setup import Setup
@@ -71,12 +72,13 @@ def every_layout(num_devices):
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_first_choice_is_the_best_of_all(num_devices):
-    costs = [estimate_step(TASK, p, machine=CPU) for p in every_layout(num_devices)]
-    smallest = min(cost.memory_bytes for cost in costs)
+    counts = counts_of(TASK, TASK.train.num_steps, CPU.platform)
+    costs = [estimate(counts, p, TASK.train, CPU) for p in every_layout(num_devices)]
+    smallest = min(cost.least_bytes for cost in costs)
     for room in (100, 1.5, 1.02):  # all fit, some, and those that save all they can
         machine = of(CPU, num_devices, memory_bytes=room * smallest)
         ranking = plan(TASK, machine=machine, num_finalists=0)
-        fitting = [cost.seconds for cost in costs if cost.memory_bytes <= machine.memory_bytes]
+        fitting = [cost.seconds for cost in costs if cost.least_bytes <= machine.memory_bytes]
         assert ranking.best.seconds == pytest.approx(min(fitting))
         seconds = [cost.seconds for cost in ranking.fitting]
         assert seconds == sorted(seconds)
@@ -85,11 +87,14 @@ def test_the_first_choice_is_the_best_of_all(num_devices):
         assert not any(cost.fits for cost in ranking.refused)
     too_small = of(CPU, num_devices, memory_bytes=0.98 * smallest)
     ranking = plan(TASK, machine=too_small, num_finalists=0)
-    assert ranking.refused[0].memory_bytes == smallest
-    with pytest.raises(ValueError, match=r"none of \d+ configs fits in [0-9.]+ MB on cpu"):
+    assert ranking.refused[0].least_bytes == pytest.approx(smallest)
+    with pytest.raises(
+        ValueError, match=r"none of \d+ configs fits in [0-9.]+ MB on cpu: .* needs m"
+    ):
         _ = ranking.best
 
 
+@pytest.mark.slow
 def test_256_devices_take_seconds():
     task = LM(16, 2048, 2048, vocab_size=384 * 84, batch_size=2048, seq_len=256)
     begin = time.process_time()
@@ -104,7 +109,7 @@ def test_the_words_are_those_of_the_numbers():
     ranking = plan(TASK, machine=of(CPU, 2), num_finalists=0)
     best = ranking.best
     chosen, parts, other = ranking.explain().splitlines()
-    assert re.match(rf"Use {describe(best.parallel)}: ~\S+ \w+ a step, ~[\d,]+ \w+/s, ~", chosen)
+    assert re.match(rf"Use {describe(best.parallel)}: ~\S+ \w+ a step, ~[\d,]+ \w+/s\.", chosen)
     longest = max(best.parts, key=best.parts.__getitem__)
     assert parts.startswith(
         f"Its estimated time: {longest} {best.parts[longest] / best.seconds:.0%}, "
@@ -121,8 +126,8 @@ def test_the_words_are_those_of_the_numbers():
 @pytest.mark.parametrize(
     ("name", "num_devices"),
     [
-        ("gru", 2), ("hybrid", 2), ("transformer", 4), ("mixed", 2),
-        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("lm", "gru", "mixed", "hybrid")),
+        ("hybrid", 2), ("mixed", 2),
+        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("lm", "gru", "transformer", "mixed")),
     ],
 )  # fmt: skip
 def test_every_choice_of_the_planner_is_a_config_that_can_be_built(name, num_devices):
@@ -206,6 +211,7 @@ def test_what_does_not_fit_by_the_compiler_falls_out(monkeypatch):
     assert "Ran out of memory" in str(last)
 
 
+@pytest.mark.slow
 def test_setups_take_turns_on_states_of_their_own():
     setups = [Setup.of(TEXT, shape) for shape in ("dp1", "dp2")]
     seconds = time_steps(setups, 2, num_steps=1)
@@ -234,7 +240,7 @@ def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
     assert len(times) == 3  # of another machine
     files = [*(tmp_path / "jaxpar" / "compiled").iterdir()]
     assert len(files) == 3
-    assert {json.loads(file.read_text())["flops"] for file in files} == {REPORT.flops}
+    assert [pickle.loads(file.read_bytes()) for file in files] == [REPORT] * 3
 
     def refuses(setup, lowered):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large\nand more")
@@ -258,7 +264,7 @@ def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, capl
         [file] = (tmp_path / "jaxpar" / "compiled").iterdir()
         file.write_text("{")
         assert compile_step(setup, machine) == REPORT
-        assert json.loads(file.read_text())["flops"] == REPORT.flops
+        assert pickle.loads(file.read_bytes()) == REPORT
         return
     monkeypatch.delenv("XDG_CACHE_HOME")
     if home is None:
@@ -268,8 +274,8 @@ def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, capl
         monkeypatch.setenv("HOME", home)
     assert compile_step(setup, machine) == REPORT
     (said,) = caplog.messages
-    assert "what was compiled cannot be kept, and will be compiled anew: " in said
-    assert "set XDG_CACHE_HOME" in said
+    assert "compiled programs cannot be kept: " in said
+    assert "Fix: set XDG_CACHE_HOME" in said
 
 
 # ---- one layout ----
@@ -281,7 +287,7 @@ def test_a_step_is_compared_with_its_program_and_with_the_clock():
     assert len(cost.measured) == 3
     assert cost.seconds == statistics.median(cost.measured)
     assert re.search(r"step +[\d.]+ \w+ +[\d.]+ ms", str(cost))
-    assert re.search(r"memory +[\d.]+ \w?B +[\d.]+ \w?B", str(cost))
+    assert re.search(r"memory +[\d.]+ \w?B", str(cost))
 
 
 @pytest.mark.slow
@@ -323,49 +329,17 @@ def test_a_config_that_cannot_fit_is_refused_with_layouts_that_fit(name, mesh):
 def test_a_config_that_nothing_makes_fit_is_refused():
     settings = make_settings((1, 2, 1), (1, 1), TEXT)
     tiny = dataclasses.replace(planner.find_machine(), memory_bytes=1e3)
-    with pytest.raises(ValueError, match=r"use more devices, or a smaller model or batch"):
+    with pytest.raises(ValueError, match=r"Fix: use more devices, or a smaller model or batch"):
         check_fits(estimate_step(*settings, tiny))
-
-
-def test_layers_are_placed_by_time_and_by_memory(monkeypatch):
-    only_flops = dataclasses.replace(CPU, memory_bytes_per_second=1e20, loop_seconds=0.0)
-    task = dataclasses.replace(TASK, num_layers=16, vocab_size=16 * 96, batch_size=8)
-    settings = make_settings((1, 4, 1), (2, 4), task, head="last")  # a head of two layers
-    cost = estimate_step(*settings, only_flops)
-    assert place(cost) == (5, 5, 5, 1)
-    assert place(cost, "memory") == (4, 4, 4, 4)
-    held = {}
-    for placement in ((4, 4, 4, 4), (5, 5, 5, 1)):
-        pipeline = dataclasses.replace(settings.parallel.pipeline, placement=placement)
-        parallel = dataclasses.replace(settings.parallel, pipeline=pipeline)
-        held[placement] = estimate_step(task, parallel, settings.train, only_flops).memory_bytes
-    narrow = dataclasses.replace(only_flops, memory_bytes=sum(held.values()) / 2)
-    assert place(estimate_step(*settings, narrow)) == (4, 4, 4, 4)
-    with pytest.raises(ValueError, match="by='tyme': use"):
-        place(cost, "tyme")
-    assert place(estimate_step(*make_settings((2, 1, 1), task=task), CPU)) == (16,)
-    # Where the devices are there, the clock decides among the first few.
-    times = [[9.0], [1.0], [9.0], [9.0]]
-    monkeypatch.setattr(planner, "time_steps", lambda setups, rounds: times[: len(setups)])
-    here = dataclasses.replace(only_flops, is_here=True)
-    assert place(estimate_step(*settings, here)) != (5, 5, 5, 1)
-
-
-def test_layers_of_several_kinds_are_placed():
-    task = task_of("mixed")
-    for by in ("time", "memory"):
-        placement = place(estimate_step(*make_settings((1, 2, 1), (2, 2), task), CPU), by)
-        assert sum(placement) == 7
-        assert min(placement) > 0
 
 
 def test_what_cannot_be_planned_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="no mesh of 7 devices fits"):
         plan(TASK, machine=of(CPU, 7))
-    with pytest.raises(ValueError, match="has no devices; use sides of 1 and more"):
+    with pytest.raises(ValueError, match="sides must be positive"):
         plan(TASK, machine="h100:1x0x8")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="steps are measured by one process, and there are 2"):
+    with pytest.raises(ValueError, match="a plan measures steps in one process, got 2"):
         plan(TEXT)
 
 
@@ -387,14 +361,14 @@ def test_a_compiler_that_is_missing_is_named(machine, extra, capsys):
     assert main(["plan", "lm", "--machine", machine, *flags.split()]) == 2
     printed, said = capsys.readouterr()
     assert re.match(rf"{machine}, 4 devices: [\d,]+ configs, the first of them:", printed)
-    assert f"jaxpar's extra {extra} brings it, or pip install 'jax[{extra}]'" in said
+    assert f"is installed\nFix: pip install 'jax[{extra}]'." in said
     assert main(["inspect", "lm", "--machine", machine, "--mesh", "dp4", *flags.split()]) == 2
-    assert f"jaxpar's extra {extra} brings it" in capsys.readouterr().err
+    assert f"Fix: pip install 'jax[{extra}]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("machine", ["h100:8", "h100", "x100:1x2", "v5e:"])
 def test_a_machine_that_cannot_be_described_is_refused(machine):
-    with pytest.raises(ValueError, match=rf"machine '{machine}': write a TPU slice|no compiler"):
+    with pytest.raises(ValueError, match=rf"machine '{machine}': must be one of|no compiler"):
         described_devices(machine)
 
 
@@ -403,7 +377,8 @@ def test_sizes_of_memory_are_numbers_with_units(capsys):
     for size in ("16 potatoes", "1.2.3GB", "GB"):
         assert main(["plan", "lm", *flags.split(), "--memory", size]) == 2
         assert (
-            f"--memory {size}: write a number and its unit, such as 16GB" in capsys.readouterr().err
+            f"--memory {size}: must be a number and its unit, such as 16GB"
+            in capsys.readouterr().err
         )
     for size in ("1kB", "2MB"):
         assert main(["plan", "lm", *flags.split(), "--memory", size]) == 2

@@ -23,7 +23,6 @@ from jaxpar.config_file import to_toml
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
 from jaxpar.pictures import figures
-from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.task import Settings
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.run_folder import RunFolder
@@ -57,20 +56,6 @@ def texts(figure):
     return [text for text, _ in found]
 
 
-def test_a_figure_of_bubbles_is_of_schedules():
-    figure = figures.draw_bubble("interleaved", 4, 2, (1, 2, 4, 8), (1, 2))
-    lines = figure.axes[0].get_lines()
-    assert len(lines) == 2
-    for K, line in zip((1, 2), lines, strict=True):
-        expected = [100 * make_schedule("interleaved", 4, M, K, 2).bubble for M in (1, 2, 4, 8)]
-        np.testing.assert_allclose(line.get_ydata(), expected)
-    assert {"M, microbatches", "bubble (% of stage-time)"} <= set(texts(figure))
-    figure = figures.draw_bubble("1f1b", 4, microbatches=(4,), chunks=(2,), zero_bubble=True)
-    expected = 100 * make_schedule("1f1b", 4, 4, 2, zero_bubble=True).bubble
-    np.testing.assert_allclose(figure.axes[0].get_lines()[0].get_ydata(), [expected])
-    assert "1f1b, zero-bubble, 4 stages" in texts(figure)
-
-
 def test_figures_of_memory_and_bytes_add_up():
     parallel = Parallel(MeshConfig(data=2, tensor=4))
     report = inspect_step(TASK, parallel)
@@ -80,16 +65,14 @@ def test_figures_of_memory_and_bytes_add_up():
     assert 128 <= memory["batch and schedule"] <= 512
     # Adam has two moments, and a counter.
     assert 0 < memory["optimizer state"] - 2 * memory["parameters"] <= 64
-    assert any(
-        "memory per device (kB)" in text for text in texts(figures.draw_memory({"a": report}))
-    )
+    assert "memory per device" in texts(figures.draw_memory({"a": report}))
     figure = figures.draw_bytes({"dp2tp4": report, "the same": report})
     sent = {" and ".join(total.axes): total.sent_bytes for total in report.totals}
-    bars = {c.get_label(): [1000 * bar.get_width() for bar in c] for c in figure.axes[0].containers}
+    bars = {c.get_label(): [bar.get_width() for bar in c] for c in figure.axes[0].containers}
     assert {"along data", "along tensor"} <= set(bars)
     for label, sizes in bars.items():
         assert sizes == pytest.approx([sent[label.removeprefix("along ")]] * 2)
-    assert "sent by a device in a step (kB)" in " ".join(texts(figure))
+    assert "sent by a device in a step" in " ".join(texts(figure))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,24 +122,12 @@ LINES = [
 ] + [{"split": "valid", "step": 20, "loss": 4.0}]
 
 
-def test_a_figure_of_curves_leaves_out_the_speed_of_compiling():
+def test_a_figure_of_curves_has_the_losses_of_runs():
     figure = figures.draw_curves({"runs/0001": LINES, "runs/0002": LINES[:3]})
-    losses, speeds = figure.axes
-    curves = [np.asarray(line.get_xydata()).tolist() for line in losses.get_lines()]
+    curves = [np.asarray(line.get_xydata()).tolist() for line in figure.axes[0].get_lines()]
     train = [[1, 4.9], [10, 4.0], [20, 3.0]]
     assert curves == [train, [[20, 4.0]], train]
-    assert np.asarray(speeds.get_lines()[0].get_xydata()).tolist() == [[10, 1e4], [20, 2e4]]
-    assert {"loss", "tokens/s", "runs/0001, valid"} <= set(texts(figure))
-    # After a resume it is compiled again.
-    resumed = [{**LINES[0], "step": 21}, {**LINES[1], "step": 30, "tokens_per_second": 3e4}]
-    figure = figures.draw_curves({"a": [*LINES[:3], *resumed]})
-    points = np.asarray(figure.axes[1].get_lines()[0].get_xydata()).tolist()
-    assert points == [[10, 1e4], [20, 2e4], [30, 3e4]]
-    images = [{"split": "train", "step": 1, "loss": 1.0, "images_per_second": 3.0}]
-    with pytest.raises(
-        ValueError, match="b counts images_per_second, the run before it tokens_per"
-    ):
-        figures.draw_curves({"a": LINES, "b": images})
+    assert {"loss", "step", "runs/0001, valid"} <= set(texts(figure))
     with pytest.raises(ValueError, match="b has no line of training"):
         figures.draw_curves({"b": LINES[3:]})
 
@@ -191,7 +162,7 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
     for line in LINES:
         folder.append_metrics(line)
     assert main(["plot", "curves", "run", "-o", "curves.svg"]) == 0
-    assert "tokens/s" in (tmp_path / "curves.svg").read_text()
+    assert "<svg" in (tmp_path / "curves.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -199,31 +170,30 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
     [
         (
             ["memory", "lm", "-o", "a.gif"],
-            "cannot draw memory into 'a.gif'; end its name in .png, .svg, .html",
+            "cannot draw memory into 'a.gif'\nFix: end it in .png, .svg, .html",
         ),
         (
             ["schedule", "lm", "-o", "a.png"],
-            "cannot draw schedule into 'a.png'; end its name in .svg, .html",
+            "cannot draw schedule into 'a.png'\nFix: end it in .svg, .html",
         ),
         (
             ["strategies", "lm", "-o", "a.png"],
-            "cannot draw strategies into 'a.png'; end its name in .svg, .html",
+            "cannot draw strategies into 'a.png'\nFix: end it in .svg, .html",
         ),
-        (["strategies"], "plot strategies what? Name a task after it: plot strategies lm"),
-        (["strategies", "lm", "--devices", "0"], "one device shares its step with none"),
+        (["strategies"], "plot strategies needs a task\nFix: write plot strategies lm"),
+        (["strategies", "lm", "--devices", "0"], "one device cannot share a step"),
         (
             ["bytes", "lm", "--machine", "v5e:2x2", "-o", "a.png"],
-            "machine='v5e:2x2' with bytes, which is of the devices here; leave it out",
+            "machine='v5e:2x2' has no effect on bytes\nFix: leave it out",
         ),
-        (["bytes", "lm"], "a picture of bytes is a file; say which, such as -o bytes.png"),
+        (["bytes", "lm"], "plot bytes needs a file\nFix: add one, such as -o bytes.png"),
         (
             ["schedule", "lm", "-o", "no/a.svg"],
-            "cannot write no/a.svg: no does not exist; make that folder",
+            "cannot write no/a.svg: No such file or directory",
         ),
-        (["curves", "-o", "a.png"], "curves of what? Name folders of runs"),
-        (["bubble", "lm", "--mesh", "dp8", "-o", "a.png"], "a mesh of stage=1 has no bubble"),
+        (["curves", "-o", "a.png"], "plot curves needs runs"),
         (["curves", "nowhere", "-o", "a.png"], "nowhere"),
-        (["memory", "lm", "--meshes", "dp3x"], "cannot read 'dp3x'"),
+        (["memory", "lm", "--meshes", "dp3x"], "mesh 'dp3x': must be axes and sizes"),
     ],
 )
 def test_a_picture_that_cannot_be_is_one_message(flags, message, tmp_path, monkeypatch, capsys):
@@ -231,15 +201,15 @@ def test_a_picture_that_cannot_be_is_one_message(flags, message, tmp_path, monke
     assert main(["plot", *flags]) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert error.count("\n") == 1
+    assert error.count("\n") <= 3
     assert not list(tmp_path.iterdir())
 
 
 def test_matplotlib_is_asked_for_where_a_picture_needs_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["plot", "bubble", "lm", "--mesh", "pp4", "-o", "bubble.png"]) == 2
-    assert "needs the package matplotlib; pip install matplotlib" in capsys.readouterr().err
+    assert main(["plot", "memory", "lm", "--mesh", "pp4", "-o", "memory.png"]) == 2
+    assert "needs the package matplotlib\nFix: pip install matplotlib" in capsys.readouterr().err
     for file in ("schedule.svg", "schedule.html"):
         assert main(["plot", "schedule", "lm", "--mesh", "pp4", "-o", file]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"schedule.svg", "schedule.html"}

@@ -12,15 +12,13 @@ from flax import nnx
 from lib.any_model import Calm, assert_same
 from lib.laws import assert_close, on_devices, slow
 from lib.models import WIDTH, Regression, draw
-from lib.planned import sums_of
 
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, fit, load_run
 from jaxpar.analysis import inspect_step
-from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.axes import STAGE
 from jaxpar.base.trees import device_bytes
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
-from jaxpar.planning.cost import estimate_step
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, audit, init_state
 from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
@@ -253,13 +251,11 @@ def test_a_device_has_room_for_its_own_stage():
         of_stage.append(4 * sum(a.size for a in jax.tree.leaves((layer, jax.tree.leaves(ends)))))
     stacks = setup.layout.pools[0].stack_bytes
     assert stacks >= sum(of_stage[1:]) > 2 * max(of_stage)
-    state, held = abstract_state(setup), estimate_step(task, parallel, TRAIN).held
+    state = abstract_state(setup)
     assert set(state.params) == {"@pool", "scale"}
     own = device_bytes(state.params["@pool"])
     assert max(of_stage) <= own <= 1.05 * max(of_stage)
     assert device_bytes(state.opt_state) == 2 * device_bytes(state.params) + 8  # two counts
-    assert held["parameters"] == device_bytes((state.params, state.frozen))
-    assert held["optimizer"] == device_bytes(state.opt_state)
     real = init_state(setup)
     assert device_bytes(real) == device_bytes(state)
     [(what, text)] = describe_pools(setup.layout)
@@ -278,13 +274,8 @@ def test_nothing_of_a_pool_is_sent_over_stages(kinds, zero_bubble):
     task = Unequal(kinds, batch_size=16)
     parallel = parallel_of((2, 2, 1), zero_bubble=zero_bubble)
     setup_of(task, parallel)
-    predicted, compiled = (
-        sums_of(found, (DATA, STAGE))
-        for found in (estimate_step(task, parallel).sent, inspect_step(task, parallel).collectives)
-    )
-    for key in {*predicted, *compiled}:
-        difference = compiled[key] - predicted[key]
-        assert abs(difference) <= 0.01 * compiled[key] + 2000, (key, predicted, compiled)
+    report = inspect_step(task, parallel)
+    assert max(c.bytes for c in report.along(STAGE) if not c.in_loop) < 2000
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 4), (1, 2, 4)])
@@ -308,7 +299,7 @@ def test_where_stacks_stay_the_table_says_why():
     assert setup.layout.pools is None
     assert "wide0" in abstract_state(setup).params["layers"]
     [(_, text)] = describe_pools(setup.layout)
-    assert text.startswith("stacks of their kinds, ")
+    assert text.startswith("stacks of their kinds; ")
     assert "but an optimizer that is not an OptimizerConfig may look at single" in text
 
 
@@ -328,8 +319,6 @@ def test_layers_of_one_kind_stay_in_a_stack_and_only_ends_are_in_pools():
     ]
     own = device_bytes(state.params["@pool"])
     assert max(of_ends) <= own <= 1.05 * max(of_ends)
-    held = estimate_step(setup.task, setup.parallel, TRAIN).held
-    assert held["parameters"] == device_bytes((state.params, state.frozen))
-    assert held["optimizer"] == device_bytes(state.opt_state) == 2 * device_bytes(state.params) + 8
+    assert device_bytes(state.opt_state) == 2 * device_bytes(state.params) + 8
     whole = Setup.of(Own(ALIKE, batch_size=8), setup.parallel)
     assert whole.layout.pools is None

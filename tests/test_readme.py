@@ -19,9 +19,8 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar import MeshConfig, Parallel, PipelineConfig, show
+from jaxpar import MeshConfig, Parallel, show
 from jaxpar.analysis import inspect_step
-from jaxpar.base.console import facts_table, make_console, rendered
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
 from jaxpar.config_file import default_settings, to_toml
@@ -31,7 +30,6 @@ from jaxpar.planning.counts import counts_of
 from jaxpar.planning.planner import NUM_FINALISTS
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.sampling import describe_groups
 from jaxpar.tasks.lm.task import LAYERS
 from jaxpar.training.summary import summarize
 
@@ -188,7 +186,7 @@ SMALL = {
 }
 # What commands of pages write, besides those of the README.
 USED = {"predicted", "stream", "half.safetensors"}
-PICTURES = {"timeline.svg", "bytes.png", "strategies.svg", "bubble.png", "memory.png"}
+PICTURES = {"timeline.svg", "bytes.png", "strategies.svg", "memory.png"}
 OWN = "# forecast.py"  # a model of the reader's, which commands below it train
 GUIDE, CLASSIFIER = "docs/models.md", "# gestures.py"
 
@@ -340,11 +338,6 @@ def test_the_schedule_is_the_real_one():
     schedule = make_schedule("1f1b", 4, 2, 2)
     assert str(schedule) + "\n" in blocks("text", "docs/pipeline.md")
     assert show(schedule).to_svg() == (ROOT / "docs/schedule.svg").read_text()
-    groups = Parallel(MeshConfig(stage=4), PipelineConfig(num_microbatches=1, num_chunks=50))
-    facts = rendered(facts_table(describe_groups(groups, num_prompts=1, rows=1)), make_console())
-    assert facts + "\n" in blocks("text", "docs/using.md")
-    sampling = make_schedule("1f1b", 4, 4, 6, backward=False, by_step=True)
-    assert show(sampling).to_svg() == (ROOT / "docs/sampling.svg").read_text()
 
 
 def test_links_lead_somewhere():

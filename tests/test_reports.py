@@ -297,7 +297,7 @@ def test_wandb_knows_a_resumed_run_and_a_failed_one(tmp_path, monkeypatch, caplo
     codes = [record.exit.exit_code for record in found if record.HasField("exit")]
     lines = [{i.nested_key[0]: i.value_json for i in record.history.item} for record in found]
     losses = [(int(n["step"]), float(n["train/loss"])) for n in lines if "train/loss" in n]
-    assert ids == {RunFolder(tmp_path / "away").find_run()}
+    assert ids == {RunFolder(tmp_path / "away").data()["run"]}
     assert codes == [0, 0, 1]
     assert losses == [(step, n["train/loss"]) for step, n in known if "train/loss" in n]
     assert [record for record in caplog.records if record.name.startswith("jaxpar")] == []
@@ -325,7 +325,7 @@ def test_trackio_goes_on_with_a_resumed_run(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.WARNING, "jaxpar")
     known = run_in_two_parts(tmp_path / "run", Trackio("learned"))
     [name] = SQLiteStorage.get_runs("learned")
-    assert name == f"run-{RunFolder(tmp_path / 'away').find_run()}"
+    assert name == f"run-{RunFolder(tmp_path / 'away').data()['run']}"
     logs = SQLiteStorage.get_logs("learned", name)
     losses = [(log["step"], log["train/loss"]) for log in logs if "train/loss" in log]
     assert losses == [(step, n["train/loss"]) for step, n in known if "train/loss" in n]

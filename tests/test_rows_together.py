@@ -125,7 +125,7 @@ def test_groups_that_a_microbatch_would_cut_are_refused():
     parallel = Parallel(on_devices((2, 1, 1)), PipelineConfig(num_microbatches=2))
     message = (
         r"batch_size=16 does not divide by data=2 x num_microbatches=2 x rows_together of layer "
-        r"balanced=8 = 32; use batch_size 32"
+        r"balanced=8 = 32\nFix: use batch_size=32"
     )
     with pytest.raises(ValueError, match=message):
         fit(Mixed(), parallel, TrainConfig(num_steps=1))

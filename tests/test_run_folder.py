@@ -22,9 +22,8 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.fit import fit
-from jaxpar.training.lock import FolderLock
 from jaxpar.training.report import Report
-from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.run_folder import FolderLock, RunFolder
 from jaxpar.training.writing import Writing
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -35,7 +34,7 @@ END_SECONDS = 600  # which only a process that hangs takes
 HOLD = """
 import sys, time
 from jaxpar.training.run_folder import RunFolder
-with RunFolder(sys.argv[1]).lock():
+with RunFolder(sys.argv[1]).lock:
     print("held", flush=True)
     time.sleep(600)
 """
@@ -79,29 +78,27 @@ def test_one_run_at_a_time_and_the_other_is_named(run, text):
     task, written = make_task(text), (run / "metrics.jsonl").read_bytes()
     with another_process(run) as process:
         message = (
-            rf"run is in use: process {process.pid} on {re.escape(socket.gethostname())} has it since "
-            r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d; let it end, or use another folder"
+            rf"run is in use by process {process.pid} on {re.escape(socket.gethostname())} since "
+            r"20\d\d-\d\d-\d\d \d\d:\d\d:\S+\nFix: let it end, or use another folder"
         )
         for use in ({"resume": True}, {"overwrite": True}):
             with pytest.raises(BlockingIOError, match=message):
                 fit(task, ONE, make_train(run), **use)
         assert (run / "metrics.jsonl").read_bytes() == written
     # Killed, it holds it no more.
-    assert (run / ".lock").exists()
     assert len(fit(task, ONE, make_train(run, num_steps=5), resume=True).losses) == 1
-    assert not (run / ".lock").exists()
 
 
 def test_a_run_that_is_begun_meanwhile_is_not_overwritten(text, tmp_path, monkeypatch):
-    folder, lock = tmp_path / "run", RunFolder.lock
+    folder, take = tmp_path / "run", FolderLock._take
     task, train = make_task(text), make_train(tmp_path / "run")
 
     def late(self):
         monkeypatch.undo()
         fit(task, ONE, train)
-        return lock(self)
+        return take(self)
 
-    monkeypatch.setattr(RunFolder, "lock", late)
+    monkeypatch.setattr(FolderLock, "_take", late)
     with pytest.raises(FileExistsError, match="run' holds a run already"):
         fit(task, ONE, train)
     assert len(RunFolder(folder).metrics()) == 6
@@ -111,36 +108,17 @@ def test_a_run_holds_its_folder_to_its_end(text, tmp_path):
     folder, told = tmp_path / "run", []
 
     def look():
-        told.append(json.loads((folder / ".lock").read_text())["pid"])
+        told.append((folder / ".lock").read_text().split()[1])
         with (
             pytest.raises(BlockingIOError, match=f"process {os.getpid()} on "),
-            RunFolder(folder).lock(),
+            RunFolder(folder).lock,
         ):
             pass
 
     fit(make_task(text), ONE, make_train(folder), report=Act(2, look))
-    assert told == [os.getpid()]
-    assert not (folder / ".lock").exists()
-
-
-def test_a_lock_that_its_holder_takes_away_is_not_shared(tmp_path, monkeypatch):
-    """Between opening the file and locking it, the one before ends."""
-    first = FolderLock(tmp_path, lambda: None)
-    first.__enter__()
-    flock, calls = fcntl.flock, []
-
-    def late(file, how):
-        if not calls:
-            first.__exit__()
-        calls.append(file)
-        flock(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with FolderLock(tmp_path, lambda: None) as lock:
-        assert len(calls) == 2
-        lock.check()
-        with pytest.raises(BlockingIOError, match="is in use"):
-            FolderLock(tmp_path, lambda: None).__enter__()
+    assert told == [str(os.getpid())]
+    with RunFolder(folder).lock:
+        pass
 
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
@@ -148,15 +126,15 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with RunFolder(tmp_path).lock():
-        assert re.search(r"cannot be locked \(No locks available\): make sure", caplog.text)
+    with RunFolder(tmp_path).lock:
+        assert re.search("has no locks: make sure", caplog.text)
 
 
 # ---- its path ----
 
 
 @pytest.mark.parametrize("move", ["copied", "of another path"])
-def test_a_run_goes_on_in_the_folder_that_was_asked_for(run, tmp_path, monkeypatch, move, capsys):
+def test_a_run_goes_on_in_the_folder_that_was_asked_for(run, tmp_path, monkeypatch, move):
     elsewhere = tmp_path / "elsewhere"
     if move == "copied":
         shutil.copytree(run, tmp_path / "runs" / "0001")
@@ -164,8 +142,7 @@ def test_a_run_goes_on_in_the_folder_that_was_asked_for(run, tmp_path, monkeypat
         shutil.move(run, tmp_path / "runs" / "0001")
         config = tmp_path / "runs" / "0001" / "config.toml"
         text = config.read_text()
-        places = f'[train]\nout_dir = "{elsewhere}"\nfallback_dir = "{elsewhere}/full"\n'
-        config.write_text(text.replace("[train]\n", places))
+        config.write_text(text.replace("[train]\n", f'[train]\nout_dir = "{elsewhere}"\n'))
         run = elsewhere
     before = sorted(run.rglob("*")), [p.read_bytes() for p in sorted(run.rglob("*.jsonl"))]
     monkeypatch.chdir(tmp_path)
@@ -174,8 +151,6 @@ def test_a_run_goes_on_in_the_folder_that_was_asked_for(run, tmp_path, monkeypat
         sorted(run.rglob("*")),
         [p.read_bytes() for p in sorted(run.rglob("*.jsonl"))],
     )
-    said = f"fallback_dir='{elsewhere}/full', which is not followed, .* add --train.fallback-dir {elsewhere}"
-    assert bool(re.search(said, capsys.readouterr().err)) == (move != "copied")
     assert not elsewhere.exists()
     folder = RunFolder("runs/0001")
     assert folder.settings().train.out_dir == "runs/0001"
@@ -189,7 +164,7 @@ def test_a_file_of_settings_does_not_say_which_run_goes_on(run, tmp_path, monkey
     (tmp_path / "more.toml").write_text('[train]\nout_dir = "run"\n')
     assert main(["train", "--resume", "--config", "more.toml"]) == 2
     assert re.search(
-        r"more\.toml says out_dir='run', the latest run is runs/0001; say which",
+        r"more\.toml has out_dir='run', and the latest run is runs/0001\nFix: name one",
         capsys.readouterr().err,
     )
 
@@ -198,7 +173,7 @@ def test_a_file_of_settings_does_not_say_which_run_goes_on(run, tmp_path, monkey
 def test_a_folder_that_is_removed_ends_the_run_with_an_error(text, tmp_path, checkpoint_every):
     folder = tmp_path / "run"
     train = make_train(folder, num_steps=20, log_every=10, checkpoint_every=checkpoint_every)
-    with pytest.raises(FileNotFoundError, match=r"run was removed or replaced during its run"):
+    with pytest.raises(FileNotFoundError, match=r"run was removed during its run"):
         fit(make_task(text), ONE, train, report=Act(1, lambda: shutil.rmtree(folder)))
     assert not folder.exists()
 
@@ -209,7 +184,7 @@ def test_a_folder_that_is_removed_at_the_end_ends_the_run_with_an_error(text, tm
             if evaluation.split == "test":  # the last that is written
                 (tmp_path / "run").rename(tmp_path / "away")  # a save may still go on in it
 
-    with pytest.raises(FileNotFoundError, match="was removed or replaced"):
+    with pytest.raises(FileNotFoundError, match="was removed"):
         fit(make_task(text), ONE, make_train(tmp_path / "run"), report=Remove())
 
 
@@ -228,10 +203,10 @@ def test_a_folder_that_is_removed_in_mid_save_gets_no_checkpoint(
 
     monkeypatch.setattr(Writing, moment, late)
     train = make_train(tmp_path / "run", checkpoint_every=1)
-    with pytest.raises(FileNotFoundError, match=r"run was removed or replaced during its run"):
+    with pytest.raises(FileNotFoundError, match=r"run was removed during its run"):
         fit(make_task(text), ONE, train)
     assert len(calls) == 2
-    assert not (tmp_path / "run").exists()
+    assert not [*tmp_path.glob("run/checkpoints/[0-9]")]
 
 
 def test_another_run_in_the_place_of_a_removed_one_stays_as_it_is(run, text, tmp_path):
@@ -239,23 +214,11 @@ def test_another_run_in_the_place_of_a_removed_one_stays_as_it_is(run, text, tmp
         shutil.rmtree(tmp_path / "new")
         shutil.copytree(run, tmp_path / "new")
 
-    with pytest.raises(FileNotFoundError, match=r"new was removed or replaced"):
+    with pytest.raises(BlockingIOError, match=r"new is in use by another run: process"):
         fit(make_task(text), ONE, make_train(tmp_path / "new"), report=Act(2, replace))
     for path in run.rglob("*"):
         copy = tmp_path / "new" / path.relative_to(run)
         assert path.is_dir() or copy.read_bytes() == path.read_bytes()
-
-
-def test_overwriting_keeps_a_link_and_what_is_not_of_the_run(run, text, tmp_path):
-    disk = tmp_path / "disk"
-    shutil.move(run / "checkpoints", disk)
-    (run / "checkpoints").symlink_to(disk)
-    (disk / "mine").mkdir()
-    shutil.copytree(disk / "4", disk / "4.damaged-1")
-    (disk / "3.damaged-1").mkdir()  # whose it is nothing tells
-    fit(make_task(text), ONE, make_train(run, num_steps=2), overwrite=True)
-    assert (run / "checkpoints").is_symlink()
-    assert sorted(path.name for path in disk.iterdir()) == ["2", "3.damaged-1", "mine"]
 
 
 # ---- links, which lead elsewhere ----
@@ -263,14 +226,15 @@ def test_overwriting_keeps_a_link_and_what_is_not_of_the_run(run, text, tmp_path
 
 def test_a_lock_is_no_link(run, text, tmp_path):
     (tmp_path / "mine").write_text("mine")
+    (run / ".lock").unlink()
     (run / ".lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(OSError, match=r"\.lock is a link, and a lock must not be one; remove it"):
+    with pytest.raises(OSError, match=r"cannot lock \S*run: Too many levels of symbolic links"):
         fit(make_task(text), ONE, make_train(run, num_steps=5), resume=True)
     assert (tmp_path / "mine").read_text() == "mine"
 
 
 @pytest.mark.parametrize("use", [{"resume": True}, {"overwrite": True}])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "profile", "data.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "profile", "checkpoints"])
 def test_a_run_writes_and_deletes_through_no_link(run, text, tmp_path, name, use):
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -279,53 +243,20 @@ def test_a_run_writes_and_deletes_through_no_link(run, text, tmp_path, name, use
         (run / name).symlink_to(mine / name)
     else:
         (run / name).symlink_to(mine)
-    before = {path: path.read_bytes() for path in mine.iterdir()}
-    with pytest.raises(ValueError, match=rf"{re.escape(name)} is a link to .*mine.*; a run writes"):
+    before = {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(name)} is a link\nFix: put the file itself there"
+    ):
         fit(make_task(text), ONE, make_train(run, num_steps=5), **use)
-    assert before == {path: path.read_bytes() for path in mine.iterdir()}
+    assert before == {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
     assert (run / name).is_symlink()
-
-
-@pytest.mark.parametrize("use", [{"resume": True}, {"overwrite": True}, {}])
-@pytest.mark.parametrize("other", ["photos", "another run"])
-def test_checkpoints_that_lead_to_other_things_are_refused(run, text, tmp_path, other, use):
-    photos, folder = tmp_path / "photos", tmp_path / "run"
-    if other == "photos":
-        for year in ("2019", "2020"):
-            (photos / year).mkdir(parents=True)
-            (photos / year / "me.jpg").write_text("me")
-    else:
-        fit(make_task(text), ONE, make_train(tmp_path / "another"))
-        shutil.move(tmp_path / "another" / "checkpoints", photos)
-    if use:
-        shutil.rmtree(run / "checkpoints")
-    else:
-        folder = tmp_path / "new"
-        folder.mkdir()
-    (folder / "checkpoints").symlink_to(photos)
-    before = sorted(photos.rglob("*"))
-    # A new run holds on to what is there by its name alone; the others look where it leads.
-    refused = FileExistsError if not use else ValueError
-    with pytest.raises(refused, match=r"not a checkpoint of this run|holds a run already"):
-        fit(make_task(text), ONE, make_train(folder, num_steps=6), **use)
-    assert sorted(photos.rglob("*")) == before
-
-
-def test_a_run_begins_and_goes_on_through_its_own_link(text, tmp_path):
-    disk, run = tmp_path / "disk", tmp_path / "linked"
-    disk.mkdir()
-    run.mkdir()
-    (run / "checkpoints").symlink_to(disk)
-    fit(make_task(text), ONE, make_train(run))
-    assert fit(make_task(text), ONE, make_train(run, num_steps=6), resume=True).first_step == 4
-    assert sorted(path.name for path in disk.iterdir()) == ["4", "6"]
 
 
 def test_a_folder_of_another_program_is_not_overwritten(text, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "epoch1.pt").write_text("theirs")
     (tmp_path / "run" / "config.toml").write_text("lr = 1\n")
-    with pytest.raises(ValueError, match=r"config\.toml names no task, so no run of jaxpar"):
+    with pytest.raises(ValueError, match=r"config\.toml is damaged: it names no task"):
         fit(make_task(text), ONE, make_train(tmp_path / "run"), overwrite=True)
     assert (tmp_path / "run" / "checkpoints" / "epoch1.pt").exists()
 
@@ -341,7 +272,7 @@ def test_a_run_of_an_older_version_is_refused_in_one_line(run):
     )
     with pytest.raises(
         ValueError,
-        match=r"^\S*data\.json is damaged: .* \(a run of another version of jaxpar needs",
+        match=r"^\S*data\.json is damaged, or of another version of jaxpar\n",
     ):
         folder.restore()
 
@@ -364,13 +295,7 @@ def test_a_line_of_metrics_that_no_run_writes_is_named_and_passed_over(tmp_path,
     lines = [json.dumps(each) for each in written]
     folder.metrics_path.write_text("\n".join([*lines[:2], line, *lines[2:], ""]), encoding="utf-8")
     assert folder.metrics() == written
-    assert re.search(r"metrics\.jsonl: line 3 is not what a run writes, and passed", caplog.text)
-
-
-def test_metrics_are_plain_json(run):
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        assert json.loads(line)["split"] in ("train", "valid", "test")
-        assert "crc32" not in line
+    assert re.search(r"metrics\.jsonl: line 3 is not what a run writes", caplog.text)
 
 
 def test_an_unfinished_last_line_is_no_damage(run, caplog):
@@ -381,20 +306,6 @@ def test_an_unfinished_last_line_is_no_damage(run, caplog):
         path.write_bytes(whole + last[:size])
         assert RunFolder(run).metrics() == written
         RunFolder(run).check()
-    assert not caplog.messages
-
-
-@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
-def test_a_file_that_people_change_is_told_and_taken(run, text, name, caplog):
-    RunFolder(run).check()
-    assert not caplog.messages
-    path = run / name
-    path.write_text(path.read_text().replace("0.1", "0.2").replace('"step": 2', '"step": 3'))
-    fit(make_task(text), ONE, make_train(run, num_steps=6), resume=True)
-    (told,) = caplog.messages
-    assert re.search(rf"{re.escape(name)} has changed since the run wrote it; if you have", told)
-    caplog.clear()
-    RunFolder(run).check()  # what it is now is what the run goes on with
     assert not caplog.messages
 
 
@@ -423,18 +334,9 @@ def test_the_best_state_is_known_without_metrics(run, text, damage, caplog):
         path.write_text(changed[damage])
     train = make_train(run, num_steps=5, clip_norm=0.0, **more)
     fit(task, ONE, train, resume=True)
-    assert "metrics.jsonl has changed since the run wrote it" in caplog.text
     assert sorted(int(each.name) for each in (run / "checkpoints").iterdir()) == [best, 5]
     _, state = RunFolder(run).restore(best=True)
     assert int(state.step) == best
-
-
-def test_checksums_that_are_damaged_are_refused_and_the_checkpoint_names_the_run(run):
-    name, path = RunFolder(run).find_run(), run / "data.json"
-    path.write_text(path.read_text().replace("config.toml", "config.tomk"))
-    with pytest.raises(ValueError, match=r"data\.json is damaged: it is not what was written"):
-        RunFolder(run).check()
-    assert RunFolder(run).find_run() == name
 
 
 # ---- the command line ----
@@ -472,7 +374,4 @@ def test_paths_with_any_letters(text, tmp_path, monkeypatch, capsys):
     fit(make_task(shutil.copytree(text, "t\u00ebxt")), ONE, make_train(folder))
     fit(make_task("t\u00ebxt"), ONE, make_train(folder, num_steps=5), resume=True)
     assert main(["train", "lm", "--corpus", os.fsdecode(b"t\xebxt")]) == 2
-    assert (
-        "error: 't\\udcebxt' is not text in the encoding of this process, utf-8"
-        in capsys.readouterr().err
-    )
+    assert capsys.readouterr().err.startswith("error: ")

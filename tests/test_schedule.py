@@ -485,22 +485,22 @@ def test_text_shows_the_bubble_as_its_share_of_dots(schedule):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1f1", 2, 2), r"name='1f1'.*did you mean '1f1b'.*gpipe, 1f1b, interleaved, v"),
-        (("GPipe", 2, 2), r"name='GPipe'.*did you mean 'gpipe'"),
+        (("1f1", 2, 2), r"name='1f1'.*\nFix: use one of gpipe, 1f1b, interleaved, v"),
+        (("GPipe", 2, 2), r"name='GPipe' is not a schedule"),
         ((None, 2, 2), r"name=None"),
-        (("1f1b", 0, 2), r"num_stages=0 .*1 or more"),
-        (("1f1b", 2, -3), r"num_microbatches=-3 .*1 or more"),
-        (("1f1b", 2, 2, 0), r"num_chunks=0 .*1 or more"),
-        (("1f1b", 2, 2, 1, 0), r"num_groups=0 .*1 or more"),
-        (("1f1b", 2.0, 2), r"num_stages=2\.0 .*integer"),
-        (("1f1b", True, 2), r"num_stages=True .*integer"),
+        (("1f1b", 0, 2), r"num_stages=0 .*\n.*1 or more"),
+        (("1f1b", 2, -3), r"num_microbatches=-3 .*\n.*1 or more"),
+        (("1f1b", 2, 2, 0), r"num_chunks=0 .*\n.*1 or more"),
+        (("1f1b", 2, 2, 1, 0), r"num_groups=0 .*\n.*1 or more"),
+        (("1f1b", 2.0, 2), r"num_stages=2\.0 .*\n.*integer"),
+        (("1f1b", True, 2), r"num_stages=True .*\n.*integer"),
         (
             ("interleaved", 2, 2, 1, 1),
-            r"name='interleaved' with num_groups=1 .*num_groups=2 or more",
+            r"name='interleaved' cannot have num_groups=1 .*\n.*num_groups=2 or more",
         ),
-        (("1f1b", 2, 2, 1, 3), r"name='1f1b'.*num_groups=3.*name='interleaved'"),
-        (("gpipe", 2, 2, 1, 2), r"name='gpipe'.*num_groups=2.*name='interleaved'"),
-        (("v", 2, 2, 1, 3), r"name='v'.*num_groups=3.*num_groups=2 with 'v'"),
+        (("1f1b", 2, 2, 1, 3), r"name='1f1b' cannot have num_groups=3"),
+        (("gpipe", 2, 2, 1, 2), r"name='gpipe' cannot have num_groups=2"),
+        (("v", 2, 2, 1, 3), r"name='v' cannot have num_groups=3.*\n.* 2 with 'v'"),
     ],
 )
 def test_impossible_requests_are_refused(arguments, message):
@@ -509,7 +509,7 @@ def test_impossible_requests_are_refused(arguments, message):
 
 
 def test_impossible_places_of_w_are_refused():
-    with pytest.raises(ValueError, match="zero_bubble='unit' is not a bool; use True"):
+    with pytest.raises(ValueError, match="zero_bubble='unit': must be True or False"):
         make_schedule("1f1b", 2, 2, zero_bubble="unit")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"name='gpipe' keeps all .*, and has no zero_bubble"):
         make_schedule("gpipe", 2, 2, zero_bubble=True)
@@ -519,8 +519,6 @@ def test_impossible_questions_are_refused():
     schedule = make_schedule("1f1b", 2, 3)
     with pytest.raises(ValueError, match=r"the cost backward=-1\.0 must be above 0"):
         schedule.bubble_at(1.0, -1.0)
-    with pytest.raises(ValueError, match=r"num_rows=4 cannot hold 5 ticks; use 5 or more"):
-        schedule.padded(4)
 
 
 @pytest.mark.parametrize("kind", NAMES)

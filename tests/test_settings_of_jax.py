@@ -134,7 +134,7 @@ def test_a_run_goes_on_under_its_own_settings_alone(run):
 
 @pytest.mark.parametrize("name", [name for name in OF_NUMBERS if name in program_facts()])
 def test_other_numbers_are_refused(run, name):
-    record, facts = RunFolder(run).record, program_facts()
+    record, facts = RunFolder(run), program_facts()
     record.check_program(facts)
     message = (
         f"{name} is other, and was {facts[name]} when .* Fix: set {name.upper()}={facts[name]}"
@@ -156,6 +156,6 @@ def test_other_numbers_are_refused(run, name):
 )
 def test_another_program_is_told(run, change, told, caplog):
     with caplog.at_level(logging.WARNING):
-        RunFolder(run).record.check_program({**program_facts(), **change})
+        RunFolder(run).check_program({**program_facts(), **change})
     assert len(caplog.messages) == bool(told)
     assert re.search(told, "".join(caplog.messages))

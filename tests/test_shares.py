@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import time
 from pathlib import Path
 
 import hypothesis
@@ -13,10 +12,10 @@ import pytest
 from lib.laws import MODEL, RELATIVE_ERROR, assert_same_as_plain, by_layer, make_batch, slow
 from lib.laws import make_settings as make_any_settings
 
-import jaxpar.planning.running
 from jaxpar.config import OptimizerConfig, TrainConfig
 from jaxpar.forward import full_table
-from jaxpar.planning.running import make_stepper, measure_groups, propose_shares
+from jaxpar.planning import propose_shares, time_steps
+from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state
 from jaxpar.step import make_train_step
 from jaxpar.task import find_task
@@ -118,14 +117,14 @@ def test_a_smaller_share_runs_fewer_units():
 @pytest.mark.parametrize(
     ("shares", "mesh", "message"),
     [
-        ((1, 0), (2, 1, 1), r"shares=\(1, 0\): every data-parallel group needs at least one part"),
-        ((2, -1), (2, 1, 1), r"shares=\(2, -1\): every"),
-        ((), (2, 1, 1), r"shares=\(\): every"),
-        ((3, 1), (4, 1, 1), r"shares=\(3, 1\) are 2 parts for data=4; give one to every"),
+        ((1, 0), (2, 1, 1), r"shares=\(1, 0\): must be positive"),
+        ((2, -1), (2, 1, 1), r"shares=\(2, -1\): must be positive"),
+        ((), (2, 1, 1), r"shares=\(\): must be positive"),
+        ((3, 1), (4, 1, 1), r"shares=\(3, 1\): expected 4 \(data\), got 2"),
         (
             (2, 1),
             (2, 1, 1),
-            r"batch_size=16 does not divide by sum of shares=3; use batch_size 15 or 18",
+            r"batch_size=16 does not divide by sum of shares=3\nFix: use batch_size=15 or 18",
         ),
     ],
 )
@@ -161,7 +160,7 @@ def test_proposed_shares_are_as_the_speeds(seconds, shares):
     ],
 )
 def test_times_that_are_none_are_refused(seconds):
-    with pytest.raises(ValueError, match=r"seconds=\(.*give a time above 0 for every group"):
+    with pytest.raises(ValueError, match=r"seconds=\(.*every group needs a time above 0"):
         propose_shares(seconds)
 
 
@@ -171,41 +170,10 @@ def test_shares_of_extreme_times_are_shares(seconds):
     assert 8 >= first >= second >= 1
 
 
-def test_counts_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="num_steps=0: must be positive"):
-        measure_groups(*make_settings((2, 1, 1)), num_steps=0)
-
-
-def test_groups_are_measured_on_their_own_devices(monkeypatch):
-    """The second group takes longer, on a clock of its own: the first gets the larger share."""
-    seen, clock = [], [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-
-    def slow(setup):
-        step, devices = make_train_step(setup), setup.parallel.mesh.devices
-        rows = setup.parallel.microbatch_rows(setup.task.batch_size)
-        seen.append((devices, [device.id for device in setup.mesh.devices.flat], rows))
-
-        class Slow:
-            def run(self, state, batch):
-                clock[0] += 1.0 if devices == (0, 1) else 3.0
-                return step.run(state, batch)
-
-        return Slow()
-
-    monkeypatch.setattr(jaxpar.planning.running, "make_train_step", slow)
-    settings = make_settings((2, 2, 1), (2, 2), NO_MASKS)
-    seconds = measure_groups(*settings, num_steps=1)
-    rows = settings.parallel.microbatch_rows(NO_MASKS.batch_size)
-    assert seen == [((0, 1), [0, 1], rows), ((2, 3), [2, 3], rows)]
-    assert seconds == [1.0, 3.0]
-    assert propose_shares(seconds) == (3, 1)
-
-
-def test_any_task_can_be_stepped():
-    step = make_stepper(Digits(channels=(4,), widths=(8,), batch_size=16), "dp2tp4")
-    losses = [float(step().loss) for _ in range(3)]
-    assert losses[2] < losses[0]
+def test_any_task_can_be_timed():
+    task = Digits(channels=(4,), widths=(8,), batch_size=16)
+    [[seconds]] = time_steps([Setup.of(task, "dp2tp4")], 1, num_steps=1)
+    assert seconds > 0
 
 
 def test_batch_and_carry_keep_the_order_of_the_user():

@@ -54,10 +54,10 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(text, tmp_path):
 HANGING = """
 import ctypes, dataclasses, time
 import jax
-from jaxpar.hosts import stall_watchdog
+from jaxpar.hosts import stopping
 from jaxpar.tasks.lm import LM
 
-stall_watchdog.STALL_SECONDS = 2.0
+stopping.STALL_SECONDS = 2.0
 
 
 def spin():
@@ -109,21 +109,14 @@ def test_a_process_that_never_comes_to_the_next_step_is_named(victim, hang, text
         said = []
         for line in processes[victim].stderr:
             said.append(line)
-            if re.search(rf"in {hang} \(|line \d+ in {hang}\n", line):
+            if re.search(rf"line \d+ in {hang}\n", line):
                 break
     finally:
         for process in processes:
             process.kill()
             process.communicate()
-    if hang == "keep":  # without Python's lock nobody speaks but its fault handler
-        assert "Timeout (0:00:02)!\n" in said
-        assert re.search(rf'File "{file}", line \d+ in keep\n', said[-1]), said
-    else:
-        assert re.fullmatch(
-            rf"warning: process {victim} of 2 hangs: no step has begun for \d+ s, and it is in {hang} "
-            rf"\({file}, line \d+\), from .*\n",
-            said[-1],
-        ), said
+    assert "Timeout (0:00:02)!\n" in said
+    assert re.search(rf'File "{file}", line \d+ in {hang}\n', said[-1]), said
 
 
 @pytest.mark.usefixtures("compile_once")

@@ -26,7 +26,6 @@ from jaxpar import Parallel, Stack, Sums, Task, TrainConfig
 from jaxpar.data.streams import SeriesBatches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.nn import named_param
-from jaxpar.pictures import figures
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, init_state
 from jaxpar.step import CompiledStep
@@ -190,9 +189,6 @@ def test_speed_is_that_of_steps_before_and_after_a_resume(text, tmp_path, monkey
     assert [step for step, speed in speeds.items() if speed is None] == [1, 7]
     tokens = 2 * 8 * 4  # of a line
     assert all(speed is None or speed > tokens / 10 for speed in speeds.values()), speeds
-    curve = figures.draw_curves({"run": lines}).axes[1].get_lines()[0].get_xydata()
-    assert np.asarray(curve)[:, 0].tolist() == [2, 4, 6, 8, 10, 12]
-    assert np.asarray(curve)[:, 1].tolist() == [speeds[step] for step in (2, 4, 6, 8, 10, 12)]
 
 
 @pytest.mark.law
@@ -287,14 +283,11 @@ def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):
 
     damaged = flip_a_bit(folder.checkpoints_path / str(best))
     assert evaluate_run(folder, best=True)[0].loss == losses[12]
-    assert (
-        f"checkpoints/{best}, which cannot be used: {damaged} is not what was written, its checksum "
-        f"differs; the state of step 12 is taken" in caplog.text
-    )
+    assert f"checkpoints/{best}, which is damaged: {damaged} is not what was written" in caplog.text
     damaged = flip_a_bit(folder.checkpoints_path / "12")
     with pytest.raises(
         FileNotFoundError,
-        match=rf"12 cannot be used, {damaged} is not .*, or take the newest state$",
+        match=rf"no whole checkpoint of a validated step; .*12: {damaged} is not what was written",
     ):
         evaluate_run(folder, best=True)
 
@@ -325,46 +318,30 @@ class Obstacle:
         self.aside.rename(self.folder)
 
 
-def test_a_state_that_cannot_be_saved_goes_to_the_fallback(text, tmp_path, whole_run):
-    options = {"checkpoint_every": 5, "fallback_dir": str(tmp_path / "other" / "disk")}
-    run = make_run(text, tmp_path / "run", **options)
-    obstacle = Obstacle(tmp_path / "run")
-    with pytest.raises(
-        OSError,
-        match=r"of step 10 could not be written in .*run/checkpoints: .*; the state of step 10 is "
-        r"saved in .*other/disk/run-step-10: go on with --resume --train\.out-dir .*run-step-10$",
-    ):
-        fit(*run, report=Recorder(at_step=10, action=obstacle.put))
-    resumed = fit(*make_run(text, tmp_path / "other/disk/run-step-10", **options), resume=True)
-    assert resumed.losses == whole_run[0].losses[10:]
-    lines = RunFolder(resumed.out_dir).metrics()
-    assert [line["step"] for line in lines if line["split"] == "train"] == [1, 5, 10, 11, 15, 20]
-    obstacle.remove()
-    assert RunFolder(tmp_path / "run").checkpoints(Setup.of(*run)).steps() == [5]
-
-
-def test_without_a_fallback_the_newest_checkpoint_is_named(text, tmp_path):
+def test_a_state_that_cannot_be_saved_ends_the_run(text, tmp_path, whole_run):
     run = make_run(text, tmp_path / "run", checkpoint_every=5)
     obstacle = Obstacle(tmp_path / "run")
-    with pytest.raises(OSError, match=r"step 10 could not be written .*; free .*fallback-dir\)$"):
+    with pytest.raises(OSError, match=r"checkpoints/10 could not be written: .*\nFix: .*newest"):
         fit(*run, report=Recorder(at_step=10, action=obstacle.put))
+    obstacle.remove()
+    assert fit(*run, resume=True).losses == whole_run[0].losses[5:]
 
 
-def test_metrics_that_cannot_be_written_end_the_run_with_its_state_saved(text, tmp_path, whole_run):
-    run = make_run(text, tmp_path / "run")
-    metrics = tmp_path / "run" / "metrics.jsonl"
+def test_metrics_that_cannot_be_written_end_the_run(text, tmp_path, whole_run):
+    run = make_run(text, tmp_path / "run", checkpoint_every=2)
+    metrics, aside = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "aside"
 
     def fill():
-        metrics.unlink()
+        metrics.rename(aside)
         metrics.symlink_to("/dev/full")
 
-    with pytest.raises(
-        OSError,
-        match=r"cannot write .*metrics\.jsonl: No space .*; the state of step 10 is saved in",
-    ):
+    with pytest.raises(OSError, match=r"cannot write .*metrics\.jsonl: No space"):
         fit(*run, report=Recorder(at_step=5, action=fill))
     metrics.unlink()
-    assert fit(*run, resume=True).losses == whole_run[0].losses[10:]
+    aside.rename(metrics)
+    resumed = fit(*run, resume=True)
+    assert resumed.losses == whole_run[0].losses[resumed.first_step :]
+    assert resumed.first_step >= 4
 
 
 @pytest.mark.law
@@ -431,8 +408,8 @@ def test_a_changed_text_is_not_resumed(text, tmp_path):
     (own / "train.txt").write_text((own / "train.txt").read_text() + "the cat ran\n")
     with pytest.raises(
         ValueError,
-        match=r"data are not those that the run .* began with: data\.train\.array was \S+\[732\], "
-        r"is \S+\[736\]; .*bring",
+        match=r"data of the run .* have changed: data\.train\.array was \S+\[732\], "
+        r"is \S+\[736\]; .*\nFix: restore them",
     ):
         fit(*run, resume=True)
 
@@ -445,7 +422,7 @@ def test_words_that_have_changed_are_not_resumed(text, tmp_path):
     fit(*run)
     for path in own.iterdir():
         path.write_text(path.read_text().replace("cat", "cow"))
-    message = r" began with: files\.vocabulary\.json was \d+ \w+, is \d+ \w+; bring them back"
+    message = r" have changed: files\.vocabulary\.json was \d+ \w+, is \d+ \w+\nFix: restore them"
     with pytest.raises(ValueError, match=message):
         fit(*run, resume=True)
 
@@ -463,12 +440,10 @@ def test_a_state_is_read_where_its_text_is_gone(text, tmp_path):
         np.testing.assert_array_equal(np.array(own), np.array(other))
     words = (folder.path / "vocabulary.json").read_text()
     (folder.path / "vocabulary.json").write_text(words.replace("cat", "cow"))
-    with pytest.raises(
-        ValueError, match=r"vocabulary\.json is damaged: it is not what was written; bring it"
-    ):
-        folder.restore()
+    with pytest.raises(ValueError, match=r"vocabulary\.json is damaged\nFix: restore it"):
+        folder.read("vocabulary.json")
     (folder.path / "data.json").write_text("{")
-    with pytest.raises(ValueError, match=r"data\.json is damaged: .*; bring it back from a copy"):
+    with pytest.raises(ValueError, match=r"data\.json is damaged, or of .*\nFix: restore it"):
         folder.restore()
 
 
@@ -477,7 +452,7 @@ def test_a_run_is_not_overwritten_unless_asked_to(text, tmp_path):
     fit(*run)
     (tmp_path / "run" / "notes.txt").write_text("mine")
     written = (tmp_path / "run" / "metrics.jsonl").read_text()
-    with pytest.raises(FileExistsError, match=r"run' holds a run already; .*--resume"):
+    with pytest.raises(FileExistsError, match=r"run' holds a run already\nFix: .*--resume"):
         fit(*run)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == written
     fit(*run, overwrite=True)
@@ -769,7 +744,9 @@ def test_a_run_keeps_the_file_of_its_task(own_file, caplog):
     )
 
     file.unlink()
-    message = r"the run in .*run is in .*own\.py, which is not there any more; .*run/task\.py is as"
+    message = (
+        r"own\.py, which has the task of the run in .*, does not exist\n.*run/task\.py is a copy"
+    )
     with pytest.raises(FileNotFoundError, match=message):
         folder.settings()
 
@@ -780,9 +757,7 @@ def test_a_run_of_an_older_version_is_named(tmp_path):
         RunFolder(tmp_path).settings,
         lambda: fit(Walk(), resume=True, train=make_train(tmp_path)),
     ):
-        with pytest.raises(
-            ValueError, match=r"names no task, so no run of jaxpar has written it; bring it back"
-        ):
+        with pytest.raises(ValueError, match=r"is damaged: it names no task\nFix: restore it"):
             use()
 
 
@@ -811,7 +786,7 @@ def test_overwriting_takes_away_what_the_task_before_kept(tmp_path):
     assert (folder.path / "notes.txt").read_text(encoding="utf-8") == "Grüße"
 
     folder.clear()
-    assert list(folder.path.iterdir()) == []
+    assert [path.name for path in folder.path.iterdir()] == [".lock"]
 
 
 # ---- what is refused ----
@@ -838,7 +813,7 @@ def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
             batches.batch = lambda step, rows=slice(None): {**whole(step, rows), "starts": False}
             return batches
 
-    with pytest.raises(ValueError, match="first batch says starts=False: it would continue with"):
+    with pytest.raises(ValueError, match="starts must be True in the first batch, got False"):
         evaluate(Setup.of(Late(), parallel), state, "valid")
 
     class Nothing(Walk):
@@ -850,7 +825,7 @@ def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
             }  # fmt: skip
             return batches
 
-    with pytest.raises(ValueError, match=r"nothing in the split 'valid' counts: .* 0\.0"):
+    with pytest.raises(ValueError, match=r"split 'valid': its weights must be above 0, got 0\.0"):
         evaluate(Setup.of(Nothing(), parallel), state, "valid")
 
 

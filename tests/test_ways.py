@@ -45,10 +45,10 @@ def found():
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    def refuse(settings, machine):
+    def refuse(cost):
         raise ValueError("no compiler for this machine is installed")
 
-    monkeypatch.setattr("jaxpar.planning.ways.setup_on", refuse)
+    monkeypatch.setattr("jaxpar.planning.ways.setup_of", refuse)
 
 
 def test_the_picture_of_any_model_says_what_its_compiled_steps_send_and_need():
@@ -195,11 +195,11 @@ def test_tensor_parallelism_of_a_model_that_it_does_not_split_is_left_out(no_com
         rules = Regress().rules.replace(dict.fromkeys(("heads", "inner", "hidden"), None))
 
     found = strategies(Plain(("dense",) * 4), FOUR)
-    assert "tensor=4 splits no parameter; name dims" in found.left_out[WAYS[1]]
+    assert "tensor=4 splits no parameter\nFix: name dims" in found.left_out[WAYS[1]]
 
 
 def test_one_device_shares_with_none():
-    with pytest.raises(ValueError, match="one device shares its step with none; use two"):
+    with pytest.raises(ValueError, match="one device cannot share a step\nFix: use two"):
         strategies(TASK, MeshConfig(devices=(0,)))
 
 

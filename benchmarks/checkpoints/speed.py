@@ -64,10 +64,7 @@ def without_checksums():
     def sizes(folder: Path, names: list[str]) -> dict[str, str]:
         return {name: f"{(folder / name).stat().st_size} " for name in names}
 
-    with (
-        mock.patch.object(checkpoint, "checksums", sizes),
-        mock.patch.object(checkpoint, "find_changed", return_value={}),
-    ):
+    with mock.patch.object(checkpoint, "checksums", sizes):
         yield
 
 

@@ -70,13 +70,11 @@ def row_of(name: str, task: Task, shape: str, machine_name: str) -> str:
         report = inspect_lowered(setup, lowered)
     except jax.errors.JaxRuntimeError as error:
         why = str(error).partition("\n")[0]
-        return f"| {machine_name} | {name} | {describe(cost.parallel)} | refused: {why} | | | | | |"
+        return f"| {machine_name} | {name} | {describe(cost.parallel)} | refused: {why} | | | |"
     seconds, cost = time.perf_counter() - begin, cost.known(report)
     waits, beside = transfers(report)
-    held = sum(cost.held.values())
     return (
-        f"| {machine_name} | {name} | {describe(cost.parallel)} | {held / 1e6:,.0f} "
-        f"| {cost.memory_bytes / 1e6:,.0f} | {cost.memory_bytes / held:.2f} | {seconds:.0f} "
+        f"| {machine_name} | {name} | {describe(cost.parallel)} | {cost.memory_text} | {seconds:.0f} "
         f"| {waits} | {beside} |"
     )
 
@@ -100,9 +98,9 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     print(
-        "| machine | model | config | memory by arithmetic, MB | by the compiler | ratio "
+        "| machine | model | config | memory "
         "| seconds to compile | runs of transfers that wait, elsewhere + over stage "
-        "| with work beside them |\n|---|---|---|---:|---:|---:|---:|---:|---:|"
+        "| with work beside them |\n|---|---|---|---:|---:|---:|---:|"
     )
     for machine in options.machines:
         for name, shapes in LAYOUTS[machine].items():

@@ -61,7 +61,8 @@ def inspect_split(
     """What the compiled forward and backward pass of a split layer really exchange.
 
     Args:
-      layer, is_first: as of `jaxpar.analysis.strategy_for`.
+      layer: one with a kernel [..., in, out]; may be abstract.
+      is_first: whether the gradient of its input is not needed.
       shape: of the input.
       mesh: has the axes of `axes.MESH_AXES`; all its devices take a part.
       split: "data", "column" or "row".

@@ -31,16 +31,15 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
-    print("| model | config | by arithmetic, ms | measured | memory by arithmetic | compiled |")
-    print("|---|---|---:|---:|---:|---:|")
+    print("| model | config | by arithmetic, ms | measured | memory, compiled |")
+    print("|---|---|---:|---:|---:|")
     for name in options.models:
         for M in NUM_MICROBATCHES:
             parallel = Parallel("dp1", PipelineConfig(num_microbatches=M))
             cost = compare(estimate_step(MODELS[name](), parallel, TRAIN))
             print(
                 f"| {name} | {describe(parallel)} | {cost.estimated_seconds * 1e3:.3g} "
-                f"| {cost.seconds * 1e3:.3g} | {sum(cost.held.values()) / 1e6:,.0f} MB "
-                f"| {cost.memory_bytes / 1e6:,.0f} MB |",
+                f"| {cost.seconds * 1e3:.3g} | {cost.memory_text} |",
                 flush=True,
             )
             jax.clear_caches()

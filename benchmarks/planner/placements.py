@@ -10,8 +10,7 @@ import statistics
 import jaxpar
 from benchmarks.planner.measure import SGD, STEPS, TRAIN
 from jaxpar import MeshConfig, Parallel, PipelineConfig
-from jaxpar.base.timing import take_turns
-from jaxpar.planning.running import make_stepper
+from jaxpar.planning import time_steps
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm import LM
 
@@ -38,11 +37,11 @@ def main() -> None:
     others = [(n, options.layers - n) for n in range(1, options.layers)]
     placements = [balanced, *(p for p in others if p != balanced)]
     pipelines = [dataclasses.replace(parallel.pipeline, placement=p) for p in placements]
-    runs = [
-        make_stepper(task, dataclasses.replace(parallel, pipeline=pipeline), TRAIN)
+    setups = [
+        Setup.of(task, dataclasses.replace(parallel, pipeline=pipeline), TRAIN)
         for pipeline in pipelines
     ]
-    rounds = list(zip(*take_turns(runs, ROUNDS, times=STEPS), strict=True))
+    rounds = list(zip(*time_steps(setups, ROUNDS, STEPS), strict=True))
     print(
         f"{options.layers} layers of {hidden}, {options.vocabulary:,} words, head={options.head}: a head of "
         f"{sum(layout.costs.last) / sum(layout.costs.layers[0]):.2f} layers\n\n"

@@ -19,7 +19,10 @@ from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.base.axes import DATA
 from jaxpar.config import TrainConfig
 from jaxpar.pipeline.kept import Residuals
-from jaxpar.planning.running import make_stepper
+from jaxpar.planning.running import batch_of_run
+from jaxpar.setup import Setup
+from jaxpar.state import init_state
+from jaxpar.step import make_train_step
 from jaxpar.tasks.lm import LM
 
 TIMES = 3
@@ -72,8 +75,15 @@ def serve_side(shares: tuple[int, ...], num_microbatches: int) -> None:
     )
     pipeline = PipelineConfig(num_microbatches=num_microbatches)
     parallel = Parallel(MeshConfig(data=2), pipeline, tuple(shares))
-    step = make_stepper(task, parallel, TrainConfig(clip_norm=0.0))
-    serve(lambda: float(step().loss))
+    setup = Setup.of(task, parallel, TrainConfig(clip_norm=0.0))
+    step, state, batch = make_train_step(setup), init_state(setup), batch_of_run(setup, 0)
+
+    def run() -> float:
+        nonlocal state
+        state, metrics = step.run(state, batch)
+        return float(metrics.loss)
+
+    serve(run)
 
 
 def main() -> None:

@@ -13,4 +13,3 @@ from jaxpar.analysis.program import ProgramReport as ProgramReport
 from jaxpar.analysis.program import inspect_compiled as inspect_compiled
 from jaxpar.analysis.program import inspect_function as inspect_function
 from jaxpar.analysis.program import inspect_step as inspect_step
-from jaxpar.analysis.strategy import strategy_for as strategy_for

@@ -5,12 +5,14 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.analysis import hlo
 from jaxpar.analysis.hlo import Groups, Instruction, Module, Visit
+from jaxpar.trace.places import frames_of
 
 # How often the busiest of n devices sends (n-1)/n of a payload, by the usual ring algorithms: NCCL's bus
 # bandwidth factors, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
@@ -105,18 +107,17 @@ def find_collectives(
         return ()
     if mesh is None or mesh.size != module.num_partitions:
         raise ValueError(
-            f"the program runs on {module.num_partitions} devices, the mesh is "
-            f"{mesh and dict(mesh.shape)}; give the mesh that it was compiled for"
+            f"mesh={mesh and dict(mesh.shape)}: the program runs on {module.num_partitions} devices\n"
+            f"Fix: give the mesh that it was compiled for."
         )
     places = np.arange(mesh.size) if order is None else np.asarray(order)
-    differentiates = "jvp(" in text
     found = []
     for visit in module.visits():
         op = _operation(module, visit)
         groups = hlo.groups(visit.instruction, mesh.size) if op else ()
         joined = [places[[*group]].tolist() for group in groups if len(set(group)) > 1]
         if op and joined:
-            found.append(_collective(module, visit, op, mesh, joined, differentiates))
+            found.append(_collective(text, module, visit, op, mesh, joined))
     return tuple(found)
 
 
@@ -148,7 +149,7 @@ def _operation(module: Module, visit: Visit) -> str | None:
 
 
 def _collective(
-    module: Module, visit: Visit, op: str, mesh: Mesh, joined: Groups, differentiates: bool
+    text: str, module: Module, visit: Visit, op: str, mesh: Mesh, joined: Groups
 ) -> Collective:
     """A collective among groups of places in the mesh."""
     instruction, size, paths = visit.instruction, max(map(len, joined)), _paths(visit)
@@ -169,12 +170,19 @@ def _collective(
         sent_bytes=sent_bytes(op, num_bytes, size),
         trip_counts=visit.trip_counts,
         conditional=visit.conditional,
-        phase=_phase(paths, differentiates),
+        phase=_phase(paths, differentiates="jvp(" in text),
         module=", ".join(dict.fromkeys(filter(None, map(_scopes, paths)))),
-        source=next(filter(None, map(module.source, outward)), ""),
+        source=next(filter(None, (_source(text, each) for each in outward)), ""),
         op_name=instruction.op_name,
         beside=None if beside is None else tuple(_scopes(x.op_name) or x.opcode for x in beside),
     )
+
+
+def _source(text: str, instruction: Instruction) -> str:
+    """The line of Python that an instruction comes from, such as lstm.py:84; "" if it is unknown."""
+    frame = int(hlo.attribute(instruction, "stack_frame_id=") or 0)
+    found = next(frames_of(text, frame), None)
+    return f"{Path(found[0]).name}:{found[1]}" if found else ""
 
 
 def _axes(mesh: Mesh, joined: Groups) -> tuple[str, ...]:
@@ -213,7 +221,7 @@ def _paths(visit: Visit) -> list[str]:
     return [f"{before}/{name}" for name in combined] or [path]
 
 
-def _phase(paths: list[str], differentiates: bool) -> str:
+def _phase(paths: list[str], *, differentiates: bool) -> str:
     if any("transpose(" in path or "backward" in _scopes(path).split("/") for path in paths):
         return "backward"
     if not differentiates or any("jvp(" in path for path in paths):

@@ -6,7 +6,7 @@ printer (`hlo_parser.cc`, `replica_group.cc`, `mesh_and_axis.cc` in openxla/xla)
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +22,6 @@ _IDLE = re.compile(
     r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|partition-id|opt-barrier|send|recv"
     r"|all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all|fusion-done|(?!fusion).*-(start|update|done)"
     r"|AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast|GatherScatterIndicesBitpacked"
-)
-# What gives elements as they are, elsewhere.
-_MOVES = re.compile(
-    r"parameter|bitcast|copy|pad|(dynamic-)?slice|reshape|transpose|convert|.*-done"
 )
 # Whether a loop counts up or down, and what to add to its end if that is included.
 _COUNTS = {"LT": (1, 0), "LE": (1, 1), "GT": (-1, 0), "GE": (-1, -1)}
@@ -81,18 +77,18 @@ class Module:
           ValueError: it is not the text of an HLO module.
         """
         self.computations: dict[str, list[Instruction]] = {}
-        self._entry, self._tables = "", {}
+        self._entry = ""
         self._roots: dict[str, str] = {}  # computation -> its result
         self._named: dict[str, Instruction] = {}
         self.beside: dict[str, list[Instruction]] = {}
         found = re.match(r"HloModule .*?(?:num_partitions=(\d+)|$)", text, re.MULTILINE)
         if found is None or "replica_count=" in found[0]:
             raise ValueError(
-                f"this is not an HLO module of one replica: {text[:60]!r}; give what "
-                f"`jax.jit(...).lower(...).compile().as_text()` says"
+                f"text={text[:60]!r}... is not an HLO module of one replica\n"
+                f"Fix: give what jax.jit(...).lower(...).compile().as_text() returns."
             )
         self.num_partitions = int(found[1] or 1)
-        table, section, name = list[str](), list[Instruction](), ""
+        section, name = list[Instruction](), ""
         running: dict[str, list[Instruction]] = {}  # what is started and not ended, as in `beside`
         for line in text.splitlines()[1:]:
             if found := _INSTRUCTION.match(line):
@@ -114,10 +110,6 @@ class Module:
                 section, running = self.computations.setdefault(name, []), {}
                 if line.startswith("ENTRY"):
                     self._entry = name
-            elif line.isalpha():  # FileNames, FunctionNames, FileLocations, StackFrames
-                table = self._tables[line] = [""]  # rows are numbered from 1
-            elif line[:1].isdigit():
-                table.append(line.partition(" ")[2])
 
     def visits(self) -> Iterator[Visit]:
         """Every instruction, once for each place that it is called from, in the program's order."""
@@ -141,32 +133,6 @@ class Module:
         """The instructions of a fusion; empty for other instructions."""
         called = _names(instruction, "calls") if instruction.opcode.startswith("fusion") else []
         return [each for name in called for each in self.computations[name]]
-
-    def gathers_to(self, kinds: Collection[str]) -> bool:
-        """Whether an all-gather's result goes, as it is or moved, into instructions of these kinds.
-
-        Args:
-          kinds: opcodes, and targets of custom calls.
-        """
-        for section in self.computations.values():
-            gathered = set[str]()
-            for each in section:
-                is_array = any(dims for _, dims in arrays(each.shape))
-                if each.opcode.startswith("all-gather"):
-                    gathered.add(each.name)
-                elif is_array and gathered.intersection(each.operands):
-                    inside = self._kinds(each)
-                    if inside.intersection(kinds):
-                        return True
-                    if all(map(_MOVES.fullmatch, inside)):
-                        gathered.add(each.name)
-        return False
-
-    def _kinds(self, instruction: Instruction) -> set[str]:
-        """Opcodes and targets of custom calls, of a fusion those in it, without what makes one number."""
-        inside = self.fused(instruction) or [instruction]
-        many = (each for each in inside if any(dims for _, dims in arrays(each.shape)))
-        return {attribute(each, 'custom_call_target="') or each.opcode for each in many}
 
     def _starts_and_ends(self, instruction: Instruction) -> tuple[str, Sequence[str]]:
         """What an instruction starts and what it ends, by name; mostly nothing.
@@ -239,18 +205,6 @@ class Module:
                 operands = (self._value(operand, callers) for operand in each.operands)
                 return attribute(each, "direction=") or "add", *operands
         return (each.opcode,)
-
-    def source(self, instruction: Instruction) -> str:
-        """The line of Python that an instruction comes from, such as lstm.py:84; "" if it is unknown."""
-        frame = int(attribute(instruction, "stack_frame_id=") or 0)
-        if not frame:
-            return ""
-        place = self._row("FileLocations", self._row("StackFrames", frame)["file_location_id"])
-        file = self._tables["FileNames"][place["file_name_id"]].strip('"')
-        return f"{file.rpartition('/')[2]}:{place['line']}"
-
-    def _row(self, table: str, number: int) -> dict[str, int]:
-        return {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", self._tables[table][number])}
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:

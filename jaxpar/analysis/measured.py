@@ -204,13 +204,14 @@ def measure_step(
 def _check(parallel: Parallel, mesh: Mesh, num_steps: int) -> None:
     platform, stages, update = mesh.devices.flat[0].platform, mesh.shape[STAGE], parallel.update
     mistakes = {
-        "there is no pipeline to measure; give a mesh with stages, such as pp4": stages == 1,
-        f"on {platform} the profiler does not show where a unit begins; use simulated devices, or look at "
-        f"the trace of train --profile": platform != "cpu",
-        "remat_keeps='carries' runs a window in segments, each a loop over ticks of its own; measure it with "
-        "remat_keeps='device'": parallel.num_segments > 1,
-        "update='host' is not one program; measure it with update='replicated'": update == "host",
-        f"num_steps={num_steps} must be 1 or more": num_steps < 1,
+        "mesh: no pipeline to measure\nFix: give a mesh with stages, such as pp4.": stages == 1,
+        f"devices: on {platform} the profiler does not show where a unit begins\n"
+        f"Fix: use simulated devices, or look at the trace of train --profile.": platform != "cpu",
+        "remat_keeps='carries' runs several loops over ticks\n"
+        "Fix: measure it with remat_keeps='device'.": parallel.num_segments > 1,
+        "update='host' is not one program\nFix: measure it with update='replicated'.": update
+        == "host",
+        f"num_steps={num_steps} is too small\nFix: use 1 or more.": num_steps < 1,
     }
     if made := [mistake for mistake, is_made in mistakes.items() if is_made]:
         raise ValueError(made[0])

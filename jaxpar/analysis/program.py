@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.analysis.collectives import Collective, find_collectives
-from jaxpar.analysis.hlo import Module
 from jaxpar.base.display import Printed, format_bytes
 from jaxpar.base.trees import device_bytes
 from jaxpar.config import Parallel, TrainConfig
@@ -22,8 +21,10 @@ from jaxpar.state import TrainState, abstract_state
 from jaxpar.step import abstract_batch, make_train_step
 from jaxpar.task import Task
 
-# What XLA's compiler for CPUs does on whole arrays alone: opcodes, and the targets of custom calls.
-_WHOLE = {"reduce-window", "TopK"}
+_WIDE = (
+    "\nsent: XLA for CPUs sends what is bfloat16 or float16 as float32; a TPU or GPU sends half as many "
+    "bytes for it"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,19 +126,6 @@ class ProgramReport(Printed):
         totals = [*map(asdict, self.totals)]
         return {**asdict(self), "collectives": collectives, "totals": totals}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "ProgramReport":
-        """The report that `to_dict` made this of, also after a trip through JSON."""
-        own = [field.name for field in dataclasses.fields(Collective)]
-        found = [Collective(*(_tuples(c[x]) for x in own)) for c in data["collectives"]]
-        memory = data["memory"] and Memory(**data["memory"])
-        return cls(tuple(found), data["flops"], memory, tuple(data["notes"]))
-
-
-def _tuples(value: Any) -> Any:
-    """A value with tuples where JSON has lists."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
 
 def inspect_step(
     task: Task | Setup,
@@ -219,8 +207,8 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
     if places and len(devices) == len(places):
         if set(devices) != set(places):
             raise ValueError(
-                f"the program was compiled for the devices {devices}, the mesh has {places}; give the mesh "
-                f"that it was compiled for"
+                f"mesh has the devices {places}, the program was compiled for {devices}\n"
+                f"Fix: give the mesh that it was compiled for."
             )
         order = [*map(places.index, devices)]
     costs: Any = compiled.cost_analysis() or {}
@@ -228,23 +216,10 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
     text = compiled.as_text() or ""
     collectives = find_collectives(text, mesh, order)
     is_cpu = bool(places) and places[0].platform == "cpu"
-    notes = tuple(_notes_of_cpu(text, collectives)) if is_cpu else ()
-    return ProgramReport(collectives, costs.get("flops"), stats and _memory(stats), notes)
-
-
-def _notes_of_cpu(text: str, collectives: Sequence[Collective]) -> Iterator[str]:
-    """Where XLA's compiler for CPUs sends more than those for other devices."""
     has_narrow = re.search(r"\bb?f16\[", text)
-    if has_narrow and any("f32" in each.dtypes for each in collectives):
-        yield (
-            "\nsent: XLA for CPUs sends what is bfloat16 or float16 as float32; a TPU or GPU sends half as "
-            "many bytes for it"
-        )
-    if any(each.op == "all-gather" for each in collectives) and Module(text).gathers_to(_WHOLE):
-        yield (
-            "\nsent: XLA for CPUs gathers whole arrays for top_k and cumulative sums along a split dim; a "
-            "TPU sends parts of them"
-        )
+    sends_wide = has_narrow and any("f32" in each.dtypes for each in collectives)
+    notes = (_WIDE,) if is_cpu and sends_wide else ()
+    return ProgramReport(collectives, costs.get("flops"), stats and _memory(stats), notes)
 
 
 def _memory(stats: Any) -> Memory:

@@ -105,8 +105,8 @@ class At(NamedTuple):
         """
         if self.key is None:
             raise ValueError(
-                "at.draw needs at.key, which is None in evaluation and prediction. Fix: draw only if at.key "
-                "is not None"
+                "at.draw needs at.key, which is None in evaluation and prediction.\n"
+                "Fix: draw only if at.key is not None."
             )
         key = jax.random.fold_in(self.key, _DRAWS + number)
         return draw_rows(key, self, sample, shape)
@@ -141,8 +141,7 @@ def _check_rows(shape: Sequence[int], at: At) -> None:
     if len(shape) <= dim or {shape[dim]} != wanted:
         dims = "time, rows, ..." if at.time_major else "rows, ..."
         with_rows = f", with the {rows.pop()} rows of the block" if len(rows) == 1 else ""
-        use = "draw for all time steps, and take one of the result, as in dropout(y, rate, at)[-1]"
         raise ValueError(
-            f"random numbers of shape {list(shape)}: it must be [{dims}]{with_rows}. Fix: "
-            + (use if at.time_major else "give the shape of an array of the block, such as x.shape")
+            f"random numbers of shape {list(shape)}: must be [{dims}]{with_rows}.\nFix: draw for the whole "
+            f"block, such as x.shape, and take what you need of the result."
         )

@@ -42,10 +42,10 @@ def check_fields(config: Any) -> None:
             continue
         options = _options(hint)
         if isinstance(value, float) and float in options:
-            raise ValueError(f"{name}={value}: use a finite number")
+            raise ValueError(f"{name}={value}: must be a finite number")
         wanted = " or ".join(map(_describe, options))
         kind = f" ({type(value).__name__})" if isinstance(value, int | float) else ""
-        raise ValueError(f"{name}={_SHORT.repr(value)}{kind}: use {wanted}")
+        raise ValueError(f"{name}={_SHORT.repr(value)}{kind}: must be {wanted}")
 
 
 def _check_bits(name: str, value: Any) -> None:
@@ -146,21 +146,21 @@ def require_instance(name: str, value: Any, kind: Any, use: str) -> None:
         return
     if isinstance(value, type) and isinstance(kind, type) and issubclass(value, kind):
         raise ValueError(
-            f"{name}={value.__name__} is a class; give an object of it, {value.__name__}()"
+            f"{name}={value.__name__} is a class\nFix: give an object, {value.__name__}()."
         )
     shown = " ".join(_SHORT.repr(value).split())  # a tree of arrays has many lines
-    raise ValueError(f"{name}={shown} ({type(value).__name__}): use {use}")
+    raise ValueError(f"{name}={shown} ({type(value).__name__}): must be {use}")
 
 
 def check_takes(function: Any, arguments: Sequence[str], what: str, use: str) -> None:
     """Raises if a function, which `what` names, cannot be called with so many; `use` says what can."""
-    require(callable(function), f"{what} cannot be called; {use}")
+    require(callable(function), f"{what} cannot be called\nFix: {use}.")
     signature = inspect.signature(function)
     try:
         signature.bind(*arguments)
     except TypeError:
         takes, given = ", ".join(signature.parameters), ", ".join(arguments)
-        raise ValueError(f"{what} takes ({takes}), and is called with ({given}); {use}") from None
+        raise ValueError(f"{what} takes ({takes}), expected ({given})\nFix: {use}.") from None
 
 
 def require_positive(config: Any, *names: str) -> None:
@@ -206,13 +206,12 @@ def check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:
       ValueError: names all of them, and the nearest sizes that work.
     """
     divisor = math.prod(divisors.values())
-    parts = " x ".join(f"{part}={value}" for part, value in divisors.items())
+    product = " x ".join(f"{part}={value}" for part, value in divisors.items())
+    product += f" = {divisor}" * (len(divisors) > 1)
     require(
         size % divisor == 0,
-        f"{name}={size} does not divide by {parts}"
-        + (f" = {divisor}" if len(divisors) > 1 else "")
-        + f"; use {name} {nearest_multiples(size, divisor)}, or other sizes of "
-        + " and ".join(divisors),
+        f"{name}={size} does not divide by {product}\n"
+        f"Fix: use {name}={nearest_multiples(size, divisor)}, or other sizes of {' and '.join(divisors)}.",
     )
 
 

@@ -4,61 +4,20 @@ from collections.abc import Iterable
 from typing import Any, TextIO
 
 import rich.box
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
-from rich.padding import Padding
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 WIDTH = 100  # of what goes into a file or pipe
 
 
-class FittingTable(Table):
-    """A table that does not break words: where there is no room for its columns, every row is a paragraph.
-
-    A column whose name begins with > is of numbers.
-    """
-
-    def __init__(self, *columns: str):
-        super().__init__(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-        for column in columns:
-            justify = "right" if column.startswith(">") else "left"
-            self.add_column(column.removeprefix(">"), justify=justify)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        endless = options.update(width=10_000)
-        ranges = [
-            [Measurement.get(console, endless, cell) for cell in (column.header, *column.cells)]
-            for column in self.columns
-        ]
-        least = [max(cell.minimum for cell in column) for column in ranges]
-        widths = [max(cell.maximum for cell in column) for column in ranges]
-        # A space after every column, and one between two.
-        excess = sum(widths) + 2 * len(widths) - 1 - options.max_width
-        if excess - sum(widths) + sum(least) > 0:
-            yield from self._paragraphs(console)
-            return
-        for _ in range(excess):
-            widest = max((w, i) for i, w in enumerate(widths) if w > least[i])[1]
-            widths[widest] -= 1
-        for column, width in zip(self.columns, widths, strict=True):
-            column.width = width
-        yield from super().__rich_console__(console, options)
-
-    def _paragraphs(self, console: Console) -> RenderResult:
-        """The first cell of a row on a line, the others below it, each after the name of its column."""
-
-        def text(cell: Any) -> Text:
-            return cell if isinstance(cell, Text) else console.render_str(str(cell))
-
-        names = [text(column.header) for column in self.columns]
-        for cells in zip(*(column.cells for column in self.columns), strict=True):
-            first, *others = map(text, cells)
-            parts = [
-                Text(" ").join((n, c)) for n, c in zip(names[1:], others, strict=True) if c.plain
-            ]
-            yield first
-            yield Padding(Text("; ").join(parts), (0, 0, 0, 2))
+def make_table(*columns: str) -> Table:
+    """A table with these columns; one whose name begins with > is of numbers."""
+    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        is_number = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if is_number else "left")
+    return table
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:

@@ -28,9 +28,8 @@ def show(thing: Any) -> Any:
         if (draw := show.dispatch(type(thing))) is not nobody:
             return draw(thing)
     raise ValueError(
-        f"there is no picture of type {type(thing).__name__}; give a MeshConfig or Mesh, an array of JAX (of "
-        f"NumPy's: jax.numpy.asarray(x)), a state or module of Flax, a TrainState, a Schedule, a "
-        f"ProgramReport, a MeasuredStep or a FitResult"
+        f"no picture of type {type(thing).__name__}\n"
+        f"Fix: give a mesh, a JAX array, a Flax state or module, a Schedule, or what jaxpar returns."
     )
 
 

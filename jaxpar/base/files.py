@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import re
@@ -14,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxpar.base.bucket import SCHEME, BucketPath
+import xxhash
+
+from jaxpar.base.bucket import SCHEME, as_path, in_bucket, storage
 from jaxpar.base.checks import require, require_instance
 
 Kind = TypeVar("Kind", dict[str, Any], list[Any])
 WRITABLE = "give a place that can be written"
+_ELSEWHERE = "use another folder"
 
 
 @contextlib.contextmanager
@@ -31,7 +33,8 @@ def in_words(attempt: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise type(error)(f"cannot {attempt}: {error.strerror or error}; {remedy}") from error
+        reason = error.strerror or str(error).split("\n")[0]
+        raise type(error)(f"cannot {attempt}: {reason}\nFix: {remedy}") from error
 
 
 def read_file(
@@ -53,7 +56,7 @@ def read_file(
             told = f"it has {size:,} bytes, more than {most_bytes:,}"
             raise OSError(errno.EFBIG, told, os.fspath(path))
         try:
-            return (path if isinstance(path, BucketPath) else Path(path)).read_bytes()
+            return as_path(path).read_bytes()
         except MemoryError:
             raise MemoryError(f"{path} does not fit into the memory of this machine") from None
 
@@ -72,8 +75,8 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
     except UnicodeDecodeError as error:
         named = f"{what} {path}".lstrip()
         raise ValueError(
-            f"{named} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}; "
-            f"convert it, e.g. iconv -f latin1 -t utf-8"
+            f"{named} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}\n"
+            f"Fix: convert it, such as by iconv -f latin1 -t utf-8"
         ) from error
 
 
@@ -85,8 +88,8 @@ def check_file(path: str | os.PathLike[str]) -> int:
     Raises:
       OSError: it leads to something else or nowhere; as of the system, with `strerror` and `filename`.
     """
-    if isinstance(path, BucketPath):
-        return path.size()
+    if in_bucket(path):
+        return as_path(path).stat().length  # pyright: ignore[reportAttributeAccessIssue]
     found = os.stat(path)
     mode = found.st_mode
     if stat.S_ISDIR(mode):
@@ -103,8 +106,10 @@ def sizes_of(folder: Path) -> dict[str, int]:
     Raises:
       OSError: there is what is no file.
     """
-    if isinstance(folder, BucketPath):
-        return folder.sizes()
+    if in_bucket(folder):
+        found = storage().find(str(folder), detail=True)
+        start = len(str(folder)) - len(SCHEME) + 1
+        return {name[start:]: int(told["size"]) for name, told in found.items()}
     files = (path for path in folder.rglob("*") if not path.is_dir())
     return {str(path.relative_to(folder)): check_file(path) for path in files}
 
@@ -115,8 +120,8 @@ def remove_folder(folder: Path) -> None:
     Raises:
       OSError: something of it cannot be removed.
     """
-    if isinstance(folder, BucketPath):
-        folder.rmtree()
+    if in_bucket(folder):
+        folder.rmtree(missing_ok=True)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         shutil.rmtree(folder)
 
@@ -136,39 +141,28 @@ def read_json(content: str | bytes, kind: type[Kind] = dict) -> Kind:
     return found
 
 
-def free_path(folder: Path, prefix: str, suffix: str = "") -> Path:
-    """Where nothing is in a folder: with the first number from 1 between prefix and suffix."""
-    paths = (folder / f"{prefix}{number}{suffix}" for number in itertools.count(1))
-    return next(path for path in paths if not path.exists())
+def make_folder(path: Path) -> None:
+    """Makes a folder, if it is not there; in a bucket it is there with the first object in it.
 
-
-def make_folder(path: Path, what: str, remedy: str) -> None:
-    """Makes a folder, if it is not there.
-
-    Args:
-      what: it is, for the message.
     Raises:
       OSError: it cannot be made; in words.
     """
-    if isinstance(path, BucketPath):
-        return  # it is there with the first object in it
-    with in_words(f"make {what}", remedy):
-        path.mkdir(parents=True, exist_ok=True)
+    if not in_bucket(path):
+        with in_words(f"make the folder {path}", _ELSEWHERE):
+            path.mkdir(parents=True, exist_ok=True)
 
 
-def check_folder(path: Path, what: str, remedy: str) -> None:
+def check_folder(path: Path) -> None:
     """Nothing, if a folder can be written, or made; to be asked before work that takes long.
 
     It is tried, in a folder that is removed at once: what may be written is not always what can be.
 
-    Args:
-      what, remedy: as of `make_folder`.
     Raises:
       OSError: it cannot; in words.
     """
-    if isinstance(path, BucketPath):
+    if in_bucket(path):
         return
-    with in_words(f"make {what}", remedy):
+    with in_words(f"make the folder {path}", _ELSEWHERE):
         for place in (path, *path.absolute().parents):
             try:
                 os.stat(place)
@@ -181,29 +175,12 @@ def check_folder(path: Path, what: str, remedy: str) -> None:
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one letter is a drive
 
 
-def check_place(path: Path) -> None:
-    """Nothing, if the folder of a file that is to be written is there.
-
-    Raises:
-      OSError: it is not.
-    """
-    with in_words(f"write {path}", WRITABLE):  # a name may be too long
-        is_there = path.parent.is_dir()
-    if not is_there:
-        known = "is not a folder" if path.parent.exists() else "does not exist"
-        kind = NotADirectoryError if path.parent.exists() else FileNotFoundError
-        raise kind(
-            f"cannot write {path}: {path.parent} {known}; make that folder, or give another place"
-        )
-
-
 def check_output(path: Path) -> None:
     """Nothing, if a file can be written as of `whole_file`; to be asked before work that takes long.
 
     Raises:
       OSError: it cannot; in words.
     """
-    check_place(path)
     with in_words(f"write {path}", WRITABLE):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -225,7 +202,6 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
       OSError: it cannot be written; the message names `path`, and what stood there is as it was.
     """
     path = Path(path)
-    check_place(path)
     partial = _partial_of(path)
     with in_words(f"write {path}", WRITABLE):
         try:
@@ -243,9 +219,9 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
       OSError: as of `whole_file`.
     """
-    if isinstance(path, BucketPath):
+    if in_bucket(path):
         with in_words(f"write {path}", WRITABLE):
-            path.write_bytes(content)
+            storage().pipe_file(str(path), content)  # at once, also if it is empty
         return
     with whole_file(path) as file:
         file.write_bytes(content)
@@ -261,19 +237,14 @@ def check_path(name: str, path: str | os.PathLike[str], *, of_run: bool = False)
       ValueError: it is one, it is empty, or no path.
     """
     require_instance(name, path, str | os.PathLike, "a path")
-    require(path != "", f"{name}='' names nothing; give a path")
+    require(path != "", f"{name}='' names nothing\nFix: give a path")
     text = os.fspath(path)
-    if not _ADDRESS.match(text) or (of_run and text.startswith(SCHEME)):
-        return
-    places = "folders of this machine"
-    if of_run:
-        places += (
-            " and gs://BUCKET/FOLDER, for Orbax, which writes checkpoints, has no other storage"
+    if _ADDRESS.match(text) and not (of_run and text.startswith(SCHEME)):
+        places = "a folder of this machine" + " or gs://BUCKET/FOLDER" * of_run
+        raise ValueError(
+            f"{name}={text!r} must be {places}, got another address\n"
+            f"Fix: mount that storage, and give the folder where it is"
         )
-    raise ValueError(
-        f"{name}={text!r} is an address, and jaxpar writes and reads {places}; mount the storage, and give "
-        f"the folder where it is"
-    )
 
 
 def cache_folder() -> Path:
@@ -285,4 +256,9 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxpar"
     except RuntimeError as error:
-        raise FileNotFoundError(f"{error}; set XDG_CACHE_HOME to a folder") from error
+        raise FileNotFoundError(f"{error}\nFix: set XDG_CACHE_HOME to a folder") from error
+
+
+def checksum(content: bytes) -> str:
+    """The size of some bytes, and their hash (XXH3, 128 bits), which guards against damage alone."""
+    return f"{len(content)} {xxhash.xxh3_128_hexdigest(content)}"

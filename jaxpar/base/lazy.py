@@ -14,7 +14,7 @@ from typing import Any
 def lazily(
     package: str, file: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package, whose modules are there as well.
+    """`__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
       package: its `__name__`.
@@ -26,16 +26,11 @@ def lazily(
     homes = {name: home for home, name in lines}
 
     def get(name: str) -> Any:
-        home = homes.get(name, package)
-        if home != package and hasattr(module := importlib.import_module(home), name):
-            value = getattr(module, name)
-        else:
-            try:
-                value = importlib.import_module(f"{home}.{name}")
-            except ModuleNotFoundError as error:
-                if error.name != f"{home}.{name}":
-                    raise
-                raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home = homes[name]
+        there = vars(importlib.import_module(home))
+        value = there[name] if name in there else importlib.import_module(f"{home}.{name}")
         setattr(sys.modules[package], name, value)
         return value
 

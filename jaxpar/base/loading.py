@@ -10,7 +10,4 @@ def guard_remedy(call: str) -> str | None:
     """What to do about a call of a file that is being loaded; None if none is."""
     if (path := LOADED.get()) is None:
         return None
-    return (
-        f"{path.name} is only loaded here, for the task in it; put what it runs besides, such as {call}, "
-        f'under `if __name__ == "__main__":`'
-    )
+    return f'put {call} in {path.name}, which is only loaded here, under if __name__ == "__main__"'

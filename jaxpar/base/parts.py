@@ -58,7 +58,7 @@ def check_part(name: str, dims: int, dtype: Any, what: str) -> None:
     part, kind = PARTS[name], np.dtype(dtype).kind
     if dims not in part.dims or kind in "OSUMmc" or (part.is_whole and kind not in "biu"):
         raise ValueError(
-            f"{what} is {np.dtype(dtype)} with {dims} dims, and {name!r} means {part.meaning}. "
+            f"{what} is {np.dtype(dtype)} with {dims} dims, and {name!r} means {part.meaning}.\n"
             f"Fix: rename your array."
         )
 
@@ -90,8 +90,8 @@ def check_metrics(names: Iterable[str], unit: str, what: str) -> None:
     for name in names:
         if (plain := str(name).replace(" ", "_")) in taken:
             raise ValueError(
-                f"{what} gives a metric {name!r}, and another number of a run has that name. Fix: rename the "
-                f"metric; {', '.join(NUMBERS)} and {unit}_per_second are taken."
+                f"{what} gives a metric {name!r}, and another number of a run has that name.\n"
+                f"Fix: rename it; {', '.join(NUMBERS)} and {unit}_per_second are taken."
             )
         taken.add(plain)
 
@@ -99,7 +99,7 @@ def check_metrics(names: Iterable[str], unit: str, what: str) -> None:
 def check_split(split: str) -> None:
     """Raises a ValueError if a split is none of `SPLITS`."""
     if split not in SPLITS:
-        raise ValueError(f"there is no split {split!r}; use one of {', '.join(SPLITS)}")
+        raise ValueError(f"there is no split {split!r}.\nFix: use one of {', '.join(SPLITS)}.")
 
 
 def part_of(batch: Any, name: str, default: Any = None) -> Any:

@@ -7,15 +7,13 @@ stage has several groups of layers, each stands by itself.
 """
 
 import dataclasses
-import itertools
 import re
-from typing import NamedTuple
 
 from jaxpar.base.checks import require
 
 FIRST, LAST = "first", "last"
 _EXAMPLE = "first, 0-2 | 3-5 | 6-7, last"
-_LAYERS = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?")
+_LAYERS = re.compile(r"(\d{1,5})(?:\s*-\s*(\d{1,5}))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,84 +42,41 @@ class NamedPlacement:
         return "|".join(f" {', '.join(parts)} " if parts else " " for parts in places).strip()
 
 
-class _Part(NamedTuple):
-    """Layers in a place, by the numbers of the first and the last of them; `first` is before layer 0."""
-
-    begin: int
-    end: int
-    place: int
-
-
 def read_placement(text: str) -> NamedPlacement:
     """The placement that words give.
 
     Raises:
       ValueError: a part is unknown, or missing, stands twice, or is not where the data come to it.
     """
-    places = text.split("|")
-    parts, after = _parts_of(text, places)
-    _check_order(text, parts, {-1: FIRST, after: LAST})
-    has_first, has_last = parts[0].begin == -1, parts[-1].begin == after
-    require(
-        not ((has_first and parts[0].place) or (has_last and parts[-1].place < len(places) - 1)),
-        f"placement={text!r}: a stage before first or after last has nothing to do; leave it out, and take a "
-        f"mesh of fewer stages",
-    )
-    layers = [0] * len(places)
-    for part in parts:
-        if 0 <= part.begin < after:
-            layers[part.place] += part.end - part.begin + 1
-    return NamedPlacement(tuple(layers), has_first, has_last)
-
-
-def _parts_of(text: str, places: list[str]) -> tuple[list[_Part], int]:
-    """The parts as they stand, and the number after that of the last layer, which `last` has."""
-    words = [
-        (word.strip(), place)
-        for place, own in enumerate(places)
-        if own.strip()
-        for word in own.split(",")
+    places = [[word.strip() for word in own.split(",") if own.strip()] for own in text.split("|")]
+    words = [word for own in places for word in own]
+    layers = [
+        [_layers_of(text, word) for word in own if word not in (FIRST, LAST)] for own in places
     ]
-    spans = {FIRST: (-1, -1)}
-    for word, _ in words:
-        if found := _LAYERS.fullmatch(word):
-            begin, end = int(found[1]), int(found[2] or found[1])
-            require(begin <= end, f"placement={text!r}: {word!r} counts down; write {end}-{begin}")
-            spans[word] = begin, end
-    after = max(1, *(end + 1 for _, end in spans.values()))
-    spans[LAST] = after, after
-    for word, _ in words:
-        require(
-            word in spans,
-            f"placement={text!r}: {word!r} is not a part of a model; write what is on each stage, such as "
-            f'{_EXAMPLE!r}, or numbers of layers such as (3, 3, 2), "balanced" or "even"',
-        )
-    return [_Part(*spans[word], place) for word, place in words], after
-
-
-def _check_order(text: str, parts: list[_Part], ends: dict[int, str]) -> None:
-    """Raises where a part is missing, stands twice, or is not in the order of the data."""
-
-    def name(number: int) -> str:
-        return ends.get(number, f"layer {number}")
-
-    order = sorted(parts)
-    expected = min(order[0].begin, 0) if order else 0
-    for part in order:
-        require(
-            part.begin >= expected,
-            f"placement={text!r}: {name(part.begin)} stands twice; name every part once",
-        )
-        if part.begin > expected:
-            break
-        expected = part.end + 1
+    found = [number for own in layers for numbers in own for number in numbers]
+    expected = [*range(max(found, default=0) + 1)]
+    has_first, has_last = FIRST in words, LAST in words
+    order = [FIRST] * has_first + [w for w in words if w not in (FIRST, LAST)] + [LAST] * has_last
     require(
-        bool(order) and order[-1].end < expected,
-        f"placement={text!r}: {name(expected)} is missing; name every part, as in {_EXAMPLE!r}",
+        found == expected and words == order,
+        f"placement={text!r}: must name first, all layers from 0 and last in order, each once\n"
+        f"Fix: write such as {_EXAMPLE!r}.",
     )
-    for before, part in itertools.pairwise(parts):
-        require(
-            before < part,
-            f"placement={text!r}: {name(part.begin)} stands after {name(before.begin)}; name parts in the "
-            f"order of the data: first, layers from 0 on, last",
-        )
+    require(
+        not (has_first and FIRST not in places[0]) and not (has_last and LAST not in places[-1]),
+        f"placement={text!r}: a stage before first or after last has nothing to do\n"
+        f"Fix: leave it out, and take a mesh of fewer stages.",
+    )
+    return NamedPlacement(tuple(sum(map(len, own)) for own in layers), has_first, has_last)
+
+
+def _layers_of(text: str, word: str) -> range:
+    """The numbers of layers that a word such as 0-2 means."""
+    match = _LAYERS.fullmatch(word)
+    require(
+        match is not None,
+        f"placement={text!r}: {word!r} is no part of a model\n"
+        f'Fix: write such as {_EXAMPLE!r}, (3, 3, 2), "balanced" or "even".',
+    )
+    assert match is not None
+    return range(int(match[1]), int(match[2] or match[1]) + 1)

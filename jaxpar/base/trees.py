@@ -48,8 +48,8 @@ def check_floats(what: str, tree: Any, why: str = "", of: Any = jnp.floating) ->
     for path, leaf in jax.tree.leaves_with_path(tree):
         if not jnp.issubdtype(leaf.dtype, of):
             raise ValueError(
-                f"{what}{_place(path)} is {leaf.dtype}{list(leaf.shape)}; it must be of floating-point "
-                f"numbers{why}"
+                f"{what}{_place(path)} is {leaf.dtype}{list(leaf.shape)}\n"
+                f"Fix: make it floating-point numbers{why}."
             )
 
 
@@ -58,13 +58,14 @@ def check_same(what: str, found: Any, as_what: str, wanted: Any, why: str = "") 
     structures = tuple(map(jax.tree.structure, (found, wanted)))
     if structures[0] != structures[1]:
         raise ValueError(
-            f"{what} has the structure {structures[0]}, {as_what} {structures[1]}; they must be the same{why}"
+            f"{what} has the structure {structures[0]}, {as_what} {structures[1]}\n"
+            f"Fix: make them the same{why}."
         )
     for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise ValueError(
-                f"{what}{_place(path)} is {a.dtype}{list(a.shape)}, {as_what} {b.dtype}{list(b.shape)}; "
-                f"they must be the same{why}"
+                f"{what}{_place(path)} is {a.dtype}{list(a.shape)}, {as_what} {b.dtype}{list(b.shape)}\n"
+                f"Fix: make them the same{why}."
             )
 
 
@@ -77,6 +78,15 @@ def _place(path: Any) -> str:
 def whole_bytes(tree: Any) -> int:
     """What the arrays of a tree, which may be abstract, take where each lies whole."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+    """The shapes of a tree with the shardings of another one."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
 
 
 def device_bytes(tree: Any) -> int:
@@ -116,19 +126,16 @@ def constants_told(what: str) -> Iterator[None]:
         if error.args or not any(f.filename.endswith(_COLLECTIVES) for f in frames):
             raise
         told = ValueError(
-            f"{what} has a collective, such as jax.lax.pmean, over the name of an axis of jax.vmap "
-            f"(axis_name=...), which JAX does not take on a mesh; compute it over the dim itself, such as "
-            f"x.mean(axis, keepdims=True)"
+            f"{what} has a collective over an axis of jax.vmap, which JAX does not take on a mesh\n"
+            f"Fix: compute it over the dim itself, such as x.mean(axis, keepdims=True)."
         )
         raise told.with_traceback(error.__traceback__) from None
     except TypeError as error:
         if (found := _MIXES_TYPES.search(str(error))) is None:
             raise
         told = ValueError(
-            f"{what} has a loop or a branch of its own (lax.scan, fori_loop, while_loop, cond) in which "
-            f"constants, such as jnp.zeros(...), meet arrays that differ from device to device ({found[1]}, "
-            f"{found[2]}); make them of an array that it is given: jnp.zeros_like(x[0]), or "
-            f"jnp.zeros_like(x, shape=...)"
+            f"{what}: in a loop or branch, constants meet arrays that differ between devices ({found[1]}, "
+            f"{found[2]})\nFix: make constants of a given array, such as jnp.zeros_like(x[0])."
         )
         raise told.with_traceback(error.__traceback__) from None
 

@@ -3,10 +3,9 @@
 `pip` keeps to the same holes (`pyproject.toml`), but a later `pip install -U jax` does not.
 """
 
-import importlib.util
+import importlib.metadata
 import re
 import sys
-from pathlib import Path
 
 OLDEST = (0, 10, 1)
 EXCLUDED = {
@@ -33,7 +32,7 @@ def excluded_reason(jax_version: str, python_version: tuple[int, int]) -> str | 
         return None
     newer = python_version >= NEWER_JAX_PYTHON
     remedy = "pip install -U 'jax>=0.11.1'" if newer else "pip install 'jax==0.10.1'"
-    return f"jax {jax_version} {reason}; install another one: {remedy}"
+    return f"jax {jax_version} {reason}\nFix: {remedy}"
 
 
 def check_jax_version() -> None:
@@ -42,23 +41,9 @@ def check_jax_version() -> None:
     Raises:
       ImportError: with the installed version, the reason and the remedy.
     """
-    reason = excluded_reason(installed_version("jax"), sys.version_info[:2])
+    reason = excluded_reason(importlib.metadata.version("jax"), sys.version_info[:2])
     if reason is not None:
         raise ImportError(f"jaxpar does not run on this JAX: {reason}")
-
-
-def installed_version(package: str) -> str:
-    """That of a package, by the name of the folder that pip leaves beside it. Does not import it."""
-    spec = importlib.util.find_spec(package)
-    beside = (
-        Path(spec.origin).parents[1] if spec is not None and spec.origin is not None else Path()
-    )
-    found = [path.name for path in beside.glob(f"{package}-*.dist-info")]
-    if len(found) == 1:
-        return found[0].removeprefix(f"{package}-").removesuffix(".dist-info")
-    from importlib import metadata  # takes as long as all else of a help
-
-    return metadata.version(package)
 
 
 def _release(version: str) -> tuple[int, ...]:

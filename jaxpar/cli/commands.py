@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxpar.training.weights import Start
 
 # Pictures of a task's step, and those that need no task.
-PICTURES = ("schedule", "timeline", "strategies", "bubble", "memory", "bytes")
+PICTURES = ("schedule", "timeline", "strategies", "memory", "bytes")
 PICTURES_OF_RUNS = ("curves",)
 
 # What --mesh auto stands for until the planner has chosen.
@@ -86,7 +86,6 @@ class Train(RunOptions):
       overwrite: remove the run that is in --train.out-dir.
       elastic: if the mesh does not fit the available devices, take another one; so runs continue with those
         left.
-      balance: what a balanced placement evens out: FLOPs, time (the first placements run here), or memory.
       memory: memory of a device, such as 16GB: a layout that needs more, by the compiler's number, is
         refused.
       profile: write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev.
@@ -100,7 +99,6 @@ class Train(RunOptions):
     resume_or_begin: Switch = False
     overwrite: Switch = False
     elastic: Switch = False
-    balance: Literal["work", "time", "memory"] = "work"
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
     profile: Switch = False
     track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
@@ -108,9 +106,7 @@ class Train(RunOptions):
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
         if self.resume_or_begin and self.overwrite:
-            raise ValueError(
-                "--resume-or-begin keeps what is in the folder, --overwrite removes it; use one of them"
-            )
+            raise ValueError("--resume-or-begin and --overwrite: must not be used together")
         from jaxpar.training.console import ConsoleReport
         from jaxpar.training.fit import choose_folder, fit
         from jaxpar.training.trackers import TRACKERS
@@ -138,15 +134,10 @@ class Train(RunOptions):
 
         if self.start is None:
             if self.start_rename or self.start_leave:
-                raise ValueError(
-                    "--start-rename and --start-leave are for the names of weights to begin with; give those "
-                    "with --start PATH"
-                )
+                raise ValueError("--start-rename and --start-leave need --start PATH")
             return None
         if wrong := [pair for pair in self.start_rename if "=" not in pair]:
-            raise ValueError(
-                f"--start-rename {wrong[0]}: write PATTERN=NAME, such as 'encoder\\.(.*)=embedding.\\1'"
-            )
+            raise ValueError(f"--start-rename {wrong[0]}: must be PATTERN=NAME, such as 'a.b=c.d'")
         pairs = (pair.rpartition("=") for pair in self.start_rename)
         return Start(self.start, tuple((old, new) for old, _, new in pairs), self.start_leave)
 
@@ -158,7 +149,7 @@ class Train(RunOptions):
 
         task, parallel, train = self.settings
         plans, num_bytes = self.parallel.mesh is AUTO, _num_bytes(self.memory)
-        if not plans and not self.elastic and self.balance == "work" and num_bytes is None:
+        if not plans and not self.elastic and num_bytes is None:
             return self.settings
         sized = task.resolve()
         if self.elastic:
@@ -170,18 +161,11 @@ class Train(RunOptions):
                 update = "host" if parallel.update == "host" else "replicated"
                 parallel = dataclasses.replace(parallel, fsdp=False, update=update)
         elif plans and self.devices is not None:
-            raise ValueError(
-                "--mesh auto takes all devices, and --devices names some; leave out one of the two"
-            )
+            raise ValueError("--mesh auto takes all devices\nFix: leave out --devices.")
         elif plans:
             parallel = _plan(Settings(sized, parallel, train), None, num_bytes).best.parallel
-        machine = planning.find_machine(None, num_bytes)
-        if self.balance != "work":
-            cost = planning.estimate_step(sized, parallel, train, machine)
-            placement = planning.place(cost, self.balance)
-            pipeline = dataclasses.replace(cost.parallel.pipeline, placement=placement)
-            parallel = dataclasses.replace(cost.parallel, pipeline=pipeline)
         if num_bytes is not None and not plans:
+            machine = planning.find_machine(None, num_bytes)
             planning.check_fits(planning.estimate_step(sized, parallel, train, machine))
         return Settings(task, parallel, train)
 
@@ -378,12 +362,11 @@ class Plot(RunOptions):
     Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage did
     when in a real step, beside its schedule; "strategies", data, tensor, model and pipeline parallelism on
     all devices, each with its estimated time, and with memory and bytes of its compiled step, as an
-    animation; "bubble", against microbatches and chunks of time; "memory" of a device, by kind, and "bytes"
-    that a device sends, by axis, for each of --meshes. Without a task: "curves", loss and speed of runs (plot
-    curves runs/0001 runs/0002).
+    animation; "memory" of a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes.
+    Without a task: "curves", the losses of runs (plot curves runs/0001 runs/0002).
 
     Attributes:
-      output: an .svg or .html, also a .png of the last three that need a task; without one the first three
+      output: an .svg or .html, also a .png of the last two that need a task; without one the first three
         are shown here.
       meshes: meshes to compare, such as dp8 tp8 pp4dp2; without them, --mesh.
       machine: of strategies, one that need not be there, as of plan.
@@ -410,7 +393,7 @@ class Plot(RunOptions):
 
 @dataclasses.dataclass(frozen=True)
 class PlotRuns(Options):
-    """Draws the loss and speed of runs into a file.
+    """Draws the losses of runs into a file.
 
     Attributes:
       runs: their folders.
@@ -425,23 +408,22 @@ class PlotRuns(Options):
         """The exit code, 0."""
         from jaxpar.pictures.plot import plot_runs
 
-        print(f"wrote {plot_runs(self.kind, self.runs, self.output)}")
+        print(f"wrote {plot_runs(self.runs, self.output)}")
         return 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Runs train, evaluate, predict or export in several processes, or prints a script for a cluster.
+    """Runs train, evaluate, predict or export in several processes.
 
     Such as: launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
     Attributes:
       command: after --: the command, such as train lm, and its arguments.
       processes: number of processes.
-      devices_per_process: devices of each: simulated ones here; on a cluster GPUs, or what --platform says.
+      devices_per_process: devices of each: simulated ones, or with --on ray those of --platform.
       on: start them on the Ray cluster that RAY_ADDRESS names, or that this machine is part of.
-      template: start nothing; print a script for sbatch, or a Kubernetes JobSet.
-      platform: what devices the nodes of the cluster have.
+      platform: devices of the nodes of a Ray cluster.
       elastic: when processes die, continue with the others from the last checkpoint; with more at the next
         start.
       min_processes: with fewer than this an elastic run waits for its next start.
@@ -452,7 +434,6 @@ class Launch:
     processes: int = 2
     devices_per_process: int = 1
     on: Literal["ray"] | None = None
-    template: Annotated[Literal["slurm", "jobset"] | None, arg(name="print")] = None
     platform: Literal["gpu", "cpu"] = "gpu"
     elastic: Switch = False
     min_processes: int = 1
@@ -460,34 +441,22 @@ class Launch:
 
     def run(self) -> int:
         """The exit code: 0, or that of the first process that failed."""
-        from jaxpar.hosts.launch import elastic_command, launch
+        from jaxpar.hosts.launch import launch
         from jaxpar.hosts.on_ray import OnRay
-        from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 
-        what = (self.command, self.processes, self.devices_per_process)
-        if self.on and self.template:
-            raise ValueError(
-                f"--on {self.on} starts processes, and --print {self.template} starts none; use one of them"
-            )
-        if self.template is None:
-            place = OnRay(self.platform) if self.on else None
-            return launch(
-                *what, elastic=self.elastic, min_processes=self.min_processes, place=place
-            )
-        if self.elastic:
-            command = elastic_command(self.command, self.processes, self.min_processes)
-            what = (command, *what[1:])
-        if self.template == "jobset":  # which has as many pods at every start
-            print(jobset_manifest(*what, self.platform), end="")
-            return 0
-        min_processes = self.min_processes if self.elastic else None
-        print(slurm_script(*what, self.platform, min_processes), end="")
-        return 0
+        return launch(
+            self.command,
+            self.processes,
+            self.devices_per_process,
+            elastic=self.elastic,
+            min_processes=self.min_processes,
+            place=OnRay(self.platform) if self.on else None,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Looks at versions, devices, memory and the network, and says what is wrong with them.
+    """Prints the versions, devices and memory of this machine, and what is missing on it.
 
     Attributes:
       debug: print the traceback of an error, not just its message.
@@ -527,33 +496,19 @@ def _compile_only(machine: str | None) -> None:
 def _plan(settings: Settings, machine: str | None, num_bytes: float | None) -> "planning.Ranking":
     """The ranking, shown by arithmetic and at the end; stderr has what is done in between."""
     from jaxpar import planning
-    from jaxpar.base.console import make_console
-
-    found = planning.find_machine(machine, num_bytes)
-    console, known = make_console(sys.stderr), set[str]()
-    status = console.status("")  # a live line in a terminal, and nothing elsewhere
 
     def tell(doing: str) -> None:
-        status.update(doing)
-        if not console.is_terminal:
-            console.print(f"{doing} ...", highlight=False)
+        print(f"{doing} ...", file=sys.stderr, flush=True)
 
+    found = planning.find_machine(machine, num_bytes)
     steps = planning.plan_in_steps(*settings, found, tell=tell)
-    with status:
-        ranking = next(steps)
-        _ = ranking.best  # raises if none fits
-    _show(ranking)
-    with status:
-        for ranking in steps:
-            for cost in (*ranking.fitting, *ranking.refused):
-                name = planning.describe(cost.parallel)
-                if (cost.program or cost.refusal) and name not in known:
-                    known.add(name)
-                    what = cost.refusal or f"{cost.seconds_text} a step, {cost.memory_text}"
-                    console.print(f"{name}: {what}", highlight=False)
+    first = next(steps)
+    _ = first.best  # raises if none fits
+    _show(first)
+    *_, last = first, *steps
     print()
-    _show(ranking)
-    return ranking
+    _show(last)
+    return last
 
 
 def _num_bytes(size: str | None) -> float | None:
@@ -562,7 +517,7 @@ def _num_bytes(size: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B", size)
     if match is None:
-        raise ValueError(f"--memory {size}: write a number and its unit, such as 16GB")
+        raise ValueError(f"--memory {size}: must be a number and its unit, such as 16GB")
     return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 

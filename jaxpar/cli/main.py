@@ -13,7 +13,6 @@ import io
 import itertools
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -35,8 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         # Tracing makes much that stays: a tenth of a small run's time.
         gc.set_threshold(100_000, 10, 10)
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, _leave_imports)
         open_streams()
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):  # a letter that the terminal lacks shall not end a run
@@ -49,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        _check_encoding(argv)
         return _run(argv)
     except KeyboardInterrupt:
         if debug:
@@ -61,9 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         from jaxpar.cli.options import OptionError
 
-        is_box, place = isinstance(error, OptionError), _place_of(error)
-        at_place = f" ({place})" if place not in str(error) else ""
-        print(error if is_box else f"error: {error}{at_place}", file=sys.stderr)
+        is_box = isinstance(error, OptionError)
+        print(error if is_box else _in_words(str(error), _place_of(error)), file=sys.stderr)
         reason = "its options are wrong" if is_box else str(error)
         return _leave(3 if isinstance(error, FloatingPointError) else 2, reason, error)
     except Exception as error:
@@ -72,8 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         where = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
         text = " ".join([f"{type(error).__name__}:", *str(error).split(), *where])
-        at_place = f" ({place})" if place not in text else ""
-        print(f"error: {text}{at_place}; --debug shows the traceback", file=sys.stderr)
+        print(_in_words(f"{text}\nFix: see the traceback with --debug.", place), file=sys.stderr)
         return _leave(2, text)
 
 
@@ -121,17 +115,10 @@ def _use_compile_cache(use: bool) -> None:
 
 
 def _load(module: str) -> None:
-    """Imports what takes long, such as JAX. An interrupt ends the process at once until then."""
+    """Imports what takes long, such as JAX."""
     gc.disable()  # what is imported stays, and the collector would look through all of it again and again
     importlib.import_module(module)
     gc.enable()
-    if signal.getsignal(signal.SIGINT) is _leave_imports:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _leave_imports(_number: int, _frame: object) -> None:
-    os.write(2, b"stopped\n")
-    os._exit(128 + signal.SIGINT)
 
 
 def _leave(code: int, reason: str, error: Exception | None = None) -> int:
@@ -143,16 +130,11 @@ def _leave(code: int, reason: str, error: Exception | None = None) -> int:
     return leave_processes(code, reason, error)
 
 
-def _check_encoding(argv: list[str]) -> None:
-    """Raises for arguments with bytes that mean no letters here: such a path cannot be written down."""
-    for argument in argv:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise ValueError(
-                f"{argument!a} is not text in the encoding of this process, "
-                f"{sys.getfilesystemencoding()}; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8), or rename it"
-            ) from None
+def _in_words(text: str, place: str) -> str:
+    """A message, with the line that it came from behind the fact."""
+    fact, newline, remedy = text.partition("\n")
+    at_place = f" ({place})" if place not in text else ""
+    return f"error: {fact}{at_place}{newline}{remedy}"
 
 
 def _place_of(error: BaseException) -> str:

@@ -4,33 +4,21 @@ They are the keys of files of settings: `--optimizer.learning-rate` is `learning
 """
 
 import contextlib
-import dataclasses
 import inspect
 import io
 import os
 import re
 import shlex
-import sys
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
-from tyro import MISSING
 from tyro.conf import AvoidSubcommands, SuppressFixed
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from jaxpar.base.output import PROGRAM
 from jaxpar.config_file import default_settings, option_words, read_config, read_simulated
-from jaxpar.hosts.scripts import OUT_DIR, options_of
+from jaxpar.hosts.launch import OUT_DIR, options_of
 from jaxpar.mesh import MeshConfig, short_name, simulate_devices
 from jaxpar.task import Settings, find_task, spec_of
 
@@ -38,13 +26,6 @@ if TYPE_CHECKING:
     from jaxpar.training.run_folder import RunFolder
 
 _Command = TypeVar("_Command")
-# What options of training are called by other programs.
-_ELSEWHERE = {
-    "--lr": "--optimizer.learning-rate", "--learning-rate": "--optimizer.learning-rate",
-    "--epochs": "--train.num-steps", "--num-epochs": "--train.num-steps",
-    "--max-steps": "--train.num-steps", "--gpus": "--mesh",
-    "--data": "--corpus", "--output-dir": "--train.out-dir",
-}  # fmt: skip
 
 
 class OptionError(ValueError):
@@ -91,16 +72,11 @@ def read_options(
     except SystemExit as stopped:  # an error that tyro would have printed
         if not stopped.code:
             raise
-        meant = [f"{name} is {_ELSEWHERE[name]} here\n" for name in arguments if name in _ELSEWHERE]
-        raise OptionError("".join([said.getvalue(), *meant]).rstrip()) from None
+        raise OptionError(said.getvalue().rstrip()) from None
 
 
 def _registry(parse_mesh: Callable[[str], MeshConfig]) -> ConstructorRegistry:
-    """How options become values: a mesh is one text, such as dp2pp2tp2.
-
-    And what is said of the fields of jaxpar's own classes: by their docstrings. tyro would look for it in
-    their source, which takes longer than all else.
-    """
+    """How options become values: a mesh is one text, such as dp2pp2tp2."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule
@@ -115,56 +91,7 @@ def _registry(parse_mesh: Callable[[str], MeshConfig]) -> ConstructorRegistry:
             str_from_instance=lambda mesh: [short_name(mesh)],
         )
 
-    @registry.struct_rule
-    def table(info: StructTypeInfo) -> StructConstructorSpec | None:
-        if not dataclasses.is_dataclass(info.type) or not info.type.__module__.startswith(
-            "jaxpar."
-        ):
-            return None
-        hints, helps = typing.get_type_hints(info.type, include_extras=True), _helps(info.type)
-        fields = [
-            StructFieldSpec(
-                name=field.name,
-                type=_told(hints[field.name]),
-                default=getattr(info.default, field.name, _default_of(field)),
-                helptext=helps.get(field.name),
-            )
-            for field in dataclasses.fields(info.type)
-        ]
-        return StructConstructorSpec(instantiate=info.type, fields=tuple(fields))
-
     return registry
-
-
-def _default_of(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return MISSING if field.default is dataclasses.MISSING else field.default
-
-
-def _told(hint: Any) -> Any:
-    """The same type, such that tyro can tell if a default has it, without the import of typeguard."""
-    if typing.get_origin(hint) is Annotated:
-        kind, *more = typing.get_args(hint)
-        return Annotated[(_told(kind), *more)]
-    if typing.get_origin(hint) is tuple:
-        made = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
-        return Annotated[object, made]
-    if isinstance(hint, types.UnionType):
-        kinds = sorted(typing.get_args(hint), key=lambda kind: kind is not types.NoneType)
-        return Union[tuple(kinds)]  # noqa: UP007
-    return hint
-
-
-def _helps(kind: type) -> dict[str, str]:
-    """What is said of the fields of a class under "Attributes", in its docstring and those of its bases."""
-    helps: dict[str, str] = {}
-    for each in reversed(kind.__mro__):
-        section = inspect.cleandoc(each.__doc__ or "").partition("\nAttributes:")[2]
-        for entry in re.split(r"\n  (?=\w)", section.partition("\n\n")[0])[1:]:
-            names, _, text = entry.partition(": ")
-            helps |= dict.fromkeys(names.split(", "), " ".join(text.split()))
-    return helps
 
 
 # ---- what comes before: a file of settings, a run ----
@@ -200,32 +127,24 @@ def read_settings(
     settings = None if task is None else default_settings(task)
     if folder is not None:
         settings, source = folder.settings(), str(folder)
-        before = read_config(folder.config_path).train.fallback_dir
-        if before is not None and "--train.fallback-dir" not in given:
-            print(
-                f"warning: the settings of {folder} have fallback_dir={before!r}, which is not followed, for "
-                f"a folder may be somebody else's; if it is yours, add --train.fallback-dir {before}",
-                file=sys.stderr,
-            )
         task = task or type(settings.task)
     if config:
         settings, source = read_config(config, settings), config
         elsewhere = out_dir is None and settings.train.out_dir != str(folder)
         if folder is not None and elsewhere:
             raise ValueError(
-                f"{config} says out_dir={settings.train.out_dir!r}, the latest run is {folder}; say "
-                f"which one to continue, such as --train.out-dir {folder}"
+                f"{config} has out_dir={settings.train.out_dir!r}, and the latest run is {folder}\n"
+                f"Fix: name one to continue, such as --train.out-dir {folder}."
             )
     if settings is None:
         what = " ".join(words)
         raise ValueError(
-            f"{what} what? Name a task after it: {what} lm (a language model), or one of your own, "
-            f"{what} path/to/file.py:Name"
+            f"{what} needs a task\nFix: write {what} lm, or {what} path/to/file.py:Name."
         )
     if task is not None and type(settings.task) is not task:
         raise ValueError(
-            f"the settings of {source} are of the task {spec_of(settings.task)}, not of {spec_of(task())}; "
-            f"name no task, or begin another run without them"
+            f"settings of {source}: expected task {spec_of(task())}, got {spec_of(settings.task)}\n"
+            f"Fix: name no task, or begin another run without them."
         )
     return settings, folder is not None
 
@@ -237,8 +156,7 @@ def _folder_to_resume(given: Mapping[str, str]) -> "RunFolder | None":
     out_dir = given.get(OUT_DIR)
     if "--resume-or-begin" in given and out_dir is None:
         raise ValueError(
-            "--resume-or-begin looks for the run in the folder that is named; add --train.out-dir, such as "
-            "--train.out-dir runs/large"
+            "--resume-or-begin needs a folder\nFix: add one, such as --train.out-dir runs/large."
         )
     folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
     return folder if "--resume" in given or folder.holds_run else None

@@ -2,14 +2,13 @@
 
 import dataclasses
 import difflib
-import importlib
+import importlib.metadata
 import inspect
 import sys
 from collections.abc import Sequence
 
 from jaxpar import __version__
 from jaxpar.base.output import PROGRAM
-from jaxpar.base.versions import installed_version
 from jaxpar.cli import commands
 from jaxpar.cli.commands import PICTURES, PICTURES_OF_RUNS, Plot, PlotRuns, TaskOptions, Train
 from jaxpar.cli.options import read_options, read_settings
@@ -30,7 +29,7 @@ def read_command(argv: Sequence[str]) -> Command:
       OSError: a file of settings or of a task cannot be read.
     """
     if argv[:1] == ["--version"]:
-        jax = ", ".join(f"{name} {installed_version(name)}" for name in ("jax", "jaxlib"))
+        jax = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
         print(f"jaxpar {__version__}, {jax}, python {sys.version.split()[0]}")
         raise SystemExit(0)
     known = all_commands()
@@ -40,8 +39,7 @@ def read_command(argv: Sequence[str]) -> Command:
     name, *arguments = argv
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        raise ValueError(f"there is no command {name!r}; {remedy}")
+        raise ValueError(f"no command {name!r}\nFix: use {', '.join(near or known)}.")
     command, words = known[name], [name]
     fields: dict[str, object] = {}
     if command is Plot:
@@ -49,9 +47,9 @@ def read_command(argv: Sequence[str]) -> Command:
         if kind in PICTURES_OF_RUNS:
             command = PlotRuns
         elif kind not in (*PICTURES, "KIND"):
+            kinds = ", ".join((*PICTURES, *PICTURES_OF_RUNS))
             raise ValueError(
-                f"there is no picture {kind!r}; write plot KIND TASK with one of "
-                f"{', '.join(PICTURES)}, or plot KIND with one of {', '.join(PICTURES_OF_RUNS)}"
+                f"no picture {kind!r}\nFix: write plot KIND TASK, with a KIND of {kinds}."
             )
         words.append(kind)
     if not issubclass(command, TaskOptions):
@@ -98,8 +96,8 @@ def _check_names(task: Task, command: type[TaskOptions], name: str) -> None:
     for field in dataclasses.fields(task):
         if field.name in taken:
             raise ValueError(
-                f"the field {field.name!r} of {type(task).__name__} has the name of an option of {name}; "
-                f"give it another name"
+                f"field {field.name!r} of {type(task).__name__} has the name of an option of {name}\n"
+                f"Fix: give it another name."
             )
 
 

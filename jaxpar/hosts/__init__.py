@@ -1,1 +1,1 @@
-"""Many processes as one run: `distributed` joins them, `launch` starts them, `doctor` says what is wrong."""
+"""Many processes as one run: `distributed` joins them, `launch` starts them."""

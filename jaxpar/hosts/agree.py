@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax._src.distributed import global_state  # there is no public way to its key-value store
 
 from jaxpar.base.checks import leaves_of
+from jaxpar.base.jax_private import global_state
 
 _Result = TypeVar("_Result")
 _NAMED = 5  # differences that a message names
@@ -50,9 +50,9 @@ class Board:
         self._client = global_state.client
         self._folder = f"jaxpar/{kind}/{next(_numbers[kind])}"
 
-    def put(self, name: str, text: str, *, again: bool = False) -> None:
-        """Leaves a text. It is an error if there is one of that name, unless it may be put there again."""
-        self._client.key_value_set(f"{self._folder}/{name}", text, allow_overwrite=again)
+    def put(self, name: str, text: str) -> None:
+        """Leaves a text. It is an error if there is one of that name."""
+        self._client.key_value_set(f"{self._folder}/{name}", text)
 
     def texts(self) -> dict[str, str]:
         """All that are there now."""
@@ -211,7 +211,7 @@ def agree(*facts: Any, remedy: str, last: bool = False) -> None:
     }
     _is_awaited = not last
     if differ := _of_main_threads.exchange(found, differences, notice="to begin the run"):
-        raise DifferentError(f"the processes do not agree: {differ}; {remedy}")
+        raise DifferentError(f"the processes do not agree: {differ}\nFix: {remedy}.")
 
 
 def await_agreement() -> None:
@@ -262,15 +262,8 @@ def _by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def describe_processes(numbers: Sequence[int]) -> str:
-    """In words: `process 3`, or `processes 0 to 2, 5`."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][-1] == number - 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    texts = [f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in ranges]
-    return f"process{'es' * (len(numbers) > 1)} {', '.join(texts)}"
+    """In words: `process 3`, or `processes 0, 1`."""
+    return f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def waiting(seconds: float = float("inf")) -> Iterator[float]:

@@ -2,36 +2,29 @@
 
 import contextlib
 import hashlib
-import hmac
 import importlib.metadata
 import ipaddress
 import os
 import re
-import secrets
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
-from jax._src.clusters import ClusterEnv  # there is no public way to what JAX asks a launcher
 
 from jaxpar.base import output
-from jaxpar.base.files import read_file
+from jaxpar.base.jax_private import ClusterEnv
 from jaxpar.hosts.agree import (
     DifferentError,
     SharedError,
     agree,
-    describe_processes,
-    in_process_0,
     say,
     tell_failure,
-    together,
     waiting,
 )
 from jaxpar.hosts.group import (
@@ -106,15 +99,14 @@ def start_processes() -> ProcessGroup | None:
         )
     if address is None or count is None or index is None:
         raise ValueError(
-            f"JAX does not find the processes that {group.launcher} has started; set {COORDINATOR_ADDRESS}, "
-            f"{NUM_PROCESSES} and {PROCESS_ID} in each, or {ALONE} (in pods launch --print jobset sets them, "
-            f"or JAX finds them with a package: pip install 'jax[k8s]')"
+            f"JAX does not find the processes that {group.launcher} has started\n"
+            f"Fix: set {COORDINATOR_ADDRESS}, {NUM_PROCESSES} and {PROCESS_ID} in each, or {ALONE}."
         )
     sys.excepthook = _leave_on_error
     _join(address, count, index, seconds, "deactivate" if group.launcher == "hand" else None)
     output.share_streams()
-    _check_secret(os.environ.get(SECRET, "").encode())
-    facts = {"the number of processes": count, **program_facts()}
+    secret = hashlib.sha256(os.environ.get(SECRET, "").encode()).hexdigest()[:12]
+    facts = {"the number of processes": count, f"the hash of {SECRET}": secret, **program_facts()}
     agree(facts, remedy="start all of them in the same way", last=True)
     return group
 
@@ -127,7 +119,7 @@ def _join(address: str, count: int, index: int, seconds: float, method: str | No
     bind_address = None
     if index == 0:
         bind_address = os.environ.get(BIND_ADDRESS) or listen_on(address)
-        _check_port(bind_address or f"[::]:{split_address(address)[1]}")
+        _check_port(bind_address or f"0.0.0.0:{split_address(address)[1]}")
     joining = ThreadPoolExecutor(1).submit(
         jax.distributed.initialize,
         coordinator_address=address,
@@ -144,8 +136,8 @@ def _join(address: str, count: int, index: int, seconds: float, method: str | No
         with contextlib.suppress(TimeoutError):
             return joining.result(0.5)
     raise ValueError(
-        f"not all {count} processes came to {address} in {seconds:.0f} s (this one has the number {index}); "
-        f"start all of them with the address of process 0, or give all the number of those that there are"
+        f"not all {count} processes came to {address} in {seconds:.0f} s (this is process {index})\n"
+        f"Fix: start all with the address of process 0, or lower {NUM_PROCESSES}."
     )
 
 
@@ -175,43 +167,8 @@ def listen_on(address: str) -> str | None:
 def _check_port(bind_address: str) -> None:
     """Raises an OSError if another program has the port: gRPC would share it with another coordinator."""
     host, port = split_address(bind_address)
-    on_all, is_6 = host == "::", ":" in host and socket.has_dualstack_ipv6()
-    try:
-        socket.create_server(
-            ("" if on_all else host, int(port)),
-            family=socket.AF_INET6 if is_6 else socket.AF_INET,
-            dualstack_ipv6=on_all and is_6,
-        ).close()
-    except OSError as error:
-        raise OSError(
-            f"process 0 cannot listen at {bind_address} ({os.strerror(error.errno or 0)}); end what listens "
-            f"there, such as an earlier run, or give all processes another address of its machine "
-            f"({COORDINATOR_ADDRESS})"
-        ) from error
-
-
-def _check_secret(secret: bytes) -> None:
-    """Raises in all processes if some have another secret; what they tell each other does not show it.
-
-    Raises:
-      DifferentError: names them.
-    """
-    drawn = in_process_0(secrets.token_hex)
-
-    def proof(who: object) -> str:
-        return hmac.digest(secret, f"{drawn} {who}".encode(), "sha256").hex()
-
-    def prove() -> list[Any]:
-        return [proof(jax.process_index())]
-
-    def judge(told: Mapping[int, list[Any]]) -> list[Any]:
-        others = [number for number, [said] in told.items() if said != proof(number)]
-        return [others, proof(others)]
-
-    others, of_process_0 = together(prove, judge)
-    if others or of_process_0 != proof([]):
-        who = describe_processes(others or [0])
-        raise DifferentError(f"another {SECRET} in {who}; set the same in all of them")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    socket.create_server((host, int(port)), family=family).close()
 
 
 def program_facts() -> dict[str, str]:
@@ -234,11 +191,7 @@ def program_facts() -> dict[str, str]:
 
 def _flags_of(variable: str) -> Iterator[tuple[str, str]]:
     """The compiler's flags in a variable of the environment that may change a program."""
-    text = os.environ.get(variable, "")
-    if text and not text.lstrip().startswith("-"):  # XLA takes it for the name of a file of flags
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            text = read_file(text).decode()
-    flags = (flag.lstrip("-").partition("=") for flag in text.split())
+    flags = (flag.lstrip("-").partition("=") for flag in os.environ.get(variable, "").split())
     found = {
         name: value if equals else "true" for name, equals, value in flags
     }  # the last of equals
@@ -285,5 +238,7 @@ def _start_seconds() -> float:
     """How long processes wait for each other."""
     text = os.environ.get(START_SECONDS, "300")
     if not text.isdecimal() or not int(text):
-        raise ValueError(f"{START_SECONDS}={text!r}: use a whole number of seconds, such as 300")
+        raise ValueError(
+            f"{START_SECONDS}={text!r}: must be a whole number of seconds, such as 300"
+        )
     return float(text)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"  # JAX reads this one too
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # of process 0, if not where the others look for it
 NUM_PROCESSES, PROCESS_ID = "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID"
-SECRET = "JAXPAR_SECRET"  # that all have; optional
+SECRET = "JAXPAR_SECRET"  # the same in all; optional
 ALONE = f"{NUM_PROCESSES}=1 to run alone"
 
 
@@ -49,19 +49,14 @@ def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
     """
     address = environ.get(COORDINATOR_ADDRESS)
     if address is not None and not address.rpartition(":")[2].isdecimal():
-        raise ValueError(
-            f"{COORDINATOR_ADDRESS}={address!r} has no port; write host:port, "
-            f"such as {address.rstrip(':') or 'host'}:8476"
-        )
+        raise ValueError(f"{COORDINATOR_ADDRESS}={address!r}: must be host:port, such as host:8476")
     if environ.get(NUM_PROCESSES) == "1":
         return None
     if NUM_PROCESSES in environ or PROCESS_ID in environ:
         names = (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID)
         if missing := [name for name in names if name not in environ]:
-            given = ", ".join(f"{name}={environ[name]!r}" for name in names if name in environ)
             raise ValueError(
-                f"{given} is set, {' and '.join(missing)} not; set all three "
-                f"in every process, or {ALONE}"
+                f"{' and '.join(missing)} not set\nFix: set {', '.join(names)} in every process, or {ALONE}."
             )
         return _numbered("hand", environ, NUM_PROCESSES, PROCESS_ID)
     if "OMPI_COMM_WORLD_SIZE" in environ:
@@ -70,9 +65,8 @@ def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
             return None
         if address is None and "OMPI_MCA_orte_hnp_uri" not in environ:  # as from Open MPI 5 on
             raise ValueError(
-                f"OMPI_COMM_WORLD_SIZE={group.num_processes} processes were started by this Open "
-                f"MPI, but it does not tell JAX where process 0 is; use mpirun -x "
-                f"{COORDINATOR_ADDRESS}=host:port with the host of rank 0, or set {ALONE}"
+                f"{COORDINATOR_ADDRESS} not set, and this Open MPI does not tell where rank 0 is\n"
+                f"Fix: use mpirun -x {COORDINATOR_ADDRESS}=host:port, or set {ALONE}."
             )
         return group
     # In an allocation SLURM_NTASKS and, in a batch script, SLURM_PROCID are set without `srun` too;
@@ -83,8 +77,7 @@ def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
         return ProcessGroup("Kubernetes", coordinator_address=address)
     if address is not None:
         raise ValueError(
-            f"{COORDINATOR_ADDRESS}={address!r} is set, but not how many processes there are; set "
-            f"{NUM_PROCESSES} and {PROCESS_ID} as well, or {ALONE}"
+            f"{NUM_PROCESSES} not set\nFix: set it and {PROCESS_ID} as well, or {ALONE}."
         )
     return None
 
@@ -100,8 +93,7 @@ def _numbered(launcher: str, environ: Mapping[str, str], count: str, index: str)
     values = environ[count], environ.get(index, "")
     if not all(map(str.isdecimal, values)) or not int(values[1]) < int(values[0]):
         raise ValueError(
-            f"{count}={values[0]!r}, {index}={values[1]!r} (started by {launcher}): use a whole number of "
-            f"processes, and an id from 0 to one less"
+            f"{count}={values[0]!r}, {index}={values[1]!r}: must be a number of processes and an id from 0"
         )
     num_processes, process_id = map(int, values)
     return ProcessGroup(launcher, num_processes, process_id, environ.get(COORDINATOR_ADDRESS))

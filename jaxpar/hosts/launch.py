@@ -1,4 +1,4 @@
-"""Starts several processes of `python -m jaxpar` here; `scripts` has those for a cluster.
+"""Starts several processes of `python -m jaxpar` here; `docs/` has scripts for Slurm and Kubernetes.
 
     python -m jaxpar launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
@@ -9,6 +9,7 @@ from the last checkpoint. None outlives the launcher by more than 10 s.
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import secrets
@@ -19,14 +20,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Literal
 
 from jaxpar.base import output
 from jaxpar.base.display import format_count
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID, SECRET
-from jaxpar.hosts.scripts import MAX_RESTARTS, OUT_DIR, check_command, how_to_go_on, options_of
 
+Platform = Literal["gpu", "cpu"]
+
+COMMANDS = ("train", "evaluate", "predict", "export")
+OUT_DIR = "--train.out-dir"
+MAX_RESTARTS = 100  # so that a run that always fails ends some day
 # How long a process may take to end after SIGTERM: a run saves its state after the step under way, and those
 # that wait for a dead one never end.
 GRACE_SECONDS = 6.0
@@ -45,54 +49,22 @@ _CHATTER = re.compile(
 )
 
 
-class Process(Protocol):
-    """One of those that run a command: `subprocess.Popen`, or what does as that."""
-
-    pid: int
-    stdout: Any
-    stderr: Any
-
-    def poll(self) -> int | None:
-        """Its return code, once it has ended."""
-
-    def send_signal(self, sig: int, /) -> None:
-        """Sends it a signal."""
-
-
-class Place(Protocol):
-    """Where processes run.
+class Place:
+    """Where processes run: on this machine, with simulated devices. `on_ray` derives another one.
 
     Attributes:
       settle_seconds: after a first failure, in which those that failed before it are seen to have done so.
     """
 
-    settle_seconds: float
-
-    def find_room(self, least: int, most: int, devices: int, signals: Sequence[int]) -> int:
-        """For how many processes of so many devices there is room now; 0 for fewer than the least."""
-        ...
-
-    def start(
-        self, command: Sequence[str], count: int, devices: int
-    ) -> contextlib.AbstractContextManager[Sequence[Process]]:
-        """Starts them, and leaves none behind."""
-        ...
-
-
-class Here:
-    """This machine, whose processes have simulated devices."""
-
     settle_seconds = 1.5
 
     def find_room(self, least: int, most: int, devices: int, signals: Sequence[int]) -> int:
-        """There is always room."""
+        """For how many processes of so many devices there is room now; 0 for fewer than the least."""
         return most if most >= least else 0
 
     @contextlib.contextmanager
-    def start(
-        self, command: Sequence[str], count: int, devices: int
-    ) -> Iterator[Sequence[Process]]:
-        """Children of this process; see `Place`."""
+    def start(self, command: Sequence[str], count: int, devices: int) -> Iterator[Sequence[Any]]:
+        """Starts them, as of `subprocess.Popen`, and leaves none behind."""
         processes: list[subprocess.Popen[str]] = []
         guard = start_guard()
         try:
@@ -125,7 +97,7 @@ def launch(
       elastic: when processes die, start the others again with `train --elastic`, which continues from the
         last checkpoint. A number of processes that the run refuses, as no mesh fits it, is skipped.
       min_processes: with fewer the run is not started again.
-      place: where they run; None is `Here`, where what was lost does not come back.
+      place: where they run; None is this machine, where what was lost does not come back.
     Returns:
       0, or the exit code of the first process that failed; 128 and the signal's number if a signal
       ended it.
@@ -139,10 +111,10 @@ def launch(
         command = elastic_command(command, num_processes, min_processes)
     elif min_processes != 1:
         raise ValueError(
-            f"min_processes={min_processes} needs elastic; use --elastic, or leave it out"
+            f"min_processes={min_processes} needs elastic\nFix: use --elastic, or leave it out."
         )
     least, most, code = min_processes if elastic else num_processes, num_processes, 0
-    where = place or Here()
+    where = place or Place()
     with _receive_signals() as signals:
         for start in range(1 + MAX_RESTARTS):
             count = where.find_room(least, most, devices_per_process, signals)
@@ -150,14 +122,14 @@ def launch(
                 return 128 + signals[0]
             if not count and not start:
                 raise ValueError(
-                    f"there is no room for {format_count(least, 'process', 'es')} of "
-                    f"{format_count(devices_per_process, 'device')} each; make some (on Ray: ray start "
-                    f"--address ADDRESS), or start fewer processes"
+                    f"no room for {format_count(least, 'process', 'es')} of "
+                    f"{format_count(devices_per_process, 'device')} each\n"
+                    f"Fix: add nodes (ray start --address ADDRESS), or start fewer processes."
                 )
             if not count:
                 _print(
-                    f"error: too few of {num_processes} processes are left, and --min-processes is {least}; "
-                    f"start the same command again when there are more",
+                    f"error: too few of {num_processes} processes are left, --min-processes is {least}\n"
+                    f"Fix: start the same command again when there are more.",
                     sys.stderr,
                 )
                 return code
@@ -181,22 +153,55 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
         minimum is out of range.
     """
     options = options_of(command)
-    if not command or command[0] != "train" or not options.get(OUT_DIR):
+    if command[0] != "train" or not options.get(OUT_DIR):
         raise ValueError(
-            f"--elastic continues a run in its folder; write train and {OUT_DIR} FOLDER after --"
+            f"--elastic continues a run in its folder\nFix: write train and {OUT_DIR} FOLDER after --."
+        )
+    if "--overwrite" in options:
+        raise ValueError(
+            "--overwrite would remove an elastic run at every start\n"
+            "Fix: remove the folder by hand, or name another --train.out-dir."
         )
     if not 1 <= min_processes <= num_processes:
         raise ValueError(
-            f"min_processes={min_processes}: use a number from 1 to processes={num_processes}"
+            f"min_processes={min_processes}: must be from 1 to processes={num_processes}"
         )
     more = ["--elastic"] * ("--elastic" not in options)
-    return [*command, *more, *how_to_go_on(command, options[OUT_DIR])]
+    more += ["--resume-or-begin"] * options.keys().isdisjoint({"--resume", "--resume-or-begin"})
+    return [*command, *more]
+
+
+def check_command(command: Sequence[str], num_processes: int, devices_per_process: int) -> None:
+    """Raises a ValueError if a number is not positive, or the command not one for several processes."""
+    if num_processes < 1 or devices_per_process < 1:
+        raise ValueError(
+            f"processes={num_processes}, devices_per_process={devices_per_process}: must be positive"
+        )
+    if not command or command[0] not in COMMANDS:
+        raise ValueError(
+            f"launch starts {', '.join(COMMANDS)}; got {command[0] if command else 'no command'}\n"
+            f"Fix: write one and its arguments after --, such as launch -- train lm --mesh dp2."
+        )
+    if "--simulate" in options_of(command):
+        raise ValueError(
+            "--simulate after --: launch gives each process its devices\nFix: use --devices-per-process."
+        )
+
+
+def options_of(command: Sequence[str]) -> dict[str, str]:
+    """The options in a command, each with what follows it."""
+    found = {}
+    for argument, following in itertools.zip_longest(command, command[1:], fillvalue=""):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            found[name.replace("_", "-")] = value if equals else following
+    return found
 
 
 class _Watch:
     """Sees processes to their end, whatever it is."""
 
-    def __init__(self, processes: Sequence[Process], signals: Sequence[int], settle_seconds: float):
+    def __init__(self, processes: Sequence[Any], signals: Sequence[int], settle_seconds: float):
         self._processes, self._signals, self._settle_seconds = processes, signals, settle_seconds
         self._num_forwarded = 0
         self._ends: dict[int, int] = {}  # return codes, in the order of ending
@@ -207,7 +212,7 @@ class _Watch:
         ]
 
     def wait(self) -> tuple[int, int]:
-        """When all have ended: the exit code, as of `launch`, and how many died or hung by themselves."""
+        """When all have ended: the exit code, as of `launch`, and how many died by themselves."""
         self._watch(until_failure=True)
         if not self._failed:
             self._wait_for_readers()
@@ -261,30 +266,15 @@ class _Watch:
 
         One that misses another may be gone before that other is: a process that was killed takes a while.
         """
-        failed, total = self._failed, len(self._processes)
-        killed = [index for index, code in failed.items() if code < 0 and code != -signal.SIGABRT]
-        first = (killed or list(failed))[0]
-        code = failed[first]
+        killed = [i for i, code in self._failed.items() if code < 0 and code != -signal.SIGABRT]
+        first = (killed or list(self._failed))[0]
+        code, total = self._ends[first], len(self._processes)
         end = f"ended with exit code {code}"
         if code < 0:
             end = f"was killed by {signal.Signals(-code).name}"
             end += ", or its machine was lost" * (not self._processes[first].pid)
-        hung = {index for index in self._running if self._is_stopped(index) and not killed}
-        message = f"error: process {first} of {total} {end}"
-        if hung:
-            who = " and ".join(map(str, sorted(hung)))
-            message = f"error: process {who} of {total} hung, stopped by a signal, so process {first} {end}"
-        if total > 1:
-            message += "; the others were ended"
-        return first, {*killed} or hung or {first}, message
-
-    def _is_stopped(self, index: int) -> bool:
-        """Whether a signal (SIGSTOP) has: it neither runs nor ends, and the others wait for it."""
-        try:
-            stat = Path(f"/proc/{self._processes[index].pid}/stat").read_bytes()
-        except OSError:
-            return False  # it is on another machine
-        return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
+        others = "; the others were ended" * (total > 1)
+        return first, {*killed} or {first}, f"error: process {first} of {total} {end}{others}"
 
     def _send(self, number: int) -> None:
         for index in self._running:

@@ -21,8 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS
-from jaxpar.hosts.launch import GRACE_SECONDS, environs, start_command, start_guard
-from jaxpar.hosts.scripts import Platform
+from jaxpar.hosts.launch import GRACE_SECONDS, Place, Platform, environs, start_command, start_guard
 
 _PLACE_SECONDS = 10  # for Ray to find room; a node that was lost may count for a while
 
@@ -88,11 +87,11 @@ class _Remote:
                 yield self._ray.get(line)
 
 
-class OnRay:
+class OnRay(Place):
     """The cluster that RAY_ADDRESS names, or that this machine is part of, as a place for processes.
 
     Args:
-      platform: of the devices, as of `slurm_script`.
+      platform: of the devices: "gpu", or "cpu", whose devices are simulated.
     """
 
     settle_seconds = 15.0  # Ray may know of a lost actor later than that others miss its process
@@ -159,13 +158,14 @@ def connect() -> Any:
     try:
         ray = importlib.import_module("ray")
     except ModuleNotFoundError as error:
-        raise ValueError("--on ray needs the package ray; pip install ray") from error
+        raise ValueError("--on ray needs the package ray\nFix: pip install ray.") from error
     handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces
     try:
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
         raise ValueError(
-            f"--on ray finds no cluster: {error}; start one (ray start --head), or set RAY_ADDRESS=host:port"
+            f"--on ray finds no cluster: {error}\n"
+            f"Fix: start one (ray start --head), or set RAY_ADDRESS=host:port."
         ) from error
     signal.signal(signal.SIGTERM, handler)
     return ray

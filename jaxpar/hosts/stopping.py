@@ -6,9 +6,12 @@
 They talk by way of the coordinator, in threads of their own that look twice a second: what a step pays is
 a lock that nobody else holds. If each left after its own step, some would wait in a collective forever. What
 one of them cannot write ends the run in the same way, and so does a report that asks for it.
+
+The same threads look for stalls: a process in which no step begins for a while prints its stacks on stderr.
 """
 
 import contextlib
+import faulthandler
 import json
 import signal
 import threading
@@ -16,9 +19,9 @@ import threading
 import jax
 
 from jaxpar.hosts.agree import Board
-from jaxpar.hosts.stall_watchdog import StallWatchdog
 
 POLL_SECONDS = 0.5
+STALL_SECONDS = 300.0  # between two calls, before a process prints its stacks
 
 _ASKED = "asked"
 
@@ -107,7 +110,6 @@ class _Group:
         self._num_calls = 0
         self._agreed: tuple[int, int | str] | None = None  # after how many calls, and why
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._stalls = StallWatchdog()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -133,12 +135,15 @@ class _Group:
         with self._lock, contextlib.suppress(jax.errors.JaxRuntimeError):
             self._tell()
         self._watcher.join()
-        self._stalls.close()
+        faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
+        num_calls = -1
         while not self._closed.wait(POLL_SECONDS):
+            if num_calls != self._num_calls:  # it needs no lock of Python's to print
+                num_calls = self._num_calls
+                faulthandler.dump_traceback_later(STALL_SECONDS)
             try:
-                self._stalls.look(self._num_calls)
                 if (asked := self._board.texts().get(_ASKED)) is None:
                     continue
                 with self._lock:  # no more steps here until it is known how far the others are

@@ -1,7 +1,6 @@
-"""Figures with matplotlib: bubble, memory, bytes sent, and the curves of a run."""
+"""Figures with matplotlib: memory, bytes sent, and the curves of a run."""
 
 import io
-import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,13 +8,13 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import EngFormatter
 
 from jaxpar.analysis.program import ProgramReport
-from jaxpar.base.display import format_count
+from jaxpar.base.display import format_bytes, format_count
 from jaxpar.base.files import whole_file
 from jaxpar.pictures.style import color_of, make_page
-from jaxpar.pipeline.schedules import make_schedule
+from jaxpar.training.history import Curves
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -34,37 +33,6 @@ def save_figure(figure: Figure, path: Path) -> Path:
     return path
 
 
-def draw_bubble(
-    schedule: str,
-    num_stages: int,
-    num_groups: int = 1,
-    microbatches: Sequence[int] = (1, 2, 4, 8, 16, 32),
-    chunks: Sequence[int] = (1, 2, 4, 8),
-    zero_bubble: bool = False,
-) -> Figure:
-    """The bubble of schedules against the number of microbatches, a line for each number of chunks."""
-    figure, [axes] = _figure()
-    for i, K in enumerate(chunks):
-        schedules = (
-            make_schedule(schedule, num_stages, M, K, num_groups, zero_bubble=zero_bubble)
-            for M in microbatches
-        )
-        bubbles = [100 * schedule.bubble for schedule in schedules]
-        label = f"K = {format_count(K, 'chunk')} of time"
-        axes.plot(microbatches, bubbles, marker="os^Dvp*"[i % 7], color=color_of(i), label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(microbatches, list(map(str, microbatches)))
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("M, microbatches")
-    axes.set_ylabel("bubble (% of stage-time)")
-    groups = f", {num_groups} groups of layers" * (num_groups > 1)
-    apart = ", zero-bubble" * zero_bubble
-    axes.set_title(f"{schedule}{apart}, {num_stages} stages{groups}", fontsize=10)
-    axes.legend(frameon=False)
-    return figure
-
-
 def draw_memory(reports: Mapping[str, ProgramReport]) -> Figure:
     """Stacked bars of bytes on a device, by what they are for: name of a mesh -> report.
 
@@ -73,9 +41,7 @@ def draw_memory(reports: Mapping[str, ProgramReport]) -> Figure:
     """
     memory = {name: report.memory for name, report in reports.items() if report.memory}
     if len(memory) < len(reports):
-        raise ValueError(
-            "XLA does not report the memory of a program on this backend; use the CPU's"
-        )
+        raise ValueError("XLA reports no memory on this backend\nFix: use JAX_PLATFORMS=cpu.")
     bars = {name: each.parts for name, each in memory.items()}
     return _draw_bars(bars, "memory per device")
 
@@ -94,40 +60,25 @@ def draw_bytes(reports: Mapping[str, ProgramReport]) -> Figure:
 
 
 def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """Loss and speed of runs against the step: name of a run -> lines of its metrics.jsonl.
+    """Losses of runs against the step: name of a run -> lines of its metrics.jsonl.
 
     Raises:
-      ValueError: a run has no line of training, or runs differ in what they count.
+      ValueError: a run has no line of training.
     """
-    figure, [losses, speeds] = _figure(height=6.0, rows=2)
-    unit = ""
+    figure, axes = _figure()
     for i, (name, lines) in enumerate(runs.items()):
-        train = [line for line in lines if line["split"] == "train"]
-        if not train:
-            raise ValueError(f"{name} has no line of training in its metrics.jsonl; train it first")
-        before, unit = unit, next(key for key in train[0] if key.endswith("_per_second"))
-        if before not in ("", unit):
-            raise ValueError(f"{name} counts {unit}, the run before it {before}; plot them apart")
-        steps = [line["step"] for line in train]
-        dots = {"marker": "o", "markersize": 3} if len(steps) < 30 else {}
-        style: dict[str, Any] = {"color": color_of(i), "label": f"{name}, train", **dots}
-        losses.plot(steps, [line["loss"] for line in train], **style)
-        # The first line of a process has compiled in its time: it has no speed.
-        timed = [(line["step"], line[unit]) for line in train if line[unit] is not None]
-        points = zip(*timed, strict=True) if timed else ((), ())
-        speeds.plot(*points, **style | {"label": name})
-        valid = [(line["step"], line["loss"]) for line in lines if line["split"] == "valid"]
-        if valid:
-            style |= {"marker": "D", "linestyle": "--", "markeredgecolor": "black"}
-            losses.plot(*zip(*valid, strict=True), **style | {"label": f"{name}, valid"})
-    losses.set_ylabel("loss")
-    losses.legend(frameon=False)
-    speeds.set_ylabel(unit.replace("_per_second", "/s"))
-    speeds.set_ylim(bottom=0)
-    speeds.set_xlabel("step")
-    speeds.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    if len(runs) > 1:
-        speeds.legend(frameon=False)
+        points = Curves(0).add(*lines).points
+        if not points["train"]:
+            raise ValueError(
+                f"{name} has no line of training in its metrics.jsonl\nFix: train it first."
+            )
+        for split, style in (("train", "-"), ("valid", "D--")):
+            if points[split]:
+                steps, losses = zip(*points[split], strict=True)
+                axes.plot(steps, losses, style, color=color_of(i), label=f"{name}, {split}")
+    axes.set_ylabel("loss")
+    axes.set_xlabel("step")
+    axes.legend(frameon=False)
     return figure
 
 
@@ -135,31 +86,25 @@ def _draw_bars(
     bars: Mapping[str, Mapping[str, int]], what: str, before: str = "", notes: Sequence[str] = ()
 ) -> Figure:
     kinds = dict.fromkeys(kind for parts in bars.values() for kind, size in parts.items() if size)
-    most = max(sum(parts.values()) for parts in bars.values())
-    power = min(4, int(math.log10(max(most, 1)) / 3))
-    figure, [axes] = _figure(height=1.9 + 0.42 * len(bars) + 0.2 * len(notes))
-    left = [0.0] * len(bars)
-    seen = [kind for kind in kinds if max(p.get(kind, 0) for p in bars.values()) > most / 400]
-    unseen = ", ".join(kind for kind in kinds if kind not in seen)
-    for i, kind in enumerate(seen):
-        sizes = [parts.get(kind, 0) / 1000**power for parts in bars.values()]
+    figure, axes = _figure(height=1.9 + 0.42 * len(bars) + 0.2 * len(notes))
+    left = [0] * len(bars)
+    for i, kind in enumerate(kinds):
+        sizes = [parts.get(kind, 0) for parts in bars.values()]
         axes.barh(list(bars), sizes, left=left, label=before + kind, color=color_of(i), ec="white")
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    for y, (end, parts) in enumerate(zip(left, bars.values(), strict=True)):
-        axes.text(end, y, f" {sum(parts.values()) / 1000**power:.3g}", va="center", fontsize=9)
-    axes.set_xlim(0, 1.1 * max(left) or 1)
+    for y, end in enumerate(left):
+        axes.text(end, y, f" {format_bytes(end)}", va="center", fontsize=9)
+    axes.set_xlim(0, 1.2 * max(left) or 1)
     axes.invert_yaxis()
-    unit = ("B", "kB", "MB", "GB", "TB")[power]
-    notes = [f"{what} ({unit})", *[f"too small to be seen: {unseen}"] * bool(unseen), *notes]
-    axes.set_xlabel("\n".join(notes))
+    axes.xaxis.set_major_formatter(EngFormatter("B"))
+    axes.set_xlabel("\n".join([what, *notes]))
     below: Any = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": 8}
     figure.legend(*axes.get_legend_handles_labels(), **below)
     return figure
 
 
-def _figure(height: float = 4.0, rows: int = 1) -> tuple[Figure, list[Any]]:
+def _figure(height: float = 4.0) -> tuple[Figure, Any]:
     figure = Figure(figsize=(7.0, height), layout="constrained")
-    axes = figure.subplots(rows, 1, squeeze=False, sharex=rows > 1)[:, 0].tolist()
-    for each in axes:
-        each.spines[["top", "right"]].set_visible(False)
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
     return figure, axes

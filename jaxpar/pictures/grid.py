@@ -23,7 +23,6 @@ from jaxpar.pictures.style import HEAD, color_of, style_on
 from jaxpar.sharding import axes_of_spec, base_of, dims_of
 
 HTML_WIDTH = 150  # letters of a table in a notebook
-MAX_CHIPS = 8  # more devices in one place are written as ranges
 
 
 class Grid(Picture):
@@ -71,8 +70,6 @@ class Grid(Picture):
 
 
 def _chips(devices: list[int]) -> Text:
-    if len(devices) > MAX_CHIPS:
-        return Text(_ranges(devices))
     chips = (Text(f" {d} ", style=f"bold {style_on(color_of(d))}") for d in devices)
     return Text(" ").join(chips)
 
@@ -85,7 +82,6 @@ def show_mesh_config(config: MeshConfig) -> Grid:
     inferred = [axis for axis, size in config.sizes.items() if size == -1]
     note = f"; {inferred[0]} takes as many more as there are" if inferred else ""
     if len(numbers) != math.prod(shape):  # of which resolve() complains
-        note += f"; {len(numbers)} are given"
         numbers = range(math.prod(shape))
     return _mesh_grid(np.reshape(numbers, shape), tuple(config.sizes), note)
 
@@ -118,8 +114,8 @@ def show_array(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
     shape, sharding = tuple(array.shape), array.sharding
     if sharding is None:
         raise ValueError(
-            f"an abstract array of shape {shape} has no sharding; give "
-            f"jax.ShapeDtypeStruct(..., sharding=...)"
+            f"abstract array of shape {shape} has no sharding\n"
+            f"Fix: give jax.ShapeDtypeStruct(..., sharding=...)."
         )
     bounds = {
         device.id: tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
@@ -154,11 +150,3 @@ def _mesh_grid(ids: np.ndarray, axes: tuple[str, ...], note: str) -> Grid:
         devices[tuple(labels)] = [int(ids[place])]
     shape = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
     return Grid(f"mesh {shape}: {format_count(ids.size, 'device')}{note}", devices)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """0-3 8-11."""
-    # Numbers that follow each other are as far from their places.
-    runs = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
-    ends = ([number for _, number in run] for _, run in runs)
-    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ends)

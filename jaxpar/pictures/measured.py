@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from jaxpar.analysis.measured import PARTS, WEIGHTS, MeasuredStep, Span
-from jaxpar.base.console import FittingTable
+from jaxpar.base.console import make_table
 from jaxpar.base.display import format_count, show
 from jaxpar.pictures.chart import Chart, Key, Row, round_marks
 from jaxpar.pictures.picture import Drawing
@@ -24,7 +24,7 @@ def show_measured(step: MeasuredStep) -> Drawing:
 
 def _table(step: MeasuredStep) -> Table:
     parts = PARTS if step.schedule.weights else PARTS[:-1]
-    table = FittingTable("stage", *(f">{name}, ms" for name in (*parts, "idle")), ">idle")
+    table = make_table("stage", *(f">{name}, ms" for name in (*parts, "idle")), ">idle")
     for stage, busy in enumerate(step.busy_seconds):
         idle = step.loop_seconds - busy
         cells = [*(sum(step.seconds_of(stage, part)) for part in parts), idle]
@@ -39,10 +39,7 @@ def _caption(step: MeasuredStep) -> str:
         f"{1000 * each_S.max():.2f} ms {name}" for name, each_S in named if each_S.any()
     )
     traced, plain = 1000 * step.traced_seconds, 1000 * step.plain_seconds
-    cost = f"With the profiler a step takes {traced:.1f} ms, without it {plain:.1f} ms "
-    cost += f"({traced / plain - 1:+.0%})."
-    if traced <= plain:
-        cost = f"The profiler costs less than steps vary: {traced:.1f} ms with it, {plain:.1f} without."
+    cost = f"With the profiler a step takes {traced:.1f} ms, without it {plain:.1f} ms."
     devices, cores = format_count(step.num_devices, "device"), format_count(step.num_cores, "core")
     share = f"{devices} on {cores}"
     if step.num_devices > step.num_cores:

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.base.console import FittingTable
+from jaxpar.base.console import make_table
 from jaxpar.base.display import format_bytes, format_shape, show
 from jaxpar.base.trees import device_bytes
 from jaxpar.pictures.picture import Picture
@@ -51,14 +51,14 @@ def _table(params: Any, heading: str = "parameter") -> Table:
     Raises:
       ValueError: an abstract one has no sharding.
     """
-    table = FittingTable(heading, "shape", "dims / axes that split them", "shard", ">bytes/device")
+    table = make_table(heading, "shape", "dims / axes that split them", "shard", ">bytes/device")
     for name, leaf in named_leaves(params):
         array = array_of(leaf)
         layout = array.sharding
         if layout is None:
             raise ValueError(
-                f"parameter {name} of shape {array.shape} is abstract and has no sharding; give "
-                f"the params of abstract_state(setup), or real ones"
+                f"parameter {name} of shape {array.shape} is abstract and has no sharding\n"
+                f"Fix: give the params of abstract_state(setup), or real ones."
             )
         sizes = layout.mesh.shape if isinstance(layout, NamedSharding) else {}
         split = axes_of_spec(layout.spec if sizes else (), array.ndim)

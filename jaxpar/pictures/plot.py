@@ -38,7 +38,7 @@ def plot_step(
     """Draws a picture of a task's step into a file, or for a terminal.
 
     Args:
-      kind: "schedule", "timeline", "strategies", "bubble", "memory" or "bytes".
+      kind: "schedule", "timeline", "strategies", "memory" or "bytes".
       settings: of the step.
       meshes: several by name, for memory and bytes; without them, that of the settings.
       output: of the first three it ends in .svg or .html, and may be None; of the others in .png too.
@@ -50,9 +50,7 @@ def plot_step(
       OSError: no such folder.
     """
     if machine is not None and kind != "strategies":
-        raise ValueError(
-            f"machine={machine!r} with {kind}, which is of the devices here; leave it out"
-        )
+        raise ValueError(f"machine={machine!r} has no effect on {kind}\nFix: leave it out.")
     if kind in DRAWN:
         path = None if output is None else _path_of(kind, output, DRAWINGS)
         if kind == "schedule":
@@ -68,16 +66,8 @@ def plot_step(
             file.write_text(text, encoding="utf-8")
         return path
     path, figures = _path_of(kind, output, FIGURES), _figures()
-    if kind == "bubble":
-        s = _schedule(settings)
-        if s.num_stages == 1:
-            raise ValueError("a mesh of stage=1 has no bubble; give one with stages, such as pp4")
-        figure = figures.draw_bubble(s.name, s.num_stages, s.num_groups, zero_bubble=s.zero_bubble)
-        return figures.save_figure(figure, path)
     task, parallel, train = settings
     meshes = meshes or {str(parallel.mesh): parallel.mesh}
-    if kind == "bytes" and all(shape.build().size == 1 for shape in meshes.values()):
-        raise ValueError("one device sends nothing; give a mesh of several, such as dp2tp2")
     facts, reports = ModelFacts.of(task.resolve()), dict[str, ProgramReport]()
     for name, shape in meshes.items():
         layout = dataclasses.replace(parallel, mesh=shape)
@@ -86,20 +76,19 @@ def plot_step(
     return figures.save_figure(figure, path)
 
 
-def plot_runs(kind: str, runs: Sequence[str] = (), output: str | Path | None = None) -> Path:
-    """Draws a picture that needs no task into a file.
+def plot_runs(runs: Sequence[str] = (), output: str | Path | None = None) -> Path:
+    """Draws the losses of runs into a file.
 
     Args:
-      kind: "curves".
-      runs: folders of runs.
+      runs: their folders.
       output: ends in .png, .svg or .html.
     Raises:
       ValueError: the file cannot be written so, or there is no run.
       OSError: no such run or folder.
     """
-    path, figures = _path_of(kind, output, FIGURES), _figures()
+    path, figures = _path_of("curves", output, FIGURES), _figures()
     if not runs:
-        raise ValueError("curves of what? Name folders of runs, such as runs/0001")
+        raise ValueError("plot curves needs runs\nFix: name their folders, such as runs/0001.")
     folders = {str(run): RunFolder(run) for run in runs}
     for folder in folders.values():
         folder.check()
@@ -110,11 +99,11 @@ def plot_runs(kind: str, runs: Sequence[str] = (), output: str | Path | None = N
 def _path_of(kind: str, output: str | Path | None, ends: Sequence[str]) -> Path:
     """Of a file that can be written."""
     if output is None:
-        raise ValueError(f"a picture of {kind} is a file; say which, such as -o {kind}{ends[0]}")
+        raise ValueError(f"plot {kind} needs a file\nFix: add one, such as -o {kind}{ends[0]}.")
     path = Path(output).expanduser()
     if path.suffix not in ends:
         raise ValueError(
-            f"cannot draw {kind} into {str(path)!r}; end its name in {', '.join(ends)}"
+            f"cannot draw {kind} into {str(path)!r}\nFix: end it in {', '.join(ends)}."
         )
     check_output(path)
     return path
@@ -123,7 +112,7 @@ def _path_of(kind: str, output: str | Path | None, ends: Sequence[str]) -> Path:
 def _figures() -> ModuleType:
     """What draws with matplotlib, an extra: the rest works without."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("this picture needs the package matplotlib; pip install matplotlib")
+        raise ValueError("this picture needs the package matplotlib\nFix: pip install matplotlib.")
     from jaxpar.pictures import figures
 
     return figures

@@ -9,7 +9,7 @@ from rich.table import Table
 from jaxpar.analysis.collectives import Collective
 from jaxpar.analysis.program import ProgramReport, Total
 from jaxpar.base.axes import TENSOR
-from jaxpar.base.console import FittingTable
+from jaxpar.base.console import make_table
 from jaxpar.base.display import format_bytes, format_count, format_seconds, format_shape, show
 from jaxpar.base.memory import num_cores
 from jaxpar.pictures.picture import Picture
@@ -21,8 +21,6 @@ from jaxpar.training.stage_table import stage_table
 NUM_SHOWN, NUM_REFUSED = 12, 4  # of a ranking
 # Of all that benchmarks/planner measured.
 ESTIMATE_ERROR = "measured steps took 0.6 to 12 times as long"
-# What compiled programs need is between these times the estimate, to which a test holds several models.
-MEMORY_ERROR = 0.7, 4
 
 
 @show.register
@@ -48,9 +46,10 @@ def show_cost(cost: StepCost) -> Picture:
     """What of a step is estimated, compiled and measured, side by side.
 
     Bytes over `tensor` depend on the whole program and its compiler: there is no estimate worth showing.
+    Memory is the compiler's.
     """
     program = cost.program
-    table = FittingTable("", "axes", ">estimated", ">compiled", ">measured")
+    table = make_table("", "axes", ">estimated", ">compiled", ">measured")
     sums = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for part in cost.sent:
         if TENSOR not in part.axes:
@@ -61,14 +60,11 @@ def show_cost(cost: StepCost) -> Picture:
         texts = [format_bytes(each[op, axes]) for each in sums]
         estimated = texts[0] if TENSOR not in axes.split() else ""
         table.add_row(op, axes, estimated, texts[1] if program else "", "")
-    memory = cost.memory_text if program else cost.refusal
-    table.add_row("memory", "", format_bytes(sum(cost.held.values())), memory, "")
+    table.add_row("memory", "", "", cost.refusal or cost.memory_text, "")
     measured = cost.seconds_text if cost.measured else ""
     table.add_row("step", "", format_seconds(sum(cost.parts.values())), "", measured)
     facts = Table.grid(padding=(0, 2))
-    held = (f"{name} {format_bytes(size)}" for name, size in cost.held.items())
     parts = (f"{name} {format_seconds(seconds)}" for name, seconds in cost.parts.items())
-    facts.add_row("estimated memory", ", ".join(held))
     facts.add_row("estimated step", ", ".join(parts))
     devices, cores = cost.parallel.mesh.num_devices, num_cores()
     if cost.machine.is_here and cost.machine.platform == "cpu" and devices > cores:
@@ -77,7 +73,6 @@ def show_cost(cost: StepCost) -> Picture:
             "cores",
             f"{devices} devices share {cores}: the work of all takes ~{format_seconds(work)}",
         )
-    facts.add_row("ticks", f"{cost.num_ticks}, stages idle in {cost.bubble:.1%} of their turns")
     return Picture(
         describe(cost.parallel), "", table, "", facts, *(program.notes if program else ())
     )
@@ -86,7 +81,7 @@ def show_cost(cost: StepCost) -> Picture:
 @show.register
 def show_ranking(ranking: Ranking) -> Picture:
     """The first of the ranking, and why the first is the first."""
-    table = FittingTable("config", ">step", ">waits", ">memory", "known by")
+    table = make_table("config", ">step", ">waits", ">memory", "known by")
     for cost in ranking.fitting[:NUM_SHOWN]:
         known = "running it" if cost.measured else "compiling it" if cost.program else "an estimate"
         waits = format_seconds(cost.waiting) if cost.program else ""
@@ -97,11 +92,7 @@ def show_ranking(ranking: Ranking) -> Picture:
         why = cost.refusal or "too large"
         table.add_row(describe(cost.parallel), "", "", cost.memory_text, why)
     number, machine = len(ranking.fitting) + len(ranking.refused), ranking.machine
-    least, most = MEMORY_ERROR
-    notes = [
-        f"~: estimated from a data sheet; {ESTIMATE_ERROR},",
-        f"compiled steps need {least:g} to {most:g} times the estimated memory",
-    ]
+    notes = [f"~: estimated from a data sheet; {ESTIMATE_ERROR}"]
     if any(cost.program for cost in ranking.fitting):
         notes.append("waits: for transfers with nothing beside them in the program, an estimate")
     stages: list[Table | str] = []
@@ -120,7 +111,7 @@ def show_ranking(ranking: Ranking) -> Picture:
 def _collectives_table(collectives: Sequence[Collective]) -> Table:
     overlap = any(c.beside is not None for c in collectives)
     columns = "collective", "axes", "payload", ">bytes", ">runs", "in loops", ">sent", "pass"
-    table = FittingTable(*columns, "module", *["beside"] * overlap)
+    table = make_table(*columns, "module", *["beside"] * overlap)
     for c in sorted(collectives, key=lambda c: -(c.count or 1) * c.sent_bytes):
         dims = format_shape(c.shapes[0])
         more = f" +{len(c.shapes) - 1}" if len(c.shapes) > 1 else ""
@@ -148,7 +139,7 @@ def _beside(collective: Collective) -> str:
 
 
 def _totals_table(totals: Sequence[Total]) -> Table:
-    table = FittingTable("axes", ">collectives", ">runs", ">payload in all", ">sent by a device")
+    table = make_table("axes", ">collectives", ">runs", ">payload in all", ">sent by a device")
     for total in totals:
         table.add_row(
             " ".join(total.axes),

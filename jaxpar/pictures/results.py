@@ -107,17 +107,8 @@ def show_result(result: FitResult) -> Picture:
 
 def ways_on(result: FitResult) -> Iterator[tuple[str, str]]:
     """What can be done with a run, and by which command, or line of Python."""
-    folder, train, spec = result.out_dir, result.setup.train, spec_of(result.setup.task)
-    taken, more, longer = result.first_step + len(result.losses), "", ""
-    if taken >= train.num_steps:
-        more, longer = f" --train.num-steps {2 * taken}", f".replace(num_steps={2 * taken})"
-    resume = f"jaxpar.fit(*result.setup{longer}.settings, resume=True)"
-    if ":" not in spec and spec not in TASKS:
-        yield "go on", resume  # the class is a notebook's: no other process knows it
-        return
-    yield "go on", f"python -m jaxpar train --resume --train.out-dir {folder}{more}"
-    yield "evaluate", f"python -m jaxpar evaluate {folder}"
-    if predicts := hasattr(result.setup.layout.facts.model, "predict"):
-        yield "predict", f"python -m jaxpar predict {folder} test --out predicted"
-    yield "in Python", resume
-    yield "", f'jaxpar.load_run("{folder}").{"predict" if predicts else "evaluate"}("test")'
+    folder, spec = result.out_dir, spec_of(result.setup.task)
+    if ":" in spec or spec in TASKS:  # else the class is a notebook's: no other process knows it
+        yield "go on", f"python -m jaxpar train --resume --train.out-dir {folder}"
+        yield "evaluate", f"python -m jaxpar evaluate {folder}"
+    yield "in Python", "jaxpar.fit(*result.setup.settings, resume=True)"

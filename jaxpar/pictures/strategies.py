@@ -3,8 +3,10 @@
 import textwrap
 from collections.abc import Sequence
 
+from rich.table import Table
+
 from jaxpar.analysis.program import Total
-from jaxpar.base.console import FittingTable
+from jaxpar.base.console import make_table
 from jaxpar.base.display import format_bytes, format_count, show
 from jaxpar.pictures.chart import IDLE, Chart, Key, Row, round_marks
 from jaxpar.pictures.picture import Drawing
@@ -39,8 +41,8 @@ def show_strategies(found: Strategies) -> Drawing:
     return Drawing(_chart(found, notes), _table(found), "\n" + "\n".join(notes))
 
 
-def _table(found: Strategies) -> FittingTable:
-    table = FittingTable(
+def _table(found: Strategies) -> Table:
+    table = make_table(
         "strategy", "config", ">step", ">memory", ">weights", "sent by a device", "idle"
     )
     for each in found.drawn:

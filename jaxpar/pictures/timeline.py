@@ -17,9 +17,8 @@ from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.style import PALETTE, color_of, style_on
 from jaxpar.pipeline.lanes import Schedule
 
-# Of a longer schedule the first ticks and the last are drawn: units stay as wide as their labels.
+# Of a longer schedule the first ticks are drawn: units stay as wide as their labels.
 MAX_WIDTH = 2400  # pixels
-GAP = 16  # of them, for what is left out
 MAX_TEXT_TICKS = 48
 
 
@@ -60,7 +59,7 @@ def legend_of(schedule: Schedule) -> list[Key]:
 
 @show.register
 def show_schedule(schedule: Schedule) -> Drawing:
-    """A column a tick; of very many, those in the middle are left out."""
+    """A column a tick; of very many, the first."""
     return Drawing(_chart(schedule), _Text(schedule))
 
 
@@ -76,17 +75,16 @@ class _Text:
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
         names, *columns = _columns(self.schedule)
-        band, last = [names], -1
-        for tick in _shown(self.schedule, MAX_TEXT_TICKS):
-            left_out, last = tick - last - 1, tick
-            width = sum(len(column[0]) + 1 for column in (*band, columns[tick]))
-            if len(band) > 1 and (left_out or width > options.max_width):
+        band = [names]
+        for column in columns[:MAX_TEXT_TICKS]:
+            width = sum(len(other[0]) + 1 for other in (*band, column))
+            if len(band) > 1 and width > options.max_width:
                 yield _join(band)
                 band = [names]
-            if left_out:
-                yield Text(f"... {format_count(left_out, 'tick')} left out")
-            band.append(columns[tick])
+            band.append(column)
         yield _join(band)
+        if (left_out := len(columns) - MAX_TEXT_TICKS) > 0:
+            yield Text(f"... {format_count(left_out, 'tick')} left out")
         yield Text(_caption(self.schedule))
 
 
@@ -131,32 +129,25 @@ def _caption(s: Schedule) -> str:
 def _chart(s: Schedule) -> Chart:
     costs = s.unit_costs
     blocks, times = s.blocks(costs), s.half_times(costs)[::2]
-    end = float(times[-1])
     # A forward unit as wide as a label.
     scale = LETTER * max(len(b.label) for b in blocks) + 6
-    room = (times + end - times[::-1]) * scale <= MAX_WIDTH  # for so many at either end
-    shown = _shown(s, 2 * (int(np.argmin(room)) - 1) if not room.all() else s.num_ticks)
-    spans, left_out = [(0.0, end)], s.num_ticks - len(shown)
-    if left_out:
-        half = len(shown) // 2
-        first, last, gap = float(times[half]), float(times[-1 - half]), GAP / scale
-        times = np.where(times < last, times, times - last + first + gap)
-        ends = [block for block in blocks if not first <= block.start < last]
-        blocks = [
-            b if b.start < first else b._replace(start=b.start - last + first + gap) for b in ends
-        ]
-        end -= last - first - gap
-        spans = [(0.0, first), (first + gap, end)]
-    live, cut = ", ".join(map(str, s.live_units)), "left out where the rows are cut"
+    shown = int(np.searchsorted(times * scale, MAX_WIDTH, "right")) - 1  # whole ticks in that width
+    end, left_out = float(times[shown]), s.num_ticks - shown
+    live = ", ".join(map(str, s.live_units))
     return Chart(
         title=f"{s.title}: bubble {s.bubble:.1%}"
-        + f"; {left_out} of {s.num_ticks} ticks {cut}" * bool(left_out),
+        + f"; the first {shown} of {s.num_ticks} ticks" * bool(left_out),
         rows=[
-            Row(f"stage {stage}", stage, spans, [b for b in blocks if b.stage == stage])
+            Row(
+                f"stage {stage}",
+                stage,
+                [(0.0, end)],
+                [b for b in blocks if b.stage == stage and b.start < end],
+            )
             for stage in range(s.num_stages)
         ],
         colors=unit_colors(s),
-        marks=[(float(times[tick]), str(tick)) for tick in shown],
+        marks=[(float(times[tick]), str(tick)) for tick in range(shown)],
         unit="tick",
         width=end * scale,
         legend=legend_of(s),
@@ -164,13 +155,7 @@ def _chart(s: Schedule) -> Chart:
         f"{format_count(s.num_microbatches, 'microbatch', 'es')} x {format_count(s.num_chunks, 'chunk')}"
         + f" x {s.num_groups} groups of layers" * (s.num_groups > 1)
         + f"; {format_count(s.num_ticks, 'tick')}"
-        + f", {left_out} of them {cut}" * bool(left_out)
+        + f", {left_out} of them left out" * bool(left_out)
         + f"; bubble {s.bubble:.1%}{', the share of grey' * (not left_out)}"
         + f"; live units on stage 0, 1, ...: {live}" * bool(s.num_slots),
     )
-
-
-def _shown(schedule: Schedule, limit: int) -> list[int]:
-    """The ticks, or as many of the first and last."""
-    n, half = schedule.num_ticks, limit // 2
-    return [*range(n)] if n <= limit else [*range(half), *range(n - half, n)]

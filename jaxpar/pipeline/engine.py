@@ -29,7 +29,7 @@ from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.trees import add, axes_in, same_along, summed, zeros
 from jaxpar.pipeline.kept import what_is_kept
 from jaxpar.pipeline.loop import BACKWARD, Loop, State, run_segments
-from jaxpar.pipeline.placement import Route, make_slots
+from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.tables import TickTable
@@ -93,7 +93,7 @@ class Pipeline(Spec):
         def run_forward(params):
             if not table.num_slots:
                 raise ValueError(
-                    "gradients of a table without a backward pass; make its schedules with backward=True"
+                    "the table has no backward pass.\nFix: make its schedules with backward=True."
                 )
             *out, grads, begun = self._run(params, *rest, d_loss or (lambda _: jnp.float32(1)))
             return tuple(out), (grads, begun)
@@ -262,108 +262,48 @@ class Pipeline(Spec):
         return P(self.time_axes or None if splits_time else None, rows)
 
     def _check(self, params, frozen, carry, batch, table: TickTable) -> None:
-        """Raises where sizes do not fit, which would silently give another number."""
-        data, stages = self.mesh.shape[DATA], self.mesh.shape[STAGE]
-        of_table = table.forward.unit.shape[0], table.forward.unit.shape[2]
-        if of_table != (data, stages):
+        """Raises a ValueError where sizes do not fit, which would silently give another number."""
+        slots, route, sizes = self.slots, table.route, self.mesh.shape
+        found, wanted = table.forward.unit.shape[::2], (sizes[DATA], sizes[STAGE])
+        fix = "make a schedule of the mesh's stages for each data-parallel group"
+        _expect("data, stage of the table", found, wanted, fix)
+        assert self.first_rows is None or len(self.first_rows) == sizes[DATA]
+        assert self.num_segments == 1 or self.chunk_len is not None
+        if self.unroll and (len(self.layers) != 1 or route.num_groups > 1):
             raise ValueError(
-                f"the table is for data={of_table[0]} x stage={of_table[1]}, the mesh has data={data} x "
-                f"stage={stages}; make a schedule of num_stages={stages}, and a table of {data} of them"
+                f"unroll=True: expected layers of one kind in one group on a stage, got {len(self.layers)} "
+                f"kinds in {route.num_groups} groups.\nFix: use unroll=False."
             )
-        if self.first_rows is not None and len(self.first_rows) != data:
-            raise ValueError(
-                f"first_rows={self.first_rows} are {len(self.first_rows)} numbers for data={data}; give one "
-                f"to every data-parallel group"
-            )
-        self._check_slots(table.route)
-        if self.unroll and (len(self.layers) != 1 or table.route.num_groups > 1):
-            raise ValueError(
-                f"unroll: {len(self.layers)} kinds of layers in {table.route.num_groups} groups on a stage; "
-                f"only layers of one kind in one group can be written out: use unroll=False"
-            )
-        stacks = [("params", params.layers), ("frozen parameters", frozen.layers)]
-        for what, trees in (*stacks * (not self.pools_layers), ("carry", carry)):
-            if len(trees) != len(self.layers):
-                raise ValueError(
-                    f"{what} of {len(trees)} kinds of layers for {len(self.layers)} functions; give one "
-                    f"tree for each"
-                )
-            for rows, tree in zip(self.slots.rows, trees, strict=True):
-                for leaf in jax.tree.leaves(tree):
-                    if leaf.shape[:1] != (len(rows),):
-                        raise ValueError(
-                            f"{what} of shape {tuple(leaf.shape)} in a stack of {len(rows)} rows; stack "
-                            f"the layers as slots.rows gives them"
-                        )
-        if self.num_segments > 1 and self.chunk_len is None:
-            raise ValueError(
-                f"num_segments={self.num_segments} without a chunk_len; segments are chunks of time: use "
-                f"num_segments=1, or give a chunk_len"
-            )
-        num_units, b = data * table.max_microbatches, self.microbatch_rows
-        num_units *= math.prod(self.mesh.shape[axis] for axis in self.row_axes)
-        self._check_batch(
-            [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)], table, num_units
-        )
+        fix = "pass kind_of to make_slots"
+        _expect("kinds of layers in slots", len(slots.rows), len(self.layers), fix)
+        if self.layers:
+            fix = "make slots of a placement with stages=table.route.stages"
+            _expect("groups in slots", len(slots.placement), len(route.stages), fix)
+            kinds = dict(zip(slots.layers, slots.kinds, strict=True))
+            kind_of = [kinds[layer] for layer in sorted(kinds) if layer >= 0]
+            wanted = make_slots(slots.placement, route.stages, kind_of).layers
+            _expect("layers in slots", slots.layers, wanted, fix)
+        fix, stacks = "stack layers as slots.rows has them", (params.layers, frozen.layers, carry)
+        stacks = (carry,) if self.pools_layers else stacks
+        for rows, *trees in zip(slots.rows, *stacks, strict=True):
+            for leaf in jax.tree.leaves(trees):
+                _expect("rows of a stack", leaf.shape[0], len(rows), fix)
+        num_rows = sizes[DATA] * table.max_microbatches * self.microbatch_rows
+        num_rows *= math.prod(sizes[axis] for axis in self.row_axes)
         for leaf in jax.tree.leaves(carry):
-            if leaf.ndim < 2 or leaf.shape[1] != num_units * b:
-                raise ValueError(
-                    f"a carry of shape {tuple(leaf.shape)} for batches of {num_units * b} rows; its second "
-                    f"dim must be these"
-                )
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                raise ValueError(
-                    f"a carry of {leaf.dtype}: what layers carry must be floating-point numbers"
-                )
-
-    def _check_slots(self, route: Route) -> None:
-        slots, places = self.slots, len(route.stages)
-        if len(slots.rows) != len(self.layers):
-            raise ValueError(
-                f"slots of {len(slots.rows)} kinds of layers for {len(self.layers)} functions; make slots "
-                f"with kind_of, the number of each layer's function"
-            )
-        if not self.layers:
-            return
-        if len(slots.placement) != places:
-            raise ValueError(
-                f"the table has num_groups={route.num_groups} groups of layers on each of "
-                f"{route.num_stages} stages, the slots {len(slots.placement)} groups in all; make slots of a "
-                f"placement of {places} numbers with stages={route.stages}"
-            )
-        kinds = dict(zip(slots.layers, slots.kinds, strict=True))
-        kind_of = [kinds[layer] for layer in sorted(kinds) if layer >= 0]
-        wanted = make_slots(slots.placement, route.stages, kind_of).layers
-        if slots.layers != wanted:
-            raise ValueError(
-                f"slots with the layers {slots.layers}, a table whose groups of layers lie on the stages "
-                f"{route.stages} needs {wanted}; make slots of placement={slots.placement} with "
-                f"stages={route.stages}"
-            )
-
-    def _check_batch(self, sized: list[Any], table: TickTable, num_units: int) -> None:
-        K, b, t = table.max_chunks * self.num_segments, self.microbatch_rows, self.chunk_len
-        if not sized:
-            raise ValueError("the batch has no array with rows; give one or more")
+            assert jnp.issubdtype(leaf.dtype, jnp.floating)
+            _expect("dim 1 of a carry", leaf.shape[1], num_rows, "give it the rows of the batch")
+        sized = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
         for leaf in sized:
             rows = leaf.shape[min(self.rows_dim, leaf.ndim - 1)]
-            if rows != num_units * b:
-                fits = f"microbatch_rows={rows // num_units}, or " * (rows % num_units == 0)
-                raise ValueError(
-                    f"a batch with an array of {rows} rows for data={self.mesh.shape[DATA]} x "
-                    f"{table.max_microbatches} microbatches of microbatch_rows={b}; use {fits}batches of "
-                    f"{num_units * b} rows"
-                )
-        if K == 1:  # has all time steps, however many
-            return
-        if t is None:
-            raise ValueError(f"{K} chunks of time in the table, but no chunk_len; give one")
-        lengths = [leaf.shape[0] for leaf in sized if leaf.ndim > 1]
-        wrong = [steps for steps in lengths if steps not in (1, K * t)]
-        if wrong or (lengths and K * t not in lengths):
-            steps = max(wrong or lengths)
-            fits = f"chunk_len={steps // K}, or " * (steps % K == 0)
-            raise ValueError(
-                f"a batch with an array of {steps} time steps for {K} chunks of chunk_len={t}; use {fits}"
-                f"batches of {K * t} steps"
-            )
+            _expect("rows of a batch", rows, num_rows, "change microbatch_rows, or the batch")
+        lengths = {leaf.shape[0] for leaf in sized if leaf.ndim > 1}
+        if (K := table.max_chunks * self.num_segments) > 1 and lengths:
+            fix = f"change chunk_len={self.chunk_len}, or the {K} chunks of the table"
+            wanted = [K * (self.chunk_len or 0)]
+            _expect("time steps of a batch", sorted(lengths - {1}), wanted, fix)
+
+
+def _expect(what: str, found: Any, wanted: Any, fix: str) -> None:
+    if found != wanted:
+        raise ValueError(f"{what}: expected {wanted}, got {found}.\nFix: {fix}.")

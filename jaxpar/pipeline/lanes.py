@@ -198,7 +198,7 @@ class Schedule(Printed):
             is_absent = name == "head" or (name == "weights" and not self.weights)
             may_be_zero = np.ndim(cost) > 0 or is_absent
             if not (np.min(cost) > 0 or (may_be_zero and np.min(cost) == 0)):
-                raise ValueError(f"the cost {name}={cost} must be above 0; use 1 if unknown.")
+                raise ValueError(f"the cost {name}={cost} must be above 0.\nFix: use 1 if unknown.")
         half_T2S = np.zeros((len(self.forward.unit), 2, self.num_stages))
         for work in self.lanes:
             cost_GS = np.broadcast_to(costs[work.letter], (self.num_groups, self.num_stages))
@@ -235,8 +235,7 @@ class Schedule(Printed):
         `num_ticks`, `bubble` and its picture do not change.
         """
         rows = len(self.forward.unit)
-        if num_rows < rows:
-            raise ValueError(f"num_rows={num_rows} cannot hold {rows} ticks; use {rows} or more.")
+        assert num_rows >= rows
 
         def pad(lane: Lane) -> Lane:
             idle = idle_lane(num_rows - rows, self.num_stages, lane.arrival)

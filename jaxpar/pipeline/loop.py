@@ -62,8 +62,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxpar.base.axes import STAGE
-from jaxpar.base.trees import add, summed, vary_like, zeros
-from jaxpar.pipeline.buffers import corner, write
+from jaxpar.base.trees import add, vary_like
+from jaxpar.pipeline.buffers import write
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
 from jaxpar.pipeline.spec import PipelineParams, Spec
@@ -94,7 +94,6 @@ class State(NamedTuple):
     ran_T4: Any  # units that this stage did in each part of a tick
     sums: Any  # of `last`, or its rows
     layer_sums: Any  # of the layers; () if they add none
-    fed: Any = None  # the newest rows of `last`, [t, B, ...], the same on all stages; see `Spec`
     kept: Any = None  # for the backward of a unit, leaves [residual slots, ...]
     head_dy: Any = None  # cotangents of the head, [slots + 1, t, b, ...]; with remat just one
     arrived_dy: Any = None  # cotangents that wait for their tick, [buffers + 1, t, b, W]
@@ -154,12 +153,6 @@ class Loop:
         head_like = stage.group if self.spec.head == "sharded" else here
         sums = vary_like(stage.nothing_collected, head_like)
         state = state._replace(sums=sums, layer_sums=stage.no_sums)
-        if spec.feed is not None:
-            fed = jax.tree.map(
-                lambda a: jnp.zeros((a.shape[0], stage.num_rows, *a.shape[2:]), a.dtype),
-                stage.sums_shape,
-            )
-            state = state._replace(fed=vary_like(fed, stage.group))
         if self.kept is not None:
             grads = jax.tree.map(
                 lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), stage.params
@@ -178,12 +171,7 @@ class Loop:
         """
 
         def tick(number, state):
-            loop = self
-            if self.spec.feed is not None:
-                loop = dataclasses.replace(
-                    self, stage=dataclasses.replace(self.stage, fed=state.fed)
-                )
-            return loop._tick(number, state, segment=segment, has_head=has_head)
+            return self._tick(number, state, segment=segment, has_head=has_head)
 
         return lax.fori_loop(0, num_ticks, tick, state)
 
@@ -259,7 +247,7 @@ class Loop:
         """
         stage, is_there = self.stage, entering.number >= 0
         on_stage = stage.number == self.table.route.stages[0]
-        if not stage.shares_first:
+        if not self.spec.shares_first:
             return lax.cond(is_there & on_stage, lambda: stage.first(own), lambda: arrived)
 
         def enter():
@@ -279,7 +267,7 @@ class Loop:
         on_stage = stage.number == self.table.route.stages[0]
 
         def leave():
-            if not stage.shares_first:
+            if not self.spec.shares_first:
                 return vary_like(stage.first_gradient(grads, own, dx), stage.here)
             at_all = jax.tree.map(lambda a: jnp.where(on_stage, a, jnp.zeros_like(a)), dx)
             dtypes = jax.tree.map(lambda a: a.dtype, dx)
@@ -287,7 +275,7 @@ class Loop:
             after = stage.first_gradient(grads, leaving, at_all)
             return jax.tree.map(vary_like, after, grads)
 
-        runs = is_there if stage.shares_first else is_there & on_stage
+        runs = is_there if self.spec.shares_first else is_there & on_stage
         return lax.cond(runs, leave, lambda: grads)
 
     @jax.named_scope(LEAVE)
@@ -334,7 +322,7 @@ class Loop:
     @jax.named_scope(HEAD)
     def _head(self, unit: Unit, slot: Any, y: Any, state: State) -> State:
         """Sums (or rows) and cotangent of the unit that has just left the last layer, if there is one."""
-        stage, leaving = self.stage, unit
+        stage = self.stage
         on_stage = stage.number == self.table.route.stages[-1]
         dtypes = jax.tree.map(lambda a: a.dtype, y)
         if self.spec.head == "sharded":
@@ -350,27 +338,11 @@ class Loop:
 
         if not self.kept:
 
-            def give():
-                return stage.last(stage.of_end(1, stage.params), y, unit)
-
-            def collect(of_unit):
+            def collect():
+                of_unit = stage.last(stage.of_end(1, stage.params), y, unit)
                 return vary_like(stage.collect(state.sums, of_unit, unit), y)
 
-            if self.spec.feed is None:
-                sums = lax.cond(active, lambda: collect(give()), lambda: state.sums)
-                return state._replace(sums=sums)
-            nothing = vary_like(zeros(stage.sums_shape), y)
-            given = lax.cond(active, lambda: vary_like(give(), y), lambda: nothing)
-            sums = lax.cond(active, lambda: collect(given), lambda: state.sums)
-            if self.spec.head == "last" and self.spec.has_axes:
-                given = summed(given, STAGE)
-            row, is_there = stage.place(leaving)[1], leaving.number >= 0
-
-            def put(newest, part):
-                changed = lax.dynamic_update_slice(newest, part, corner(newest, 0, row))
-                return jnp.where(is_there, changed, newest)
-
-            return state._replace(sums=sums, fed=jax.tree.map(put, state.fed, given))
+            return state._replace(sums=lax.cond(active, collect, lambda: state.sums))
 
         def loss(params, y):
             sums = stage.last(params, y, unit)

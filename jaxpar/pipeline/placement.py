@@ -75,11 +75,12 @@ def balance(costs: PartCosts, num_places: int, *, most: int | None = None) -> li
     if not all(
         0 <= cost < np.inf for each in (*costs.layers, costs.first, costs.last) for cost in each
     ):
-        raise ValueError(f"{costs}: use numbers from 0")
+        raise ValueError(f"{costs}: must be finite.\nFix: use numbers from 0.")
     most = num_layers if most is None else most
     if num_places < 1 or num_places * most < num_layers:
         raise ValueError(
-            f"{num_layers} layers in {num_places} places, {most} in each at most; use more of one of the two"
+            f"{num_layers} layers do not fit into {num_places} places of at most {most}.\n"
+            f"Fix: use more places, or a larger most."
         )
     up_P, down_P = (_spans_of_places(costs, number, num_places, most) for number in (0, 1))
     found, limit = list[tuple[int, ...]](), np.inf
@@ -166,10 +167,10 @@ def resolve_placement(
         stages = [s for s in range(1, num_layers + 1) if num_layers % (s * num_groups) == 0]
         require(
             num_layers % num_places == 0,
-            f"num_layers={num_layers} does not split evenly over {places}; use "
+            f"num_layers={num_layers} does not split evenly over {places}.\nFix: use "
             f"{nearest_multiples(num_layers, num_places)} layers, "
             + (f"stage={', '.join(map(str, stages))}, " if stages else "")
-            + f"or a placement such as {best}",
+            + f"or a placement such as {best}.",
         )
         return (num_layers // num_places,) * num_places
     if isinstance(placement, NamedPlacement):
@@ -180,8 +181,8 @@ def resolve_placement(
         numbers, what, such = tuple(placement), f"placement={tuple(placement)} has", str(best)
     require(
         len(numbers) == num_places and sum(numbers) == num_layers and min(numbers) >= 0,
-        f"{what} {sum(numbers)} layers in {len(numbers)} places; num_layers={num_layers} on {places} needs "
-        f"{num_places} places with {num_layers} layers in all, from 0 in each, such as {such}",
+        f"{what} {sum(numbers)} layers in {len(numbers)} places, num_layers={num_layers} on {places} needs "
+        f"{num_layers} in {num_places}.\nFix: use such as {such}.",
     )
     return numbers
 

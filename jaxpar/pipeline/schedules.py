@@ -32,8 +32,6 @@ Legend: S stages, M microbatches, K chunks of time, V groups of layers per stage
 Unit u = m K + k is chunk k of microbatch m.
 """
 
-import difflib
-
 import numpy as np
 
 from jaxpar.base.checks import require
@@ -52,7 +50,6 @@ def make_schedule(
     *,
     backward: bool = True,
     zero_bubble: bool = False,
-    by_step: bool = False,
 ) -> Schedule:
     """Returns the schedule of a training step, or with `backward=False` of an evaluation step.
 
@@ -67,9 +64,6 @@ def make_schedule(
         and each group finishes a sequence before it starts the next: one state per group is enough.
       num_groups: V; above 1 for "interleaved", 2 for "v", 1 for the others. None is the least.
       backward: False leaves only the forward units, which then hold no residuals.
-      by_step: chunk k of all microbatches before chunk k + 1 of any, where what a chunk begins with is made
-        of what came out of the one before, as in sampling. Fewer microbatches than stages leave stages
-        waiting. With one group of layers a stage, and no backward.
       zero_bubble: takes W, the gradients of weights, out of the backward units, and puts each where stages
         would wait (`_place_weights`), in no more slots than without. Not for gpipe.
     Raises:
@@ -81,11 +75,6 @@ def make_schedule(
     route = route_of(name, num_stages, num_groups)
     num_units = num_microbatches * num_chunks
     forward_PU = _ticks_on_the_way(name, route, num_units)
-    if by_step:
-        assert num_groups == 1
-        assert not backward
-        m, k = np.divmod(np.arange(num_units), num_chunks)
-        forward_PU = k * max(num_microbatches, num_stages) + m + np.arange(num_stages)[:, None]
     # The mirror image: virtual stages, chunks from last to first, and for gpipe microbatches too.
     m, k = np.divmod(np.arange(num_units), num_chunks)
     m = m[::-1] if name == "gpipe" else m
@@ -304,27 +293,20 @@ def _write(
 
 def _check(name: str, zero_bubble: bool, counts: tuple[int, ...]) -> None:
     if name not in NAMES:
-        nearest = difflib.get_close_matches(str(name).lower(), NAMES, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"name={name!r} is not a schedule; "
-            f"did you mean {nearest!r}? Use one of {', '.join(NAMES)}."
-        )
+        raise ValueError(f"name={name!r} is not a schedule.\nFix: use one of {', '.join(NAMES)}.")
     names = "num_stages", "num_microbatches", "num_chunks", "num_groups"
     for what, count in zip(names, counts, strict=True):
         if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-            raise ValueError(f"{what}={count!r} is not a count; use an integer of 1 or more.")
-    require(
-        isinstance(zero_bubble, bool),
-        f"zero_bubble={zero_bubble!r} is not a bool; use True to take W out of backward units, or False.",
-    )
+            raise ValueError(f"{what}={count!r} is not a count.\nFix: use an integer of 1 or more.")
+    require(isinstance(zero_bubble, bool), f"zero_bubble={zero_bubble!r}: must be True or False.")
     fits = {"interleaved": counts[-1] > 1, "v": counts[-1] == 2}.get(name, counts[-1] == 1)
     require(
         fits,
-        f"name={name!r} with num_groups={counts[-1]} groups of layers on a stage; use num_groups=2 or more "
-        f"with name='interleaved', num_groups=2 with 'v', and num_groups=1 with the others.",
+        f"name={name!r} cannot have num_groups={counts[-1]} groups of layers on a stage.\n"
+        f"Fix: use num_groups=2 or more with 'interleaved', 2 with 'v', 1 with others.",
     )
     require(
         not (zero_bubble and name == "gpipe"),
-        "name='gpipe' keeps all residuals, and has no zero_bubble; use name='1f1b', 'interleaved' or 'v', "
-        "which hold fewer.",
+        "name='gpipe' keeps all residuals, and has no zero_bubble.\n"
+        "Fix: use name='1f1b', 'interleaved' or 'v'.",
     )

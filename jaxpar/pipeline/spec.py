@@ -64,8 +64,6 @@ class Spec:
       microbatch_rows: b, rows of a microbatch on one data-parallel device.
       collects: what `last` gives of each unit: "sums", which are added up, or "rows", which are put in their
         places. Rows are for the forward pass alone, and layers add no sums then.
-      feed: with rows: (a unit's part of the batch, the rows that the unit before it gave) -> that part as it
-        is used; see `forward.make_forward`.
       adds_sums: whether layers return sums; all of them or none.
       head: "last" runs `last` on one stage only, that of the last layer; with "sharded" every stage runs it
         on its part of the parameters, and `last` combines the parts by collectives over `stage`.
@@ -95,7 +93,6 @@ class Spec:
     chunk_len: int | None
     microbatch_rows: int
     collects: Literal["sums", "rows"] = "sums"
-    feed: Callable[[Any, Any], Any] | None = None
     adds_sums: bool = False
     head: Head = "last"
     shares_first: bool = False

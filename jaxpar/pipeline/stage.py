@@ -58,7 +58,6 @@ class Stage:
         all but `stage`.
       num_chunks: K of the batch, at most `max_chunks`; `num_groups` V, of layers; `num_rows` B.
       x_shape, sums_shape: of what layers pass on, and of what `last` gives of a unit.
-      fed: the newest rows that `last` gave, of all rows of the device, where the next units are made of them.
     """
 
     spec: Spec
@@ -81,7 +80,6 @@ class Stage:
     num_rows: int
     x_shape: Any = None
     sums_shape: Any = None
-    fed: Any = None
 
     @classmethod
     def of(
@@ -133,24 +131,8 @@ class Stage:
             steps = max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
             first_step = lax.axis_index(spec.time_axes) * steps
         sizes = table.num_chunks, table.max_chunks, table.route.num_groups, num_rows
-        stage = cls(
-            *(
-                spec,
-                params,
-                frozen,
-                *batches,
-                slots,
-                rows,
-                starts,
-                key,
-                number,
-                first_row,
-                first_step,
-                here,
-                group,
-                *sizes,
-            )
-        )
+        own = spec, params, frozen, *batches, slots, rows, starts, key
+        stage = cls(*own, number, first_row, first_step, here, group, *sizes)
         unit = Unit(jnp.int32(0))
         x = jax.eval_shape(lambda: stage.first(unit))
 
@@ -165,18 +147,13 @@ class Stage:
 
     def first(self, unit: Unit) -> Any:
         """Before the layers."""
-        at = self.at(unit, on_all=self.shares_first)
+        at = self.at(unit, on_all=self.spec.shares_first)
         own = self.of_end(0, self.params), self.of_end(0, self.frozen)
         return vary_like(self.spec.first(*own, at), self.here)
 
-    @property
-    def shares_first(self) -> bool:
-        """Whether all stages run what comes before the layers, on their parts of it."""
-        return self.spec.shares_first
-
     def first_gradient(self, grads: Any, unit: Unit, dx: Any) -> Any:
         """The gradients of what comes before the layers, with what a unit adds."""
-        params, at = self.of_end(0, self.params), self.at(unit, on_all=self.shares_first)
+        params, at = self.of_end(0, self.params), self.at(unit, on_all=self.spec.shares_first)
         frozen = self.of_end(0, self.frozen)
         if self.spec.first_gradient is not None:
             return self.spec.first_gradient(grads, params, frozen, at, dx)
@@ -346,10 +323,6 @@ class Stage:
             return lax.dynamic_slice(a, corner(a, start, row), (steps, b, *a.shape[2:]))
 
         batch = jax.tree.map(cut, self.batch_on_all if on_all else self.batch)
-        if self.fed is not None:
-            assert self.spec.feed is not None
-            newest = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, row, b, 1), self.fed)
-            batch = self.spec.feed(batch, newest if on_all else vary_like(newest, self.here))
         return At(
             layer=0,
             time=self.first_step + time,

@@ -101,19 +101,18 @@ def make_table(schedules: Sequence[Schedule], capacity: Schedule | None = None) 
             if getattr(schedule, name) != getattr(capacity, name):
                 raise ValueError(
                     f"{name}={getattr(schedule, name)} of a schedule differs from "
-                    f"{getattr(capacity, name)} of the compiled program; use equal ones"
+                    f"{getattr(capacity, name)} of the compiled program.\nFix: use equal ones."
                 )
         if schedule.num_chunks != schedules[0].num_chunks:
             raise ValueError(
-                f"num_chunks={schedule.num_chunks} and {schedules[0].num_chunks} in one batch; a batch "
-                f"has one length"
+                f"num_chunks={schedule.num_chunks} and {schedules[0].num_chunks} in one batch.\n"
+                f"Fix: use schedules of one length."
             )
         for name in ("num_ticks", "num_slots", "num_forward_buffers", "num_backward_buffers"):
             if getattr(schedule, name) > getattr(capacity, name):
                 raise ValueError(
                     f"{name}={getattr(schedule, name)} is more than the {getattr(capacity, name)} of the "
-                    f"compiled program, which holds num_microbatches={capacity.num_microbatches} and "
-                    f"num_chunks={capacity.num_chunks}; compile it for more"
+                    f"compiled program.\nFix: compile it for a larger capacity."
                 )
     padded = [
         _with_lanes(schedule, len(capacity.weights)).padded(capacity.num_ticks)
@@ -168,11 +167,7 @@ def largest(schedules: Sequence[Schedule]) -> Schedule:
 
 def _with_lanes(schedule: Schedule, num_lanes: int) -> Schedule:
     """The schedule with so many lanes for W, the last ones idle."""
-    if len(schedule.weights) > num_lanes:
-        raise ValueError(
-            f"{len(schedule.weights)} lanes for W are more than the {num_lanes} of the compiled program; "
-            f"compile it for more"
-        )
+    assert len(schedule.weights) <= num_lanes
     idle = idle_lane(*schedule.forward.unit.shape, steps=())
     more = (idle,) * (num_lanes - len(schedule.weights))
     return dataclasses.replace(schedule, weights=(*schedule.weights, *more))

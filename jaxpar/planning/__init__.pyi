@@ -8,13 +8,10 @@ from jaxpar.planning.machine import find_machine as find_machine
 from jaxpar.planning.planner import Ranking as Ranking
 from jaxpar.planning.planner import check_fits as check_fits
 from jaxpar.planning.planner import compare as compare
-from jaxpar.planning.planner import place as place
 from jaxpar.planning.planner import plan as plan
 from jaxpar.planning.planner import plan_in_steps as plan_in_steps
-from jaxpar.planning.running import measure_groups as measure_groups
-from jaxpar.planning.running import measure_stages as measure_stages
 from jaxpar.planning.running import propose_shares as propose_shares
-from jaxpar.planning.running import propose_speeds as propose_speeds
+from jaxpar.planning.running import time_steps as time_steps
 from jaxpar.planning.search import describe as describe
 from jaxpar.planning.ways import Strategies as Strategies
 from jaxpar.planning.ways import strategies as strategies

@@ -1,22 +1,23 @@
 """Steps compiled for a machine, which need not be there: several at once, and each program once.
 
 XLA leaves Python's lock while it compiles, so threads do; processes would import JAX once more each, and
-could not read a task that is written in a notebook.
+could not read a task that is written in a notebook. What is found of a program is kept in a cache of its own:
+JAX's compilation cache writes programs for machines that are not there, and cannot read them back.
 """
 
 import contextlib
 import hashlib
 import importlib.metadata
-import json
 import logging
 import os
+import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import jax
 
-from jaxpar.analysis.program import ProgramReport, inspect_lowered, inspect_step, lower_step
+from jaxpar.analysis.program import ProgramReport, inspect_lowered, lower_step
 from jaxpar.base.files import cache_folder, whole_file
 from jaxpar.facts import ModelFacts
 from jaxpar.mesh import described_devices
@@ -30,7 +31,7 @@ from jaxpar.task import Settings
 
 _PACKAGES = ("jaxpar", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 # What is kept of a program, and how it is read; another number where either changes.
-_VERSION = 2
+_VERSION = 3
 _log = logging.getLogger(__name__)
 
 
@@ -64,26 +65,25 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
       runs: whether a state and a batch are made on devices that are there; else it is compiled for shapes.
     """
     try:
-        if machine.is_here and not runs:
-            return inspect_step(setup)
-        if machine.is_here:
+        if machine.is_here and runs:
             arguments = init_state(setup), batch_of_run(setup, 0)
             return inspect_lowered(setup, make_train_step(setup).lower(*arguments))
         lowered = lower_step(setup)
+        if machine.is_here:
+            return inspect_lowered(setup, lowered)
         name = _name_of(lowered, machine)
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there, or broken
-            return ProgramReport.from_dict(json.loads((_folder() / name).read_text()))
+        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):  # not there, or broken
+            return pickle.loads((_folder() / name).read_bytes())
         report = inspect_lowered(setup, lowered)
     except jax.errors.JaxRuntimeError as error:
         return str(error).partition("\n")[0]
     try:
         _folder().mkdir(parents=True, exist_ok=True)
         with whole_file(_folder() / name) as file:
-            file.write_text(json.dumps(report.to_dict()))
+            file.write_bytes(pickle.dumps(report))
     except OSError as error:
         _log.warning(
-            "what was compiled cannot be kept, and will be compiled anew: %s; set XDG_CACHE_HOME to a folder "
-            "that can be written",
+            "compiled programs cannot be kept: %s\nFix: set XDG_CACHE_HOME to a writable folder.",
             error,
         )
     return report
@@ -100,8 +100,8 @@ def _name_of(lowered: jax.stages.Lowered, machine: Machine) -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(importlib.metadata.version(package))
     flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
-    asked = json.dumps([lowered.as_text(), machine.name, versions, flags, _VERSION])
-    return f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
+    asked = repr((lowered.as_text(), machine.name, versions, flags, _VERSION))
+    return f"{hashlib.sha256(asked.encode()).hexdigest()}.pickle"
 
 
 def compile_steps(

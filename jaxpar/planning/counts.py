@@ -9,14 +9,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import LAYERS
 from jaxpar.base.trees import shape_of, whole_bytes
 from jaxpar.config import Parallel
-from jaxpar.ends import with_calls
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout, Outer
 from jaxpar.mesh import MeshConfig
@@ -24,16 +21,17 @@ from jaxpar.model import KIND
 from jaxpar.pipeline.spec import Layer
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
-from jaxpar.sharding import Rules, array_of, axes_of_spec, check_split, dims_of, named_leaves
+from jaxpar.sharding import array_of, dims_of, named_leaves
 from jaxpar.task import Task
 from jaxpar.trace.bound import in_bound
-from jaxpar.trace.counts import Amount, Collectives, amount, amount_and_sent, needed_inputs
+from jaxpar.trace.counts import Amount, amount
 
 
 class Array(NamedTuple):
-    """An array of the state.
+    """A variable of the model.
 
     Attributes:
+      name: as the model's modules have it, such as "embedding/table".
       dims, shape: all layers of a kind are in one stack.
       itemsize: bytes of an element.
       kind: number of the kind of layers in whose stack it is; None outside of all stacks.
@@ -45,37 +43,6 @@ class Array(NamedTuple):
     itemsize: int
     kind: int | None
 
-    @property
-    def path(self) -> str:
-        """The name as the model's modules have it."""
-        return self.name.replace(".", "/")
-
-
-class Part(NamedTuple):
-    """A device's part of an array: the mesh axes that split each dim, and the number of elements left."""
-
-    axes: tuple[tuple[str, ...], ...]
-    elements: int
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def part_of(array: Array, rows: int, rules: Rules, sizes: tuple[tuple[str, int], ...]) -> Part:
-    """The part of an array that a device of a mesh holds.
-
-    Args:
-      rows: of its stack, if it is in one.
-      sizes: of the mesh's axes.
-    Raises:
-      ValueError: a dim does not divide by the axes that split it.
-    """
-    on, shape = dict(sizes), array.shape
-    if array.kind is not None:
-        shape = (rows, *shape[1:])
-    spec = rules.spec(array.dims, shape, on)
-    check_split(f"parameter {array.name}", array.dims, shape, spec, on)
-    axes = tuple(axes_of_spec(spec))
-    return Part(axes, math.prod(shape) // math.prod(on[axis] for each in axes for axis in each))
-
 
 class Kind(NamedTuple):
     """One layer of a kind, on one unit.
@@ -83,14 +50,12 @@ class Kind(NamedTuple):
     Attributes:
       forward, backward, weights: what F, B and W do; W is nothing where B does it too.
       kept: bytes that F leaves for B and W.
-      sent: over axes of one's own, by F, and by B and W; see `trace.counts.amount_and_sent`.
     """
 
     forward: Amount
     backward: Amount
     weights: Amount
     kept: float
-    sent: tuple[Collectives, ...] = ()
 
 
 class Unit(NamedTuple):
@@ -100,19 +65,14 @@ class Unit(NamedTuple):
       steps: t; 1 if the model has no time.
       x: bytes of what goes from layer to layer.
       kinds: of each kind, one layer.
-      first, first_gradient, last: before the layers; its gradient; after them, with gradients.
+      first, last: before the layers, without gradients; after them, with gradients.
     """
 
     steps: float
     x: float
     kinds: tuple[Kind, ...]
     first: Amount
-    first_gradient: Amount
     last: Amount
-
-
-def _own_axes(counts: "Counts") -> tuple[str, ...]:
-    return counts.facts.task.axes
 
 
 class Counts:
@@ -120,10 +80,9 @@ class Counts:
 
     Attributes:
       facts: of the task.
-      params, frozen, opt_state, carry: the arrays of the state.
-      first, last: numbers of the parameters that are used before the layers, and after them.
-      dtype, width: of what goes from layer to layer; the size of its last dim.
-      batch_bytes: of a whole batch.
+      params, frozen: the variables of the model.
+      opt_copies: bytes of the optimizer's state for each byte of parameters.
+      dtype: of what goes from layer to layer.
     """
 
     def __init__(self, facts: ModelFacts, num_steps: int):
@@ -136,81 +95,22 @@ class Counts:
         """
         self.facts = facts
         self._layout = layout = Layout(facts, Parallel(MeshConfig()))
-        optimizer = facts.task.make_optimizer(num_steps)
-        self.params, self.frozen, self.opt_state, self.carry = (
-            tuple(self._arrays(tree))
-            for tree in (
-                layout.params,
-                layout.frozen,
-                jax.eval_shape(lambda params: optimizer.init(params), layout.params),
-                jax.eval_shape(layout.initial_carry, layout.params, layout.frozen),
-            )
+        self.params, self.frozen = (
+            tuple(self._arrays(tree)) for tree in (layout.params, layout.frozen)
         )
+        optimizer = facts.task.make_optimizer(num_steps)
+        opt_state = jax.eval_shape(lambda params: optimizer.init(params), layout.params)
+        self.opt_copies = whole_bytes(opt_state) / max(whole_bytes(layout.params), 1)
         self._outer = Outer(layout, layout.abstract_model())
-        self.first, self.last = self._outer.first[0], self._outer.last[0]
-        passed = jax.tree.leaves(facts.passed)[0]
-        self.dtype, self.width = str(passed.dtype), passed.shape[-1]
-        self.batch_bytes = whole_bytes(facts.batch)
+        self.dtype = str(jax.tree.leaves(facts.passed)[0].dtype)
         self._traced = functools.cache(self._trace)
 
     def _arrays(self, tree: Any) -> Iterator[Array]:
-        for name, leaf in named_leaves(tree):
+        for name, leaf in named_leaves(tree, "/"):
             dims, value, number = dims_of(leaf), array_of(leaf), None
             if dims[:1] == (LAYERS,):
                 number = self.facts.kinds.index(leaf.get_metadata(KIND))
             yield Array(name, dims, tuple(value.shape), value.dtype.itemsize, number)
-
-    @functools.cached_property
-    def summed(self) -> tuple[dict[str, tuple[int, int, int]], ...]:
-        """What is summed over stages for modules in parts, before the layers and after them, by name.
-
-        For each, of a whole batch: the numbers that it gives; those of them that its gradients need, which
-        before the layers are computed again; and those of its inputs whose cotangents are summed.
-        """
-        return tuple(map(self._summed, (0, -1)))
-
-    @in_bound(_own_axes)
-    def _summed(self, place: int) -> dict[str, tuple[int, int, int]]:
-        facts, names = self.facts, []
-        graphdef, state = nnx.split(facts.model)
-        arrays, structure = jax.tree.flatten(state)
-        floats = [n for n, a in enumerate(arrays) if jnp.issubdtype(a.dtype, jnp.floating)]
-        called = facts.uses[place].called
-
-        def run(own, outs, x):
-            """The first result, what modules are called with and what they give: `outs` if there are any."""
-            leaves, inputs, made = list(arrays), [], []
-            for n, leaf in zip(floats, own, strict=True):
-                leaves[n] = leaf
-
-            def call(name, own, *args, **options):
-                out = own(*args, **options)
-                if outs:  # the value alone, so that cotangents go on
-                    out += jax.lax.stop_gradient(outs[len(made)] - out)
-                names.append(name)
-                inputs.append(args[0])
-                made.append(out)
-                return out
-
-            calls = {name: functools.partial(call, name) for name in called}
-            model = with_calls(nnx.merge(graphdef, jax.tree.unflatten(structure, leaves)), calls)
-            return jax.tree.leaves(facts.run_end(place, model, x))[:1], inputs, made
-
-        own, x = [shape_of(arrays[n]) for n in floats], jax.tree.map(shape_of, facts.traces.y)
-        y, inputs, made = jax.eval_shape(functools.partial(run, outs=None), own, x=x)
-        found: dict[str, tuple[int, int, int]] = dict.fromkeys(called, (0, 0, 0))
-
-        def gradients(own, outs, x, dy):
-            return jax.vjp(lambda own, x: run(own, outs, x)[0], own, x)[1](dy)
-
-        needed = needed_inputs(gradients, own, made, x, y)[len(own) :]
-        for n, (name, given, out) in enumerate(zip(names[: len(made)], inputs, made, strict=True)):
-            depends = any(needed_inputs(lambda *args, n=n: run(*args)[1][n], own, made, x))
-            is_float = jnp.issubdtype(given.dtype, jnp.floating)
-            before, size = found[name], math.prod(out.shape)
-            summed = math.prod(given.shape) * (depends and is_float)
-            found[name] = before[0] + size, before[1] + size * needed[n], before[2] + summed
-        return found
 
     @property
     def counted(self) -> int:
@@ -218,40 +118,22 @@ class Counts:
         return self.facts.batch_size * (self.facts.num_steps or 1)
 
     def unit(self, t: int | None, b: int) -> Unit:
-        """A unit of any size.
-
-        Its numbers are linear in b, and mostly bilinear in t and b: then four units determine them.
-        """
-        whole = self.facts.num_steps
-        if whole is None:
-            return self._of_rows(None, b)
-        t, fewer = t or 1, whole // least_factor(whole)
-        if t not in (fewer, whole) and not self._is_linear_in_time:
-            return self._of_rows(t, b)
-        low, high = (self._of_rows(size, b) for size in (fewer, whole))
-        return _between(low, high, fewer, whole, t)
-
-    @functools.cached_property
-    def _is_linear_in_time(self) -> bool:
-        """Whether two lengths tell all: not where products are of steps with steps, as of matrix memories."""
-        whole, rows = self.facts.num_steps or 1, self.facts.batch_size
-        fewer = whole // least_factor(whole)
-        low, high, one = (self._traced(size, rows) for size in (fewer, whole, 1))
-        pairs = zip(_between(low, high, fewer, whole, 1).kinds, one.kinds, strict=True)
-        return all(
-            math.isclose(a.flops, b.flops, rel_tol=1e-6)
-            for pair in pairs
-            for a, b in zip(*(kind[:3] for kind in pair), strict=True)
-        )
-
-    def _of_rows(self, t: int | None, b: int) -> Unit:
-        rows, together = self.facts.batch_size, math.lcm(*self.facts.rows_together.values())
+        """A unit of any size: four units determine it, for its numbers are taken as bilinear in t and b."""
+        rows, whole = self.facts.batch_size, self.facts.num_steps
+        together = math.lcm(*self.facts.rows_together.values())
         fewer = rows // least_factor(rows // together)
-        return _between(self._traced(t, fewer), self._traced(t, rows), fewer, rows, b)
 
-    @in_bound(_own_axes)
+        def of_rows(t: int | None) -> Unit:
+            return _between(self._traced(t, fewer), self._traced(t, rows), fewer, rows, b)
+
+        if t is None or whole is None or self.facts.whole_window:
+            return of_rows(t)
+        shorter = whole // least_factor(whole)
+        return _between(of_rows(shorter), of_rows(whole), shorter, whole, t)
+
+    @in_bound(lambda self: self.facts.task.axes)
     def _trace(self, t: int | None, b: int) -> Unit:
-        facts, outer, functions = self.facts, self._outer, self._layout.layer_functions()
+        facts, outer = self.facts, self._outer
 
         def cut(leaf: Any) -> Any:
             """A unit's part of an array of the batch, as the model sees it."""
@@ -267,9 +149,6 @@ class Counts:
         def first(leaves, frozen, batch):
             return outer.run_first(leaves, frozen, facts.at(batch))
 
-        def first_gradient(grads, leaves, frozen, batch, dx):
-            return outer.add_first_gradient(grads, leaves, frozen, facts.at(batch), dx)
-
         def last(leaves, frozen, y, batch):
             def loss(leaves, y):
                 sums = outer.run_last(leaves, frozen, y, facts.at(batch), is_part=False)
@@ -277,28 +156,26 @@ class Counts:
 
             return jax.grad(loss, (0, 1))(leaves, y)
 
-        def used(numbers: Any) -> Any:
-            pairs = zip(outer.leaves, numbers, strict=True)
-            return [tuple(shape_of(own[n]) for n in each) for own, each in pairs]
-
-        of_first, of_last = used(outer.first), used(outer.last)
-        x = jax.tree.map(shape_of, jax.eval_shape(first, *of_first, batch))
+        of_first, of_last = (
+            [
+                tuple(shape_of(own[n]) for n in each)
+                for own, each in zip(outer.leaves, numbers, strict=True)
+            ]
+            for numbers in (outer.first, outer.last)
+        )
+        x = jax.eval_shape(first, *of_first, batch)
         kinds = []
         for function, (_, (_, carry, _, _)), params, frozen in zip(
-            functions, facts.traces.layers, *self._layout.of_row, strict=True
+            self._layout.layer_functions(), facts.traces.layers, *self._layout.of_row, strict=True
         ):
             carry = jax.tree.map(lambda a: jax.ShapeDtypeStruct((b, *a.shape[1:]), a.dtype), carry)
             x_and_sums = x, facts.no_sums
             kinds.append(_count_layer(function, params, frozen, carry, x_and_sums, facts.at(batch)))
-        gradient = Amount()
-        if of_first[0]:
-            gradient = amount(first_gradient, of_first[0], *of_first, batch, x)
         return Unit(
             steps=t or 1,
             x=whole_bytes(x),
             kinds=tuple(kinds),
             first=amount(first, *of_first, batch),
-            first_gradient=gradient,
             last=amount(last, *of_last, x, batch),
         )
 
@@ -311,14 +188,15 @@ def _count_layer(function: Layer, params: Any, frozen: Any, carry: Any, x: Any, 
         return split.forward(params, frozen, carry, x, at._replace(batch=batch))
 
     prepared, weights = jax.eval_shape(split.prepare, params, frozen), Amount()
-    of_forward, sent = amount_and_sent(forward, params, frozen, carry, x, at.batch)
-    of_backward, back = amount_and_sent(split.backward, prepared, split.saved, carry, x)
     if split.has_weights:
         needed = [split.saved[n] for n in split.needed]
-        weights, later = amount_and_sent(split.weights, prepared, needed, split.later)
-        back = {key: back.get(key, 0) + later.get(key, 0) for key in {**back, **later}}
-    kept = whole_bytes(split.saved_and_room)
-    return Kind(of_forward, of_backward, weights, kept, (sent, back))
+        weights = amount(split.weights, prepared, needed, split.later)
+    return Kind(
+        amount(forward, params, frozen, carry, x, at.batch),
+        amount(split.backward, prepared, split.saved, carry, x),
+        weights,
+        whole_bytes(split.saved_and_room),
+    )
 
 
 def least_factor(n: int) -> int:

@@ -10,8 +10,7 @@ from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.planning.machine import Machine
-from jaxpar.planning.planner import plan
-from jaxpar.planning.search import describe, divisors
+from jaxpar.planning.search import describe, divisors, rank
 from jaxpar.task import Task
 
 
@@ -36,7 +35,8 @@ def fit_devices(
     asked, num_devices = parallel.mesh, jax.device_count()
     if asked.devices is not None:
         raise ValueError(
-            f"--elastic takes all devices, and devices={asked.devices} names some; give only one of the two"
+            f"--elastic takes all devices, and devices={asked.devices} names some\n"
+            f"Fix: give only one of the two."
         )
     if keep:
         with contextlib.suppress(ValueError):
@@ -49,9 +49,9 @@ def fit_devices(
     # Its own memory may differ from process to process.
     machine = Machine(name, num_devices, len(jax.local_devices()), **SHEETS[name])
     own_axes = Parallel(MeshConfig(axes=asked.axes))
-    ranking = plan(task, own_axes, train, machine, num_finalists=0, tensor=tensor)
-    found, how = (*ranking.fitting, *ranking.refused)[0], "is the quickest"
-    if not found.fits:
-        how = "needs the least memory"
+    costs, how = rank(task, own_axes, train, machine, tensor=tensor), "is the quickest"
+    found = next((cost for cost in costs if cost.fits), None)
+    if found is None:
+        found, how = min(costs, key=lambda cost: cost.least_bytes), "needs the least memory"
     why = f"{short_name(asked)} does not fit {num_devices} devices; " if keep else ""
     return found.parallel, f"{why}{describe(found.parallel)} {how} by arithmetic for {name}"

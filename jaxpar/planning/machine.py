@@ -88,7 +88,7 @@ def find_machine(name: Machine | str | None = None, memory_bytes: float | None =
     if memory_bytes is not None:
         if not 0 < memory_bytes < math.inf:
             raise ValueError(
-                f"memory_bytes={memory_bytes}: must be positive and finite, such as 16e9"
+                f"memory_bytes={memory_bytes} is not positive and finite\nFix: use a number such as 16e9."
             )
         return dataclasses.replace(find_machine(name), memory_bytes=memory_bytes)
     if isinstance(name, Machine):

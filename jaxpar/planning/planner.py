@@ -6,23 +6,20 @@ are there, a few real steps of each decide.
 """
 
 import dataclasses
-import functools
 import itertools
-import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
 
-from jaxpar.base.checks import require_instance
+import jax
+
 from jaxpar.base.display import Printed, format_bytes, format_count
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.config_file import option_words
 from jaxpar.data.order import check_at_least
 from jaxpar.mesh import short_name
-from jaxpar.pipeline.placement import PartCosts, balance, tick_cost
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_of
-from jaxpar.planning.cost import Step, StepCost, estimate
+from jaxpar.planning.cost import StepCost
 from jaxpar.planning.machine import Machine, find_machine
-from jaxpar.planning.running import check_alone, time_steps
+from jaxpar.planning.running import time_steps
 from jaxpar.planning.search import describe, rank
 from jaxpar.setup import Setup
 from jaxpar.task import Task, check_task
@@ -52,7 +49,7 @@ class Ranking(Printed):
     def of(cls, machine: Machine, costs: Sequence[StepCost]) -> "Ranking":
         """Of layouts in any order."""
         by_time = sorted(costs, key=lambda c: (not c.measured, c.program is None, c.seconds))
-        by_size = sorted(costs, key=lambda c: (c.program is None, bool(c.refusal), c.memory_bytes))
+        by_size = sorted(costs, key=lambda c: (not c.memory_bytes, c.memory_bytes or c.least_bytes))
         fitting = tuple(cost for cost in by_time if cost.fits)
         return cls(machine, fitting, tuple(cost for cost in by_size if not cost.fits))
 
@@ -65,11 +62,12 @@ class Ranking(Printed):
         """
         if self.fitting:
             return self.fitting[0]
-        least = self.refused[0]
+        least, room = self.refused[0], format_bytes(self.machine.memory_bytes)
+        needs = least.memory_text or f"more than {format_bytes(least.least_bytes)}"
         raise ValueError(
-            f"none of {len(self.refused):,} configs fits in {format_bytes(self.machine.memory_bytes)} on "
-            f"{self.machine.name}; {describe(least.parallel)} needs {least.memory_text} on each device; use "
-            f"more devices, or a smaller model or batch"
+            f"none of {len(self.refused):,} configs fits in {room} on {self.machine.name}: "
+            f"{describe(least.parallel)} needs {needs} on each device\n"
+            f"Fix: use more devices, or a smaller model or batch."
         )
 
     def explain(self) -> str:
@@ -83,10 +81,12 @@ class Ranking(Printed):
         names = sorted(parts, key=parts.__getitem__, reverse=True)
         about = "~" * (not best.measured)
         shares = (f"{name} {parts[name] / sum(parts.values()):.0%}" for name in names)
+        room = format_bytes(self.machine.memory_bytes)
         lines = [
             f"Use {describe(parallel)}: {best.seconds_text} a step, "
-            f"{about}{counts.counted / best.seconds:,.0f} {task.unit}/s, {best.memory_text} of "
-            f"{format_bytes(self.machine.memory_bytes)} on each device.",
+            f"{about}{counts.counted / best.seconds:,.0f} {task.unit}/s"
+            + f", {best.memory_text} of {room} on each device" * bool(best.memory_text)
+            + ".",
             f"Its estimated time: {', '.join(shares)}.",
         ]
         alike = [c for c in self.fitting if bool(c.measured) == bool(best.measured)]
@@ -108,7 +108,6 @@ def plan(
     machine: Machine | str | None = None,
     *,
     num_finalists: int = NUM_FINALISTS,
-    tensor: Collection[int] | None = None,
 ) -> Ranking:
     """Every way to run a task's training step on a machine, ranked.
 
@@ -118,17 +117,15 @@ def plan(
         searched for.
       machine: or its text, as of `find_machine`; None: the devices that JAX has, on which the finalists run.
       num_finalists: so many that fit are compiled; 0 relies on arithmetic.
-      tensor: sizes of `tensor` to try; None tries all.
     Raises:
       ValueError: as of `search.rank` and `find_machine`; there is no compiler for the machine; or there are
         several processes, of which each would measure for itself.
     """
     check_task(task)
     check_at_least(0, num_finalists=num_finalists)
-    require_instance("tensor", tensor, Collection | None, "a list of sizes, or None for all")
     machine = find_machine(machine)
     given, train = Parallel.of(parallel, task.parallel), train or task.train
-    *_, last = plan_in_steps(task, given, train, machine, num_finalists, tensor)
+    *_, last = plan_in_steps(task, given, train, machine, num_finalists)
     return last
 
 
@@ -138,7 +135,6 @@ def plan_in_steps(
     train: TrainConfig,
     machine: Machine,
     num_finalists: int = NUM_FINALISTS,
-    tensor: Collection[int] | None = None,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[Ranking]:
     """`plan` as it goes: by arithmetic alone, then after every program, then after all have run.
@@ -147,11 +143,14 @@ def plan_in_steps(
       tell: is called with what comes next, in words.
     """
     tell("ranking every mesh and pipeline by arithmetic")
-    if machine.is_here and num_finalists:
-        check_alone()
+    if machine.is_here and num_finalists and jax.process_count() > 1:
+        raise ValueError(
+            f"a plan measures steps in one process, got {jax.process_count()} processes\n"
+            f"Fix: plan for a machine by its name, such as h100:1x2x8, or use --elastic."
+        )
     if given.mesh.devices is not None:
         machine = dataclasses.replace(machine, num_devices=len(given.mesh.devices))
-    costs = rank(task, given, train, machine, tensor=tensor)
+    costs = rank(task, given, train, machine)
     yield Ranking.of(machine, costs)
     likely = iter([number for number, cost in enumerate(costs) if cost.fits])
     setups = dict[int, Setup]()
@@ -159,13 +158,11 @@ def plan_in_steps(
         wanted = num_finalists - sum(cost.program is not None and cost.fits for cost in costs)
         wave = {n: setup_of(costs[n]) for n in itertools.islice(likely, wanted)}
         if wave:
-            tell(f"compiling 1 of {format_count(len(wave), 'config')}")
-        for count, (place, found) in enumerate(compile_steps([*wave.values()], machine), 2):
+            tell(f"compiling {format_count(len(wave), 'config')}")
+        for place, found in compile_steps([*wave.values()], machine):
             number = [*wave][place]
             costs[number] = costs[number].known(found)
             yield Ranking.of(machine, costs)
-            if count <= len(wave):
-                tell(f"compiling {count} of {len(wave)} configs")
         setups |= {n: setup for n, setup in wave.items() if costs[n].fits}
     for rounds in (_ROUNDS, _LAST_ROUNDS) if machine.is_here and setups else ():
         tell(f"running {format_count(len(setups), 'config')} in {rounds} rounds")
@@ -192,58 +189,6 @@ def compare(cost: StepCost) -> StepCost:
     return dataclasses.replace(cost, measured=tuple(seconds))
 
 
-def place(cost: StepCost, by: Literal["time", "memory"] = "time") -> tuple[int, ...]:
-    """The placement of layers by the time that each takes, or by the memory that devices need.
-
-    Args:
-      cost: of a step with any placement, as of `estimate_step`.
-      by: "time" ranks placements by their ticks, what is before the layers on the first stage and after
-        them on the last included, and where the devices are there the first few run; "memory" takes the one
-        that needs the least.
-    Returns:
-      The number of layers on each stage, group by group.
-    Raises:
-      ValueError: `by` is neither; there are several processes, of which each would measure for itself.
-    """
-    if by not in ("time", "memory"):
-        raise ValueError(f'by={by!r}: use "time" or "memory"')
-    (_, parallel, train), machine, counts = cost.settings, cost.machine, cost.counts
-    kind_of, step = counts.facts.kind_of, Step(counts, parallel, train)
-    if parallel.mesh.stage == 1:
-        return (len(kind_of),)
-    first, gradient, last = (machine.seconds(amount, counts.dtype) for amount in step.around)
-    forward, *backward = (
-        [machine.seconds(step.kinds[kind][work], counts.dtype) for kind in kind_of]
-        for work in range(3)
-    )
-    costs = PartCosts(
-        layers=tuple(zip(forward, map(sum, zip(*backward, strict=True)), strict=True)),
-        first=(first, gradient),
-        last=(0.0 if step.shares_head else last, 0.0),
-        speeds=step.layout.costs.speeds,
-    )
-    places = parallel.mesh.stage * parallel.num_groups
-    fewest = -(-len(kind_of) // places)
-    found = {
-        each: None
-        for most in range(fewest, len(kind_of) + 1)
-        for each in balance(costs, places, most=most)
-    }
-    placements = sorted(found, key=functools.partial(tick_cost, costs))
-    pipelines = [dataclasses.replace(parallel.pipeline, placement=each) for each in placements]
-    parallels = [dataclasses.replace(parallel, pipeline=pipeline) for pipeline in pipelines]
-    steps = [estimate(counts, each, train, machine) for each in parallels]
-    smallest = min(range(len(steps)), key=lambda n: steps[n].memory_bytes)
-    if by == "memory":
-        return placements[smallest]
-    fitting = [n for n, each in enumerate(steps) if each.fits] or [smallest]
-    if machine.is_here and len(fitting) > 1:
-        setups = [setup_of(steps[n]) for n in fitting[:_BEST]]
-        medians = [statistics.median(seconds) for seconds in time_steps(setups, _ROUNDS)]
-        return placements[fitting[medians.index(min(medians))]]
-    return placements[fitting[0]]
-
-
 def check_fits(cost: StepCost) -> StepCost:
     """A step, if by the compiler's number a device has the memory for it.
 
@@ -258,25 +203,27 @@ def check_fits(cost: StepCost) -> StepCost:
         cost = cost.known(compile_step(setup_of(cost), machine))
     if cost.fits:
         return cost
-    why = f"a step needs {cost.memory_text} on a device, {machine.name} has {format_bytes(room)}"
+    needs = cost.memory_text or f"more than {format_bytes(cost.least_bytes)}"
+    why = f"a step needs {needs} on a device, {machine.name} has {format_bytes(room)}"
     if cost.refusal:
-        why = f"the compiler refuses this step ({cost.refusal})"
-    # Estimates err alike.
-    scale = cost.memory_bytes / sum(cost.held.values())
-    devices = dataclasses.replace(machine, num_devices=mesh.num_devices)
-    costs = rank(*cost.settings, devices, counts=cost.counts)
-    likely = [each for each in costs if each.memory_bytes * scale <= room]
+        why = f"the compiler refuses this step: {cost.refusal}"
+    # Other layouts need as many times their least.
+    scale = (cost.memory_bytes or cost.least_bytes) / cost.least_bytes
+    small = dataclasses.replace(
+        machine, num_devices=mesh.num_devices, memory_bytes=room / max(scale, 1)
+    )
+    likely = [each for each in rank(*cost.settings, small, counts=cost.counts) if each.fits]
     tried = sorted(likely, key=lambda each: each.parallel.mesh != mesh)[: 2 * _MOST_TRIED]
     setups = [setup_of(each) for each in tried]
     for number, found in compile_steps(setups, machine):
-        tried[number] = tried[number].known(found)
+        tried[number] = dataclasses.replace(tried[number], machine=machine).known(found)
     texts = [
         f"{_options(cost, each)} ({each.memory_text}, {each.seconds_text} a step)"
         for each in tried
-        if each.fits
+        if each.memory_bytes and each.fits
     ]
     use = ", or ".join(texts[:3]) or "more devices, or a smaller model or batch"
-    raise ValueError(f"{why}; use {use}")
+    raise ValueError(f"{why}\nFix: use {use}.")
 
 
 def _options(before: StepCost, after: StepCost) -> str:

@@ -73,7 +73,8 @@ def rank(
         layers, rows = len(counts.facts.kind_of), counts.facts.batch_size
         reason = refused or f"{layers} layers and batches of {rows} rows do not split over any"
         raise ValueError(
-            f"no mesh of {machine.num_devices} devices fits: {reason}; use other devices"
+            f"no mesh of {machine.num_devices} devices fits: {reason}\n"
+            f"Fix: use another number of devices, or another batch size."
         )
     return sorted(found, key=lambda cost: cost.seconds)
 

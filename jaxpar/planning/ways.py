@@ -4,29 +4,30 @@ Bytes sent and memory are those of the compiled programs. Where none can be comp
 """
 
 import dataclasses
-import functools
 import itertools
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import AbstractMesh
 
+from jaxpar.analysis.program import ProgramReport
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.display import Printed, format_count
 from jaxpar.base.stage_names import NamedPlacement
+from jaxpar.base.trees import device_bytes, placed
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.layout import Layout
 from jaxpar.pipeline.lanes import Block
-from jaxpar.planning.compiled import compile_step, setup_on
+from jaxpar.planning.compiled import compile_step, setup_of
 from jaxpar.planning.cost import Step, StepCost, estimate
 from jaxpar.planning.counts import Counts, counts_of
 from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.planning.search import cuts
-from jaxpar.setup import Setup
+from jaxpar.sharding import shardings
 from jaxpar.task import Task
 from jaxpar.training.summary import ends_by_stage
 
@@ -122,20 +123,20 @@ def strategies(
     mesh, counts = given.mesh, counts_of(task, train.num_steps, machine.platform)
     n = mesh.data * mesh.stage * mesh.tensor
     if n == 1:
-        raise ValueError("one device shares its step with none; use two or more, as --simulate 4")
-    cut, plain = given.pipeline, PipelineConfig()
+        raise ValueError(
+            "mesh: one device cannot share a step\nFix: use two or more devices, such as --simulate 4."
+        )
+    cut = given.pipeline
     has_groups = cut.num_groups > 1 or cut.schedule == "v"
-    whole = PipelineConfig(
-        "gpipe", placement="balanced" if has_groups else cut.placement, head=cut.head
-    )
-    one = dataclasses.replace(mesh, data=1, stage=1, tensor=1, devices=None)
+    placement = "balanced" if has_groups else cut.placement
     ways = {
-        "data parallelism": (DATA, plain),
-        "tensor parallelism": (TENSOR, plain),
-        "model parallelism": (STAGE, whole),
+        "data parallelism": (DATA, PipelineConfig()),
+        "tensor parallelism": (TENSOR, PipelineConfig()),
+        "model parallelism": (STAGE, PipelineConfig("gpipe", placement=placement, head=cut.head)),
         "pipeline parallelism": (STAGE, cut),
     }
-    costs, left_out = dict[str, StepCost](), dict[str, str]()
+    one = dataclasses.replace(mesh, data=1, stage=1, tensor=1, devices=None)
+    costs, left_out, drawn = dict[str, StepCost](), dict[str, str](), list[Strategy]()
     for name, (axis, pipeline) in ways.items():
         shape = dataclasses.replace(one, **{axis: n})
         speeds = given.speeds if axis == STAGE else None
@@ -146,26 +147,28 @@ def strategies(
             costs[name] = _estimate(name, axis, counts, layout, train, machine)
         except ValueError as error:
             left_out[name] = str(error)
-    setups, unknown, drawn = dict[str, Setup](), dict[str, str](), list[Strategy]()
-    for name, cost in costs.items():
-        try:
-            setups[name] = setup_on(cost.settings, machine)
-        except ValueError as error:  # no compiler, or too few devices
-            unknown[name] = str(error)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compile_one = functools.partial(compile_step, machine=machine, runs=False)
-        programs = {name: pool.submit(compile_one, setup) for name, setup in setups.items()}
-    for name, cost in costs.items():
+        programs = [_compiling(pool, cost) for cost in costs.values()]
+    for (name, cost), program in zip(costs.items(), programs, strict=True):
         try:
-            if name in programs:
-                cost = cost.known(programs[name].result())
-            why = unknown.get(name, cost.refusal and f"the compiler says {cost.refusal}")
-            drawn.append(_strategy(name, ways[name][0], cost, why))
+            unknown = program if isinstance(program, str) else ""
+            if not isinstance(program, str):
+                cost = cost.known(program.result())
+                unknown = cost.refusal and f"the compiler says {cost.refusal}"
+            drawn.append(_strategy(name, ways[name][0], cost, unknown))
         except ValueError as error:
             left_out[name] = str(error)
     if not drawn:
         raise ValueError(f"no way to share the step among {n} devices: {[*left_out.values()][-1]}")
     return Strategies(counts.facts.task, machine, n, tuple(drawn), left_out)
+
+
+def _compiling(pool: ThreadPoolExecutor, cost: StepCost) -> Future[ProgramReport | str] | str:
+    """The program of a step, as soon as it is there; or why there is none."""
+    try:
+        return pool.submit(compile_step, setup_of(cost), cost.machine, runs=False)
+    except ValueError as error:  # no compiler, or too few devices
+        return str(error)
 
 
 def _estimate(
@@ -179,36 +182,49 @@ def _estimate(
     facts, n = counts.facts, parallel.mesh.sizes[axis]
     if axis == STAGE and len(facts.kind_of) < n:
         layers = format_count(len(facts.kind_of), "layer")
-        raise ValueError(f"{layers} for {n} devices; use {n} layers or more, or fewer devices")
-    tried = [parallel]
+        raise ValueError(
+            f"{layers} for {n} devices\nFix: use {n} layers or more, or fewer devices."
+        )
+    tried, rows, steps = [parallel.pipeline], facts.batch_size, facts.num_steps or 1
     if name.startswith("pipeline") and parallel.num_units == 1:
-        tried = [dataclasses.replace(parallel, pipeline=cut) for cut in _cuts(counts, parallel)]
-    costs, refused = list[StepCost](), ValueError()
-    for each in tried:
+        tried = [
+            dataclasses.replace(parallel.pipeline, num_microbatches=M, num_chunks=K)
+            for M, K in itertools.product(cuts(rows), cuts(steps))
+            if 1 < M * K <= _UNITS_PER_STAGE * n
+        ]
+    costs = list[StepCost]()
+    refused = ValueError(
+        f"batch_size={rows}: neither rows nor time steps can be cut into units\nFix: use more rows."
+    )
+    for pipeline in tried:
+        layout = dataclasses.replace(parallel, pipeline=pipeline)
         try:
-            costs.append(estimate(counts, each, train, machine))
+            costs.append(estimate(counts, layout, train, machine))
         except ValueError as error:
             refused = error
     if not costs:
         raise refused
     if axis == TENSOR:
         step = Step(counts, parallel, train)
-        parts = (step.part(each, step.layout.param_rules) for each in (*step.params, *step.frozen))
-        if not any(TENSOR in sum(part.axes, ()) for part in parts):
+        if not any(
+            TENSOR in sum(step.axes_of(each), ()) for each in (*counts.params, *counts.frozen)
+        ):
             raise ValueError(
-                f"tensor={n} splits no parameter; name dims of weights (jaxpar.nn.named_param), as the "
-                f"layers of jaxpar.nn do"
+                f"tensor={n} splits no parameter\n"
+                f"Fix: name dims of weights by jaxpar.nn.named_param, as the layers of jaxpar.nn do."
             )
     return min(costs, key=lambda cost: cost.seconds)
 
 
 def _strategy(name: str, axis: str, cost: StepCost, unknown: str) -> Strategy:
-    task, parallel, train = cost.settings
-    counts = counts_of(task, train.num_steps, cost.machine.platform)
+    _, parallel, train = cost.settings
+    counts = cost.counts
     step, n = Step(counts, parallel, train), parallel.mesh.sizes[axis]
-    rules, weights = step.layout.param_rules, (*step.params, *step.frozen)
-    weight_bytes = step.bytes_of(weights, rules)
-    whole = sum(math.prod(each.shape) * each.itemsize for each in weights)
+    layout, whole = step.layout, counts.facts.model_size[1]
+    mesh = AbstractMesh(tuple(step.sizes.values()), tuple(step.sizes))
+    weight_bytes = device_bytes(
+        placed(layout.stored, shardings(layout.stored, mesh, layout.param_rules))
+    )
     share = f"{100 * weight_bytes / whole:.3g}% of all weights"
     share = "all weights" if weight_bytes == whole else share
     holds = [share] * n
@@ -216,7 +232,7 @@ def _strategy(name: str, axis: str, cost: StepCost, unknown: str) -> Strategy:
         rows = counts.facts.batch_size // n
         holds = [f"{share}, rows {d * rows}-{(d + 1) * rows - 1}" for d in range(n)]
     elif axis == STAGE:
-        holds = _places(step.layout)
+        holds = _places(layout)
     return Strategy(name, cost, unknown, tuple(holds), weight_bytes, tuple(_blocks(step, cost)))
 
 
@@ -233,28 +249,6 @@ def _places(layout: Layout) -> list[str]:
         ", ".join(filter(None, (own, *more)))
         for own, more in zip(layers, ends_by_stage(layout), strict=True)
     ]
-
-
-def _cuts(counts: Counts, parallel: Parallel) -> list[PipelineConfig]:
-    """Pipelines of more units than one, and up to `_UNITS_PER_STAGE`.
-
-    Raises:
-      ValueError: neither rows nor time can be cut.
-    """
-    facts, pipeline = counts.facts, parallel.pipeline
-    chunks = [1] if facts.whole_window else cuts(facts.num_steps or 1)
-    rows = facts.batch_size // math.lcm(*facts.rows_together.values())
-    found = [
-        dataclasses.replace(pipeline, num_microbatches=M, num_chunks=K)
-        for M, K in itertools.product(cuts(rows), chunks)
-        if 1 < M * K <= _UNITS_PER_STAGE * parallel.mesh.stage
-    ]
-    if not found:
-        raise ValueError(
-            f"a batch of {format_count(facts.batch_size, 'row')} cannot be cut, nor can its time; use more "
-            f"rows, or --pipeline.num-microbatches"
-        )
-    return found
 
 
 def _blocks(step: Step, cost: StepCost) -> Iterator[Block]:

@@ -31,18 +31,14 @@ def bound(axes: Sequence[str], trace: Callable[[], Traced]) -> Traced:
     return found[0]
 
 
-class in_bound:  # noqa: N801 - a decorator
-    """A method that traces, decorated: it runs `bound` by the axes of its object."""
+def in_bound(axes_of: Callable[[Any], Sequence[str]]) -> Callable[[Any], Any]:
+    """A decorator of methods that trace: they run `bound` by the axes of their object."""
 
-    def __init__(self, axes_of: Callable[[Any], Sequence[str]]):
-        self.axes_of = axes_of
-
-    def __call__(self, method: Callable[..., Traced]) -> Callable[..., Traced]:
-        """The method."""
-        axes_of = self.axes_of
-
+    def decorate(method: Callable[..., Traced]) -> Callable[..., Traced]:
         @functools.wraps(method)
         def run(owner: Any, *args: Any, **options: Any) -> Traced:
             return bound(axes_of(owner), lambda: method(owner, *args, **options))
 
         return run
+
+    return decorate

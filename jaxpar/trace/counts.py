@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxpar.trace.jaxprs import CHEAP, equations_in, inlined, programs_in, reads_of
+from jaxpar.trace.jaxprs import (
+    CHEAP,
+    equations_for,
+    equations_in,
+    inlined,
+    programs_in,
+    reads_of,
+)
 
 # How the names of factorizations begin, LAPACK's included; see `reductions`.
 FACTORIZATIONS = ("cholesky", "qr", "householder", "lu", "svd", "eig", "triangular_solve")
@@ -19,31 +25,18 @@ _REDUCING = (
     "reduce", "dot_general", "conv_general", "cum", "arg", "sort", "top_k", "fft", *FACTORIZATIONS,
 )  # fmt: skip
 
-# Of what the compiler fuses into an operation that reads it, so that it is not materialized: what is computed
-# once, however many operations read it.
-_EXPENSIVE = {
-    "cos", "div", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "random_bits", "rem",
-    "rsqrt", "sin", "sqrt", "tanh", "threefry2x32",
-}  # fmt: skip
-# All of it; the others are computed for each operation that reads them.
-_FUSED = CHEAP | _EXPENSIVE | {
-    "ceil", "clamp", "floor", "iota", "is_finite", "random_unwrap", "random_wrap", "real", "round",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "slice", "split", "transpose", "xor",
+# What the compiler fuses into an operation that reads it, so that it is not materialized.
+_FUSED = CHEAP | {
+    "ceil", "clamp", "cos", "div", "erf", "exp", "exp2", "expm1", "floor", "iota", "is_finite", "log",
+    "log1p", "logistic", "pow", "random_bits", "random_unwrap", "random_wrap", "real", "rem", "round",
+    "rsqrt", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sin", "slice", "split", "sqrt",
+    "tanh", "threefry2x32", "transpose", "xor",
 }  # fmt: skip
 # Operations whose results are their operands, as far as memory goes.
 _SAME = {"optimization_barrier", "pcast", "pvary", "sharding_constraint", "stop_gradient"}
 # Operations that write their result where the first operand lay: the number of what they write.
 _IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 _PRODUCTS = ("dot_general", "conv_general_dilated")
-# What XLA calls the operations that send over axes with names.
-_COLLECTIVES = {
-    "psum": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
-}  # fmt: skip
-
-
-# (operation, axes, "bytes" or "runs") -> a number.
-Collectives = dict[tuple[str, tuple[str, ...], str], float]
 
 
 class Amount(NamedTuple):
@@ -83,35 +76,9 @@ def amount(function: Callable[..., Any], *args: Any) -> Amount:
     return _amount(_traced(function, args))
 
 
-def amount_and_sent(function: Callable[..., Any], *args: Any) -> tuple[Amount, Collectives]:
-    """What a function does, as `amount`, and what it sends over axes that it names.
-
-    Bytes are of what each run takes; loops count by their length, and of a conditional all branches.
-    """
-    jaxpr = _traced(function, args)
-    return _amount(jaxpr), _collectives(jaxpr)
-
-
 def _traced(function: Callable[..., Any], args: tuple[Any, ...]) -> core.Jaxpr:
     """The program of a function, traced now: JAX knows a function that it has traced, not what that reads."""
     return jax.make_jaxpr(lambda *args: function(*args))(*args).jaxpr
-
-
-def _collectives(jaxpr: core.Jaxpr) -> Collectives:
-    found: Any = Counter()
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name.removesuffix("_invariant"), equation.params
-        if op := _COLLECTIVES.get(name):
-            axes = params["axes"] if "axes" in params else params["axis_name"]
-            named = tuple(
-                a for a in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(a, str)
-            )
-            found[op, named, "bytes"] += sum(map(_bytes, equation.invars))
-            found[op, named, "runs"] += len(equation.invars)
-        for part in programs_in(equation):
-            turns = params["length"] if name == "scan" else 1
-            found.update({key: turns * number for key, number in _collectives(part).items()})
-    return dict(found)
 
 
 def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
@@ -119,16 +86,6 @@ def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
     jaxpr = _traced(function, args)
     used = reads_of(jaxpr.eqns, jaxpr.outvars)
     return [v in used for v in jaxpr.invars]
-
-
-def needed_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
-    """For each array among the arguments of a function, whether what it returns depends on it."""
-    jaxpr = _traced(function, args)
-    needed = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
-    for equation in reversed(jaxpr.eqns):
-        if needed.intersection(equation.outvars):
-            needed |= {v for v in equation.invars if isinstance(v, core.Var)}
-    return [v in needed for v in jaxpr.invars]
 
 
 def moving_inputs(function: Callable[..., Any], inputs: Any, *others: Any) -> list[bool]:
@@ -154,7 +111,9 @@ def moving_inputs(function: Callable[..., Any], inputs: Any, *others: Any) -> li
         return jax.jvp(run, (list(itertools.compress(leaves, moves)),), (changes,))[1]
 
     floats = list(itertools.compress(leaves, moves))
-    return needed_inputs(change, floats, leaves, *others)[: len(floats)]
+    jaxpr = _traced(change, (floats, leaves, *others))
+    needed = reads_of(equations_for(jaxpr.eqns, jaxpr.outvars), jaxpr.outvars)
+    return [v in needed for v in jaxpr.invars[: len(floats)]]
 
 
 def reductions(function: Callable[..., Any], *args: Any) -> dict[str, float]:
@@ -177,16 +136,11 @@ def reductions(function: Callable[..., Any], *args: Any) -> dict[str, float]:
 
 def _amount(jaxpr: Any) -> Amount:
     whole = inlined(core.ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))).jaxpr
-    readers, held = Counter[Any](), {v for v in whole.outvars if isinstance(v, core.Var)}
+    held = {v for v in whole.outvars if isinstance(v, core.Var)}
     for equation in whole.eqns:
-        reads = {v for v in equation.invars if isinstance(v, core.Var)}
-        readers.update(reads)
         name = equation.primitive.name
         if name not in _FUSED and not name.startswith("reduce_"):
-            held |= reads
-
-    def is_written(name: str, v: Any) -> bool:
-        return v in held or name not in _FUSED or (name in _EXPENSIVE and readers[v] > 1)
+            held |= {v for v in equation.invars if isinstance(v, core.Var)}
 
     def amount_of(equation: Any) -> Amount:
         name = equation.primitive.name
@@ -196,7 +150,7 @@ def _amount(jaxpr: Any) -> Amount:
             return Amount(bytes=2.0 * _bytes(equation.invars[_IN_PLACE[name]]))
         if not name.startswith("reduce") and (parts := programs_in(equation)):
             return _inside(equation, [*map(_amount, parts)])
-        made = sum(_bytes(v) for v in equation.outvars if is_written(name, v))
+        made = sum(_bytes(v) for v in equation.outvars if v in held or name not in _FUSED)
         if name in _PRODUCTS:
             return Amount(_flops_of(equation), made + sum(map(_bytes, equation.invars)))
         return Amount(bytes=2.0 * made)

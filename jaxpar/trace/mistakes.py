@@ -10,41 +10,34 @@ import jax
 from jaxpar.base.axes import MESH_AXES, TENSOR
 from jaxpar.trace.places import place_of_equation, place_of_error
 
+# Where Python asks for the values of a traced array: what JAX raises, a part of its text, what was done, and
+# what to use.
 _BRANCHES = (
     "decides in Python (`if`, `while`, `and`, `or`) by an array",
-    "jnp.where(condition, a, b), or jax.lax.cond where only one of both is to be computed",
+    "jnp.where or jax.lax.cond",
 )
-_COUNTS = (
-    "counts in Python by an array, as in range(n) or parts[n]",
-    "jax.lax.fori_loop for a loop, and jnp.stack(parts)[n] for one of a list",
-)
-_TO_NUMPY = "gives an array to NumPy", "the function of jax.numpy: jnp, not np"
 _TO_PYTHON = (
-    "makes a number of Python of an array: by float, int or .item(), or as a size",
-    "the array itself, in another type by x.astype(int), and for sizes those in x.shape",
+    "makes a number of Python of an array, or a size",
+    "the array itself, x.astype(int), or x.shape",
 )
-_BY_MASK = "takes as many elements as a mask has, as in x[mask]", "jnp.where(mask, x, 0)"
-_CUTS = (
-    "cuts an array where another one says, as in x[:n]",
-    "jax.lax.dynamic_slice for a part of a known size, or jnp.where for one of another",
-)
-# What JAX raises where Python asks for the values of a traced array, and a part of its text; what was done,
-# and what to use.
 _NEEDS_VALUES = (
     (jax.errors.TracerBoolConversionError, "", *_BRANCHES),
     (ValueError, "truth value of an array", *_BRANCHES),
-    (jax.errors.TracerIntegerConversionError, "", *_COUNTS),
-    (jax.errors.TracerArrayConversionError, "", *_TO_NUMPY),
-    (jax.errors.NonConcreteBooleanIndexError, "", *_BY_MASK),
-    (IndexError, "static", *_CUTS),
+    (jax.errors.TracerIntegerConversionError, "", "counts in Python by an array, as in range(n) or parts[n]",
+     "jax.lax.fori_loop for a loop, and jnp.stack(parts)[n] for one of a list"),
+    (jax.errors.TracerArrayConversionError, "", "gives an array to NumPy",
+     "the function of jax.numpy: jnp, not np"),
+    (jax.errors.NonConcreteBooleanIndexError, "", "takes as many elements as a mask has, as in x[mask]",
+     "jnp.where(mask, x, 0)"),
+    (IndexError, "static", "cuts an array where another one says, as in x[:n]",
+     "jax.lax.dynamic_slice for a known size, or jnp.where"),
     (TypeError, "scalar arrays can be converted to", *_TO_PYTHON),
     (jax.errors.ConcretizationTypeError, "", *_TO_PYTHON),
-)
+)  # fmt: skip
 _UNBOUND_AXIS = re.compile(r"unbound axis name: (\w+)")
 _NO_MESH = re.compile(r"context mesh|mesh context|mesh in context|shard_map")
 
-_PAGE = '(docs/models.md, "Axes of your own")'
-_OWN_AXIS = f'an axis of your own, which the task names: axes = ("context",) {_PAGE}'
+_OWN_AXIS = 'an axis of your own (docs/models.md, "Axes of your own")'
 _LAY_OUT = 'at.layout(x, "batch", None, "hidden")'
 
 
@@ -59,19 +52,16 @@ def why_refused(what: str, error: Exception, *, has_key: bool) -> str | None:
     where, text = _at(what, place_of_error(error)), " ".join(str(error).split())
     for kind, part, does, use in _NEEDS_VALUES:
         if isinstance(error, kind) and part in text:
-            return (
-                f"{where} {does}; while it is traced, once for all batches, arrays have no values, "
-                f"at.layer, at.time and at.row among them; use {use}"
-            )
+            return f"{where} {does}, but traced arrays have no values\nFix: use {use}."
     if axis := _UNBOUND_AXIS.search(text):
         return _uses_axis(where, axis[1])
     if _NO_MESH.search(text):
         return _has_mesh(where, "by shard_map or a PartitionSpec")
     if not has_key and isinstance(error, TypeError | AttributeError):
         return (
-            f"{where} needs at.key, and that is None where nothing is drawn, in evaluation and in "
-            f"predictions ({type(error).__name__}: {text}); use jaxpar.nn.dropout(x, rate, at), or "
-            f"at.draw(jax.random.normal, x.shape) only if at.key is not None"
+            f"{where} needs at.key, which is None in evaluation and predictions "
+            f"({type(error).__name__}: {text})\n"
+            f"Fix: use jaxpar.nn.dropout(x, rate, at), or at.draw(...) only if at.key is not None."
         )
     return None
 
@@ -85,9 +75,8 @@ def check_equations(what: str, eqns: Iterable[Any]) -> None:
         where = _at(what, place_of_equation(eqn))
         if name == "ppermute":
             raise ValueError(
-                f"{where} uses ppermute: stages run it in branches, where it would exchange with another "
-                f"stage and give other numbers without an error; use all_gather or all_to_all, which send no "
-                f"more than a ring of them"
+                f"{where} uses ppermute, which would exchange with another stage\n"
+                f"Fix: use all_gather or all_to_all, which send no more than a ring of them."
             )
         specs = [*given.get("in_specs", ()), *given.get("out_specs", ())]
         parts = itertools.chain(*specs, getattr(given.get("sharding"), "spec", ()))
@@ -104,20 +93,18 @@ def _uses_axis(where: str, axis: str) -> str:
     """Of a collective along an axis that is not there."""
     if axis not in MESH_AXES:
         return (
-            f"{where} uses a collective along {axis!r}, an axis that the task does not name; write "
-            f'axes = ("{axis}",) in the task {_PAGE}'
+            f"{where} uses a collective along {axis!r}, an axis that the task does not name\n"
+            f'Fix: write axes = ("{axis}",) in the task (docs/models.md, "Axes of your own").'
         )
-    who = "compiler" if axis == TENSOR else "engine"
     lay_out = f", lay x out by {_LAY_OUT}" * (axis == TENSOR)
     return (
-        f"{where} uses a collective along {axis!r}, where the {who} alone exchanges: leave it "
-        f"out{lay_out}, or use {_OWN_AXIS}"
+        f"{where} uses a collective along {axis!r}, where jaxpar alone exchanges\n"
+        f"Fix: leave it out{lay_out}, or use {_OWN_AXIS}."
     )
 
 
 def _has_mesh(where: str, how: str) -> str:
     return (
-        f"{where} asks for a mesh of its own ({how}), and it must run on any, where the engine has "
-        f"divided the work already; use {_LAY_OUT} to lay x out by the names of its dims, and for exchanges "
-        f"collectives along {_OWN_AXIS}"
+        f"{where} asks for a mesh of its own ({how}), but it must run on any\n"
+        f"Fix: use {_LAY_OUT} by the names of dims, or collectives along {_OWN_AXIS}."
     )

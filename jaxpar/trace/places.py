@@ -1,5 +1,6 @@
 """The user's line that a traced program, a compiled one or an error comes from: "forecast.py, line 33"."""
 
+import functools
 import os
 import re
 import sysconfig
@@ -42,21 +43,28 @@ def place_of_equation(eqn: Any) -> str:
 
 def place_of_instruction(text: str, frame: int) -> str:
     """Of an instruction of a compiled program, by its text and the instruction's `stack_frame_id`."""
-    return _place(_frames(text, frame))
+    return _place(frames_of(text, frame))
 
 
-def _frames(text: str, frame: int) -> Iterator[tuple[str, int]]:
-    """Files and lines of a frame of a compiled program and of those around it."""
+def frames_of(text: str, frame: int) -> Iterator[tuple[str, int]]:
+    """Files and lines of a frame of a compiled program and of those around it, the innermost first."""
+    table = _frames(text)
+    base = table.get(1, (("", 0), 0))[1]  # what the first one has for none around it
+    while frame in table:
+        place, around = table[frame]
+        yield place
+        frame = around - base
+
+
+@functools.lru_cache(maxsize=1)
+def _frames(text: str) -> dict[int, tuple[tuple[str, int], int]]:
+    """Number of a frame -> its file and line, and the number of the frame around it."""
     names, _, rest = text.partition("\nFileNames\n")[2].partition("\nFileLocations\n")
     locations, _, frames = rest.partition("\nStackFrames\n")
     files = dict(_FILE.findall(names.partition("\nFunctionNames\n")[0]))
     lines = {n: (files.get(file, ""), int(line)) for n, file, _, line in _ENTRY.findall(locations)}
-    table = {int(n): (at, int(around)) for n, at, around, _ in _ENTRY.findall(frames)}
-    base = table.get(1, ("", 0))[1]  # what the first one has for none around it
-    while frame in table:
-        at, around = table[frame]
-        yield lines.get(at, ("", 0))
-        frame = around - base
+    entries = _ENTRY.findall(frames)
+    return {int(n): (lines.get(at, ("", 0)), int(around)) for n, at, around, _ in entries}
 
 
 def _place(frames: Iterable[tuple[str, int]]) -> str:

@@ -18,32 +18,39 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import math
-import re
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jax
+import xxhash
 from flax.traverse_util import unflatten_dict
 
-from jaxpar.base.bucket import as_path
-from jaxpar.base.files import check_file, free_path, remove_folder, sizes_of
-from jaxpar.hosts.agree import SharedError, Together
+from jaxpar.base.bucket import as_path, in_bucket
+from jaxpar.base.checks import fits, require
+from jaxpar.base.files import (
+    check_file,
+    checksum,
+    read_json,
+    remove_folder,
+    sizes_of,
+    write_file,
+)
+from jaxpar.hosts.agree import Together
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state, check_room
 from jaxpar.task import Task
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
-from jaxpar.training.checksums import checksums, find_changed, read_table, write_table
+from jaxpar.training.nonfinite import check_parameters
 from jaxpar.training.writing import (
     DESCRIPTION,
-    HALF_WRITTEN,
     Writing,
     is_half_written,
     open_arrays,
@@ -62,8 +69,7 @@ _DESCRIBED = {
     "position": str | None,
     "checksums": dict[str, str],
 }
-# Of what stands in the folder.
-CHECKPOINT_NAMES = re.compile(rf"\d+(\.damaged-\d+|{re.escape(HALF_WRITTEN)}.*)?")
+_HASH = "hash"  # of a table, in it
 FREE = "free"  # in the metadata of a task's field: it may change between two runs of one state
 _ELSEWHERE = "or use another out_dir"
 
@@ -85,6 +91,7 @@ class Checkpoints:
         OSError if the folder is not this run's any more.
     Attributes:
       losses: step -> validation loss, to be filled in by the caller; stored in every checkpoint.
+      saved_step: the step that was saved or restored last.
       on_failure: called from another thread if a save in the background fails, to be set by the caller; the
         next call of a method that waits for it raises the error, in all processes.
     """
@@ -98,12 +105,14 @@ class Checkpoints:
         check: Callable[[], object] = lambda: None,
     ):
         self.losses: dict[int, float] = {}
-        self._folder, self._setup, self._run = as_path(folder).absolute(), setup, run
+        path = as_path(folder)
+        self._folder = path if in_bucket(path) else path.absolute()
+        self._setup, self._run = setup, run
         self._check = check
         self.on_failure: Callable[[], None] = lambda: None
-        self._together, self._is_tidy = Together(), False
+        self._together = Together()
         self._saving: Writing | None = None
-        self._saving_step = -1
+        self.saved_step = -1
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -121,41 +130,33 @@ class Checkpoints:
         """Begins to write a checkpoint of `state.step`; returns as soon as the state may change.
 
         Nothing counts as a checkpoint until all of it is written. The task's fields are in it, as JSON.
-        What is not whole in the folder is moved aside.
+        A damaged one of this step is replaced. The step that was saved or restored last is not saved again.
 
         Args:
           state: may be donated to the next training step at once.
           batches, position, settings: what the data were; see `described`.
         Raises:
-          ValueError: the folder has a checkpoint of this step or a later one.
           OSError: this save, or the one before it in the background, failed.
+          FloatingPointError: a parameter is not finite.
         """
         self.close()
-        step = int(state.step)
+        if (step := int(state.step)) == self.saved_step:
+            return
+        check_parameters(self._setup, state)
+        self.saved_step = step
         arrays = unflatten_dict(by_layer(state, self._setup.layout), sep="/")
-        self._saving_step = step
-        if not self._is_tidy:
-            _leave_out_late_writes()
-            with self._failing_in_words():
-                self._together.do(lambda: self._move_damaged_aside(step))
-            self._is_tidy = True
-        if later := [s for s in self.steps() if s >= step]:
-            raise ValueError(
-                f"cannot save step {step}: {self._folder} has step {max(later)} already; continue "
-                f"from that one, delete it, or use another out_dir"
-            )
         losses = {str(each): repr(loss) for each, loss in self.losses.items()}
         own = {"run": self._run, "step": step, "losses": losses, "batches": dict(batches or {})}
         own |= {"position": position, "settings": settings}
         described = _describe(self._setup.task) | own
-        with self._failing_in_words():
+        with self._explained():
             self._saving = Writing(
                 self._folder / str(step),
                 arrays,
                 together=self._together,
                 check=self._check,
                 seal=functools.partial(self._seal, described),
-                clean_up=self._delete_old,
+                clean_up=functools.partial(self._delete_old, step),
                 on_failure=self.on_failure,
             )
 
@@ -202,7 +203,8 @@ class Checkpoints:
         """
         from orbax.checkpoint import v1 as orbax
 
-        path = self._folder / str(self._resolve(step, best))
+        self.saved_step = self._resolve(step, best)
+        path = self._folder / str(self.saved_step)
         target = abstract_state(self._setup)
         if not with_optimizer:
             target = dataclasses.replace(target, opt_state=())
@@ -212,7 +214,6 @@ class Checkpoints:
         _check_task(path, before, now)
         with _reading_in_words(path):
             stored = dict(named_leaves(orbax.metadata(str(path)).metadata, "/"))
-            _check_chunks(stored)
         if not with_optimizer:
             stored = {n: own for n, own in stored.items() if not n.startswith("opt_state/")}
         _check_arrays(path, stored, abstract, (before["optimizer"], now["optimizer"]))
@@ -235,8 +236,7 @@ class Checkpoints:
 
         path = self._folder / str(self._resolve(None))
         with _reading_in_words(path):
-            known = dict(named_leaves(orbax.metadata(str(path)).metadata, "/"))
-            _check_chunks(known)
+            known = [name for name, _ in named_leaves(orbax.metadata(str(path)).metadata, "/")]
             names = [name for name in known if name.startswith(("params/", "frozen/"))]
             return int(path.name), open_arrays(path, names)
 
@@ -258,29 +258,19 @@ class Checkpoints:
             found |= {int(number): float(loss) for number, loss in described["losses"].items()}
         return found
 
-    def note_loss(self, step: int, loss: float) -> None:
-        """Writes a validation loss into the checkpoint of its step, if that is whole; for process 0.
-
-        Raises:
-          OSError: it cannot be written; the checkpoint is as it was.
-        """
-        described = self._examine()[0].get(step)
-        if described is not None and described["losses"].get(str(step)) != repr(loss):
-            described["losses"][str(step)] = repr(loss)
-            write_table(self._folder / str(step) / DESCRIPTION, described)
-
     def _seal(self, described: Mapping[str, Any], path: Path) -> None:
         """Writes what is said of a checkpoint whose other files are written, with their checksums."""
-        files = checksums(path, sorted(sizes_of(path)))
+        files = checksums(path, list(sizes_of(path)))
         self._check()
         write_table(path / DESCRIPTION, {**described, "checksums": files})
 
-    def _delete_old(self) -> None:
-        """Deletes whole checkpoints that are neither among the newest nor the best."""
-        steps, train = self.steps(), self._setup.train
+    def _delete_old(self, step: int) -> None:
+        """Deletes whole checkpoints before this step that are neither among the newest nor the best."""
+        train = self._setup.train
+        steps = [each for each in self.steps() if each <= step]  # later ones are damaged
         best = best_of(steps, self.losses if train.keep_best else {})
-        for step in {*steps} - {*steps[-train.keep_checkpoints :], best}:
-            remove_folder(withdraw(self._folder / str(step)))
+        for each in {*steps} - {*steps[-train.keep_checkpoints :], best}:
+            remove_folder(withdraw(self._folder / str(each)))
 
     def close(self) -> None:
         """Waits for the save that is still running.
@@ -290,102 +280,59 @@ class Checkpoints:
         """
         saving, self._saving = self._saving, None
         if saving is not None:
-            with self._failing_in_words():
+            with self._explained():
                 saving.wait()
 
     @contextlib.contextmanager
-    def _failing_in_words(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self._is_tidy = False
-            try:
-                newest = max(self.steps(), default=None)
-                left = (
-                    "there is none"
-                    if newest is None
-                    else f"the newest whole one is of step {newest}"
-                )
-            except OSError as unknown:
-                left = f"of others it says: {unknown.strerror}"
-            kind = SharedError if isinstance(error, SharedError) else OSError
-            raise kind(
-                f"the checkpoint of step {self._saving_step} could not be written in {self._folder}: "
-                f"{error}; {left}"
+            self._together.do(self._check)  # a folder that is gone says so itself
+            reason = str(error).partition("\nFix")[0]
+            newest = max(self.steps(), default=None)
+            left = "there is none" if newest is None else f"the newest is of step {newest}"
+            raise type(error)(
+                f"checkpoint {self._folder / str(self.saved_step)} could not be written: {reason}\n"
+                f"Fix: free some space, and continue from the newest whole checkpoint ({left})"
             ) from error
 
     def _examine(self) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
         """What whole checkpoints say of themselves, and what is wrong with others, as far as sizes tell."""
         whole, damaged = {}, {}
         for path in self._folder.glob("*"):
-            if not path.name.isdecimal() or is_half_written(path):
-                continue
-            try:
-                whole[int(path.name)] = _read_whole(path, self._run)
-            except OSError as error:
-                name = as_path(error.filename).relative_to(path)
-                damaged[int(path.name)] = f"{name}: {error.strerror}"
-            except ValueError as error:
-                damaged[int(path.name)] = str(error)
+            if path.name.isdecimal() and not is_half_written(path):
+                try:
+                    whole[int(path.name)] = _read_whole(path, self._run)
+                except (OSError, ValueError) as error:
+                    damaged[int(path.name)] = str(error)
         return whole, damaged
 
-    def _move_damaged_aside(self, step: int) -> None:
-        """Moves what would be in the way of a step and those after it; process 0 does."""
-        if jax.process_index() != 0:
-            return
-        whole, damaged = self._examine()
-        for each, described in whole.items():
-            if each >= step:  # passed over by a restore, or else an error
-                changed = find_changed(self._folder / str(each), described["checksums"])
-                damaged.update((each, problem) for problem in changed.values())
-        for each, problem in damaged.items():
-            path = self._folder / str(each)
-            aside = path.rename(free_path(self._folder, f"{each}.damaged-"))
-            _log.warning("moved %s to %s: %s", path, aside.name, problem)
-
     def _resolve(self, step: int | None, best: bool = False) -> int:
-        def rank(step: int) -> tuple[float, int]:
-            # That of a damaged one may not be known: it may have been the best.
-            return (-losses.get(step, -math.inf) if best else 0.0), step
-
+        """The step of a checkpoint that is whole; tells of damaged ones."""
         self.close()
-        (whole, damaged), losses = self._examine(), {}
+        whole, damaged = self._examine()
+        order = sorted(whole, reverse=True)
         if best:
             losses = {s: loss for s, loss in self.stored_losses().items() if math.isfinite(loss)}
-            whole = {s: described for s, described in whole.items() if s in losses}
-            if not whole and not damaged:
-                raise FileNotFoundError(
-                    f"{self._folder} holds no checkpoint of a validated step; train with "
-                    f"--train.eval-every, or take the newest state"
-                )
-        for each in sorted(whole, key=rank, reverse=True) if step is None else {step} & {*whole}:
-            if (problem := self._find_changed(each, whole[each]["checksums"])) is None:
-                if jax.process_index() == 0 and step is None:
-                    for better in sorted(s for s in damaged if rank(s) > rank(each)):
-                        _log.warning(
-                            "skipped %s, which cannot be used: %s; the state of step %d is taken",
-                            *(self._folder / str(better), damaged[better], each),
-                        )
+            order = sorted(losses.keys() & whole, key=lambda s: (losses[s], -s))
+        if step is not None:
+            order = [step] if step in whole else []
+        for each in order:
+            problem = self._find_changed(each, whole[each]["checksums"])
+            if problem is None:
+                if step is None and jax.process_index() == 0:
+                    for number, told in sorted(damaged.items()):
+                        path = self._folder / str(number)
+                        _log.warning("skipped %s, which is damaged: %s", path, told)
                 return each
             damaged[each] = problem
-        steps = sorted(whole.keys() - damaged.keys())
-        if step in damaged:
-            raise FileNotFoundError(
-                f"the checkpoint {self._folder / str(step)} cannot be used: {damaged[step]}; use "
-                + (f"one of {steps}" if steps else "another one, there is none beside it")
-            )
-        if not steps:
-            raise FileNotFoundError(
-                f"there is no whole checkpoint in {self._folder}: "
-                + "; ".join(f"{step} cannot be used, {damaged[step]}" for step in sorted(damaged))
-                + "; bring it back from a copy, or "
-                + ("take the newest state" if best else "begin anew (--overwrite)")
-                if damaged
-                else f"there is no checkpoint in {self._folder}; train first, or name "
-                f"the folder of a run that has saved one"
-            )
+        which = f" of step {step}" if step is not None else " of a validated step" if best else ""
+        told = "".join(f"; {number}: {problem}" for number, problem in sorted(damaged.items()))
+        left = sorted(whole.keys() - damaged.keys())
         raise FileNotFoundError(
-            f"there is no checkpoint of step {step} in {self._folder}; use one of {steps}"
+            f"{self._folder} holds no whole checkpoint{which}{told}\n"
+            + (f"Fix: use one of {left}" if left else "Fix: name a run that has saved one")
         )
 
     def _find_changed(self, step: int, expected: Mapping[str, str]) -> str | None:
@@ -394,34 +341,29 @@ class Checkpoints:
         Every process reads a part of the files, and hears of the others'.
         """
         mine = sorted(expected)[jax.process_index() :: jax.process_count()]
-        changed = find_changed(self._folder / str(step), {name: expected[name] for name in mine})
-        problem = next(iter(changed.values()), None)
+        try:
+            found = checksums(self._folder / str(step), mine)
+            changed = (f"{n} is not what was written" for n in mine if found[n] != expected[n])
+            problem = next(changed, None)
+        except OSError as error:
+            problem = str(error)
         return self._together.exchange(
             problem, lambda told: next(filter(None, told.values()), None)
         )
 
 
-@functools.cache
-def _leave_out_late_writes() -> None:
-    """Where a save fails, its other writes end after Orbax has closed the event loop that they report to.
+def checksums(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Of files of a folder, by their names: the size, and XXH3 of 128 bits, which guards against damage."""
+    with ThreadPoolExecutor() as threads:  # xxhash lets other threads go on
+        return dict(
+            zip(names, threads.map(lambda name: _checksum(folder / name), names), strict=True)
+        )
 
-    TensorStore and asyncio would print a traceback for each of them, tens of pages beside the one error that
-    tells.
-    """
-    show = sys.unraisablehook
 
-    def show_others(raised: sys.UnraisableHookArgs) -> None:
-        error = raised.exc_value
-        if not (isinstance(error, RuntimeError) and error.args == ("Event loop is closed",)):
-            show(raised)
-
-    def is_other(record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return not ("never retrieved" in record.msg and isinstance(error, OSError | ValueError))
-
-    sys.unraisablehook = show_others
-    logging.getLogger("asyncio").addFilter(is_other)
-    warnings.filterwarnings("ignore", r"coroutine '.*write_fragment' was never awaited")
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+        return f"{file.tell()} {found}"
 
 
 def best_of(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
@@ -430,12 +372,36 @@ def best_of(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
     return min(known, key=lambda step: (losses[step], -step), default=None)
 
 
-def run_of(path: Path) -> str | None:
-    """The name of the run that a folder is a checkpoint of; None if nothing tells."""
-    try:
-        return read_table(path / DESCRIPTION, _DESCRIBED)["run"]
-    except (OSError, ValueError):
-        return None
+def write_table(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a table as JSON, with its own hash; the file appears whole or not at all.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    text = json.dumps({**content, _HASH: _hash_of(content)}, indent=1)
+    write_file(path, text.encode())
+
+
+def read_table(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
+    """The table that `write_table` has written into a file.
+
+    Args:
+      types: of the values by their keys, all of which there must be.
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is not what was written.
+    """
+    check_file(path)
+    with contextlib.suppress(ValueError):
+        content = read_json(path.read_bytes())
+        is_whole = content.pop(_HASH, None) == _hash_of(content)
+        if is_whole and all(fits(content.get(key), kind) for key, kind in types.items()):
+            return content
+    raise ValueError(f"{path.name} is not what was written")
+
+
+def _hash_of(content: Mapping[str, Any]) -> str:
+    return checksum(json.dumps(content, sort_keys=True).encode())
 
 
 def _read_whole(path: Path, run: str | None) -> dict[str, Any]:
@@ -445,17 +411,16 @@ def _read_whole(path: Path, run: str | None) -> dict[str, Any]:
       OSError: a file of it cannot be read.
       ValueError: it is not what was written, as far as sizes tell, or of another step or run.
     """
-    described = read_table(path / DESCRIPTION, _DESCRIBED)
-    if described["step"] != int(path.name):
-        raise ValueError(f"it is the checkpoint of step {described['step']}")
-    if run is not None and described["run"] != run:
-        raise ValueError(f"it is of another run ({described['run']}, not {run})")
     sizes = sizes_of(path)
-    for name, checksum in described["checksums"].items():
-        found = sizes[name] if name in sizes else check_file(path / name)
-        size = checksum.partition(" ")[0]
-        if str(found) != size:
-            raise ValueError(f"{name} has {found} of {size} bytes")
+    require(DESCRIPTION in sizes, f"{DESCRIPTION} is missing")
+    described = read_table(path / DESCRIPTION, _DESCRIBED)
+    step, its_run = described["step"], described["run"]
+    require(step == int(path.name), f"it is the checkpoint of step {step}")
+    require(run in (None, its_run), f"it is of another run ({its_run}, not {run})")
+    for name, told in described["checksums"].items():
+        size = told.partition(" ")[0]
+        require(name in sizes, f"{name} is missing")
+        require(str(sizes[name]) == size, f"{name} has {sizes[name]} of {size} bytes")
     return described
 
 
@@ -467,15 +432,7 @@ def _reading_in_words(path: Path) -> Iterator[None]:
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         reason = f"{kind}{error}".split("\n")[0]
-        raise ValueError(f"{path} cannot be read ({reason}); bring it back from a copy") from error
-
-
-def _check_chunks(arrays: Mapping[str, Any]) -> None:
-    """Raises if an array is stored in chunks larger than itself: a chunk is unpacked whole."""
-    for name, array in arrays.items():
-        chunk = array.storage_metadata.chunk_shape
-        if any(part > max(size, 1) for part, size in zip(chunk, array.shape, strict=True)):
-            raise ValueError(f"{name} {list(array.shape)} is stored in chunks of {list(chunk)}")
+        raise ValueError(f"{path} is damaged: {reason}\nFix: restore it from a backup") from error
 
 
 def _describe(task: Task) -> dict[str, Any]:
@@ -497,13 +454,13 @@ def _describe(task: Task) -> dict[str, Any]:
 def _check_task(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises if a checkpoint is of another task than this one, both as `_describe` gives them."""
     if before["task"] != now["task"]:
-        raise ValueError(f"{path} holds a state of {before['task']}, not of {now['task']}")
+        raise ValueError(f"{path} must be of the task {now['task']}, got {before['task']}")
     for name, value in now["fields"].items():
         was = before["fields"].get(name, value)
         if was != value:
             raise ValueError(
-                f"{path} holds a state of {name}={was!r}, the task has {name}={value!r}; set "
-                f"{name}={was!r}, {_ELSEWHERE}"
+                f"{path} is of {name}={was!r}, and the task has {name}={value!r}\n"
+                f"Fix: set {name}={was!r}, {_ELSEWHERE}"
             )
 
 
@@ -525,13 +482,6 @@ def _check_arrays(
     )
     differ = [name for name in {**needed, **stored} if needed.get(name) != stored.get(name)]
     of_model = [name for name in differ if name.startswith(("params/", "frozen/"))]
-    for name in of_model:
-        part, _, inner = name.partition("/")
-        if part == "frozen" and f"params/{inner}" in of_model:
-            was, is_now = ("frozen", "trained") if name in stored else ("trained", "frozen")
-            raise ValueError(
-                f"{path}: {inner} was {was} then and is {is_now} now; leave it {was}, {_ELSEWHERE}"
-            )
     was, is_now = optimizers
     of_optimizer = any(name.startswith("opt_state/") for name in differ)
     is_other = bool(was and is_now) and was.get("name") != is_now.get("name")
@@ -542,18 +492,11 @@ def _check_arrays(
             for each in optimizers
         )
         raise ValueError(
-            f"{path} holds the state of another optimizer: {then} then, {today} now; set it as it was, "
-            f"{_ELSEWHERE}"
+            f"{path} is of another optimizer: expected {today}, got {then}\n"
+            f"Fix: set it as it was, {_ELSEWHERE}"
         )
     for name in of_model or differ:
-        if name.startswith("carry/") and name in stored.keys() & needed.keys():
-            was, is_now = (arrays[name].shape[1] for arrays in (before, now))
-            if was != is_now:
-                raise ValueError(
-                    f"{path} holds the carried state of {was} rows, the batch has {is_now}; set its size to "
-                    f"{was}, {_ELSEWHERE}"
-                )
         raise ValueError(
-            f"{path}: {name} is {stored.get(name, 'not there')}, the task needs "
-            f"{needed.get(name, 'no such array')}; use model and jaxpar as they were, {_ELSEWHERE}"
+            f"{path}: {name} must be {needed.get(name, 'absent')}, got {stored.get(name, 'nothing')}\n"
+            f"Fix: set model, frozen parameters and batch_size as they were, {_ELSEWHERE}"
         )

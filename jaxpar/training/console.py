@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
-from jaxpar.base.console import FittingTable, facts_table, make_console
+from jaxpar.base.console import facts_table, make_console, make_table
 from jaxpar.base.display import format_seconds
-from jaxpar.base.output import PROGRAM, dropping
+from jaxpar.base.output import PROGRAM
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
-from jaxpar.training.history import Curves, sparkline
+from jaxpar.training.history import Curves
 from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import Report, describe_stop
@@ -30,10 +29,6 @@ from jaxpar.training.summary import summarize
 if TYPE_CHECKING:
     from jaxpar.training.weights import Taken
 
-# Columns of a terminal that has room for a bar beside the numbers; and also for the losses as bars.
-ROOM_FOR_BAR, ROOM_FOR_LOSSES = 90, 120
-NUM_LOSSES = 12
-
 
 class ConsoleReport(Report):
     """Prints tables and progress with rich.
@@ -42,13 +37,12 @@ class ConsoleReport(Report):
     """
 
     def __init__(self, console: Console | None = None):
-        self.console = console or _make_console()
+        in_notebook = Console().is_jupyter
+        self.console = console or (NotebookConsole() if in_notebook else make_console(sys.stdout))
         self._live: Live | None = None  # of a terminal
-        self._below: Table | None = None  # what was printed in a notebook, the line that changes
-        # When the line before was told, and of which step.
-        self._mark: tuple[float, int] | None = None
+        self._below = ""  # what was printed in a notebook, the line that changes
+        self._mark: tuple[float, int] | None = None  # time and step of the first line of progress
         self._out_dir = Path()
-        self._curves = Curves(0)
 
     def plan(self, setup: Setup, state: TrainState) -> None:
         """Devices, mesh, placement, data, parameters."""
@@ -63,7 +57,7 @@ class ConsoleReport(Report):
     def start(self, taken: "Taken") -> None:
         """Which weights are taken, new and left out."""
         self._print(f"begins with the weights of {taken.weights.source}")
-        table = FittingTable("", "parameter", "shape", "")
+        table = make_table("", "parameter", "shape", "")
         for row in taken.to_rows():
             table.add_row(*map(Text, row))
         self.console.print(table, "", highlight=False)
@@ -80,12 +74,10 @@ class ConsoleReport(Report):
             )
             return
         self._print(f"training {num_steps} steps into {out_dir}{done}; the first is being compiled")
-        if self.console.is_terminal or isinstance(self.console, NotebookConsole):
-            self._curves = Curves(num_steps).add(*RunFolder(out_dir).metrics())
         if isinstance(self.console, NotebookConsole):
-            self.console.curves = self._curves
-        if self.console.is_terminal:
-            self._live = Live(self._line(step, num_steps, "", ""), console=self.console)
+            self.console.curves = Curves(num_steps).add(*RunFolder(out_dir).metrics())
+        elif self.console.is_terminal:
+            self._live = Live(Text(_count(step, num_steps)), console=self.console)
             self._live.start(refresh=True)
 
     def progress(self, progress: Progress, num_steps: int) -> None:
@@ -93,15 +85,16 @@ class ConsoleReport(Report):
         eta = self._eta(progress, num_steps - progress.step)
         if progress.units_per_second is None:
             eta = f"compiled in {format_seconds(progress.seconds)}"
-        text = progress.to_text()
-        self._curves.add(progress.to_json())
-        if self._live is not None:
-            self._live.update(self._line(progress.step, num_steps, eta, text))
+        count, text = _count(progress.step, num_steps), progress.to_text()
+        if self._live is not None:  # where there is little room, the numbers give way
+            line = Text(f"{count}  {eta}  {text}", no_wrap=True, overflow="ellipsis")
+            self._live.update(line)
         elif isinstance(self.console, NotebookConsole):
-            self._below = self._line(progress.step, num_steps, eta, text)
+            self._below = f"{count}  {text}  {eta}"
+            self.console.curves.add(progress.to_json())
             self.console.show_below(self._below)
         else:
-            self._print(f"{_count(progress.step, num_steps)}  {text}  {eta}")
+            self._print(f"{count}  {text}  {eta}")
 
     def skipped(self, skipped: Skipped, allowed: int) -> None:
         """A line."""
@@ -113,7 +106,8 @@ class ConsoleReport(Report):
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """A line."""
-        self._curves.add(evaluation.to_json(step))
+        if isinstance(self.console, NotebookConsole):
+            self.console.curves.add(evaluation.to_json(step))
         self._print(f"step {step}  {evaluation.to_text()}")
 
     def adjusted(self, step: int) -> None:
@@ -133,9 +127,9 @@ class ConsoleReport(Report):
         """The live line changes no more."""
         if self._live is not None:
             self._live.stop()
-        if self._below is not None:
-            self.console.print(self._below)
-        self._live = self._below = None
+        if self._below:
+            self._print(self._below)
+        self._live, self._below = None, ""
 
     def profile(self, path: Path) -> None:
         """How to look at it."""
@@ -161,32 +155,16 @@ class ConsoleReport(Report):
             return "ETA -:--"
         return f"ETA {_duration((now - begin) / (progress.step - first_step) * steps_left)}"
 
-    def _line(self, step: int, num_steps: int, eta: str, text: str) -> Table:
-        """Where there is little room, the metrics give way first; bars are not there at all."""
-        part = Column(no_wrap=True, ratio=1, overflow="ellipsis")
-        bar = [ProgressBar(num_steps, step, width=20)] * (self.console.width >= ROOM_FOR_BAR)
-        losses, points = list[Text](), self._curves.points["train"]
-        if self.console.width >= ROOM_FOR_LOSSES:
-            losses = [Text(f"{sparkline(points, NUM_LOSSES):{NUM_LOSSES}}", "cyan")]
-        columns = [Column(no_wrap=True) for _ in range(len(bar) + len(losses) + 2)]
-        line = Table.grid(*columns, part, padding=(0, 1), expand=True)
-        line.add_row(Text(_count(step, num_steps)), *bar, Text(eta), *losses, Text(text))
-        return line
-
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
     """A row for each split, of at least one."""
-    table = FittingTable("", *(f">{name}" for name in evaluations[0].to_columns()))
+    table = make_table("", *(f">{name}" for name in evaluations[0].to_columns()))
     for part in evaluations:
         table.add_row(part.split, *part.to_columns().values())
     return table
-
-
-def _make_console() -> Console:
-    return NotebookConsole() if Console().is_jupyter else make_console(dropping(sys.stdout))
 
 
 def _count(step: int, num_steps: int) -> str:

@@ -48,10 +48,10 @@ def evaluate(
     """
     task = setup.task
     sums = sum_batches(setup, state, task.make_batches(split), before_batch, step)
-    if not sums.weight > 0:
-        raise ValueError(
-            f"nothing in the split {split!r} counts: the sum of its weights is {sums.weight}"
-        )
+    require(
+        bool(sums.weight > 0),
+        f"split {split!r}: its weights must be above 0, got {sums.weight} in all",
+    )
     loss, means = mean_of(sums)
     metrics, baseline = task.metrics(loss, means), task.baseline(split)
     check_reported(task, loss, metrics, baseline)
@@ -81,18 +81,17 @@ def sum_batches(
         state, window_sums = step(state, batch)
         sums.append(window_sums)  # stays on the device
         do_not_run_ahead(setup.mesh, window_sums)
-    if not sums:
-        raise ValueError("there are no batches to evaluate; give more rows, or smaller batches")
+    require(bool(sums), "no batch to evaluate\nFix: give more rows, or smaller batches")
     return jax.tree.map(lambda *parts: math.fsum(map(float, parts)), *jax.device_get(sums))
 
 
 def check_begins(batch: Any) -> None:
     """Raises a ValueError if the first batch of an epoch goes on with the state of another."""
-    if not starts_of(batch):
-        raise ValueError(
-            "the first batch says starts=False: it would continue with the carried state of training; "
-            "let it say True"
-        )
+    require(
+        bool(starts_of(batch)),
+        "starts must be True in the first batch, got False, which continues the carried state of training\n"
+        "Fix: return starts=True",
+    )
 
 
 def _counting(setup: Setup) -> Step:
@@ -118,10 +117,9 @@ def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, Tr
     free = [field.name for field in fields if field.metadata.get("free")]
     taken = free or [field.name for field in fields]  # a task need not say which are free
     taken = [name for name in taken if isinstance(getattr(task, name), int)]
-    use = f"use {' or '.join(taken)}" if taken else "leave it out"
     for name, size in sizes.items():
-        told = f"{name}={size!r} is not a size by which task {task.name} reads data; {use}"
-        require(name in taken, told)
+        told = f"{name}={size!r} is not a size by which task {task.name} reads data"
+        require(name in taken, f"{told}\nFix: use one of {taken}")
     if parallel.mesh.stage == 1:  # the layers lie where they are, however a batch is cut
         pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=1, num_chunks=1)
         parallel = dataclasses.replace(parallel, pipeline=pipeline)
@@ -129,8 +127,8 @@ def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, Tr
     setup = setup.keep(_setup_of, dataclasses.replace(task, **sizes), parallel)
     require(
         _shapes(setup) == before,
-        f"{', '.join(f'{name}={size}' for name, size in sizes.items())} changes the parameters of the model; "
-        f"use sizes by which data are read, such as batch_size",
+        f"{sizes} changes the parameters of the model\n"
+        f"Fix: use sizes by which data are read, such as batch_size",
     )
     return setup, dataclasses.replace(state, carry=zero_carry(setup))
 
@@ -164,7 +162,7 @@ def check_reported(
     if not np.array_equal(metrics.get(LOSS, loss), loss, equal_nan=True):
         raise ValueError(
             f"metrics of task {task.name} returns {metrics[LOSS]:.6g} as {LOSS!r}, and the loss is "
-            f"{loss:.6g}. Fix: use another name for that metric."
+            f"{loss:.6g}\nFix: use another name for that metric"
         )
 
 

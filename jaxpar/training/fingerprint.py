@@ -17,13 +17,13 @@ import numpy as np
 import xxhash
 
 from jaxpar.base.checks import check_takes, require
+from jaxpar.base.files import checksum
 from jaxpar.base.parts import SPLITS
 from jaxpar.data.batches import Batches, EndOfStreamError, check_numbers
 from jaxpar.data.iterator import IteratorBatches
 from jaxpar.hosts.agree import DifferentError, Together, differences
 from jaxpar.setup import Setup
 from jaxpar.step import check_batch_shape
-from jaxpar.training.checksums import checksum, digest
 from jaxpar.training.evaluate import CheckedBatches
 
 _MODULUS = 2**64
@@ -52,7 +52,7 @@ def describe_data(setup: Setup) -> dict[str, Any]:
     described = {
         "data": task.fingerprint(),
         "files": {name: checksum(text.encode()) for name, text in task.files().items()},
-        "settings": digest([fields, setup.train.seed]),
+        "settings": checksum(json.dumps([fields, setup.train.seed], sort_keys=True).encode()),
         "batches": batches,
     }
     return json.loads(json.dumps(described))

@@ -2,19 +2,18 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
-from pathlib import Path
 
 import jax
 
-from jaxpar.base.bucket import BucketPath, as_path
+from jaxpar.base.bucket import in_bucket
 from jaxpar.base.checks import require, require_instance
-from jaxpar.base.files import make_folder
+from jaxpar.base.files import checksum
 from jaxpar.base.loading import guard_remedy
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.custom_backward import check_custom_backward
-from jaxpar.hosts.agree import agree, in_process_0, together
+from jaxpar.hosts.agree import agree, in_process_0
 from jaxpar.hosts.distributed import program_facts
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.rows import check_rows_alone
@@ -31,9 +30,8 @@ from jaxpar.state import (
 from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
-from jaxpar.training.checksums import checksum
 from jaxpar.training.console import ConsoleReport
-from jaxpar.training.evaluate import check_reported, evaluate, in_batches
+from jaxpar.training.evaluate import evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
 from jaxpar.training.progress import Evaluation
@@ -92,10 +90,10 @@ def fit(
         same batch.
       OSError: the data or the checkpoint cannot be read (FileNotFoundError), `train.out_dir` holds
         a run already (FileExistsError), or another process trains there (BlockingIOError); or what a run
-        writes cannot be written, in all of its processes, and the message says where the state is.
+        writes cannot be written, in all of its processes; the newest checkpoint is whole.
     """
     if remedy := guard_remedy("fit"):
-        raise ValueError(f"fit would train once more: {remedy}")
+        raise ValueError(f"fit would train once more\nFix: {remedy}.")
     check_task(task)
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")
@@ -108,15 +106,15 @@ def fit(
         )
     require(
         report is None or not quiet,
-        "quiet=True is for what is printed, and report=... takes its place; leave out one of them",
+        "quiet=True is for what is printed, and report=... takes its place\nFix: leave out one of them",
     )
     given, start = Parallel.of(parallel, task.parallel), Start.of(start)
     if not resume:
         given.check_splits()
     require(
         start is None or not resume,
-        "start is for a run that begins, and resume for one that goes on with its own weights; leave out one "
-        "of them",
+        "start is for a run that begins, and resume for one with weights of its own\n"
+        "Fix: leave out one of them",
     )
     options = {"resume": resume, "overwrite": overwrite, "profile": profile}
     agree(
@@ -138,18 +136,15 @@ def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunF
       ValueError: resume and overwrite, both; or the run to resume is of an older version.
       OSError: there is no run to resume, or one that is not to be overwritten, or none can be written.
     """
-    if resume and overwrite:
-        raise ValueError("resume and overwrite contradict each other; use one of them")
+    require(not (resume and overwrite), "resume and overwrite contradict\nFix: use one of them")
     if resume:
         folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
         folder.check()
     else:
         folder = None if out_dir is None else RunFolder(out_dir)
-        (RunFolder(ROOT) if folder is None else folder).check_place()
-        if folder is not None and not overwrite:
-            _check_holds_no_run(folder)
-    if folder is not None:
-        folder.check_links()
+    (folder or RunFolder(ROOT)).check_writable()
+    if folder is not None and not (resume or overwrite):
+        _check_holds_no_run(folder)
     return folder
 
 
@@ -174,35 +169,20 @@ def open_run(
       ValueError, OSError: as of `fit`.
     """
     # Whatever can be refused is refused here, before a file is written or a step compiled.
-    before, program = folder if resume else None, program_facts()
+    before, program, train = folder if resume else None, program_facts(), setup.train
     if before is not None:
-        before.record.check_program(program)
-    task, train, target = setup.task, setup.train, abstract_state(setup)
+        before.check_program(program)
+    target = abstract_state(setup)
     check_room(target, setup.mesh)
-    if type(task).after_validation is not Task.after_validation and not train.eval_every:
-        raise ValueError(
-            f"task {task.name} goes by validations (after_validation), and eval_every=0 has none before the "
-            f"end; set eval_every, such as to an epoch's steps"
-        )
-    _ = setup.optimizer  # is there one?
-    setup.layout.facts.check_gradient()
-    check_optimizer(setup)
-    if setup.parallel.mesh.data > 1 or setup.parallel.runs_in_units:
-        setup.layout.facts.check_loops()
-    check_rows_alone(setup.layout)
-    check_custom_backward(setup.layout)
-    setup.layout.facts.warn_of_resets()
-    _check_metrics(setup)
-    check_storable(abstract_by_layer(target, setup.layout))
+    _check_model(setup, target)
     data = describe_data(setup)
     if before is not None:
-        start = Start.from_json(before.record.read().get("start"))
+        start = Start.from_json(before.data().get("start"))
     begins = before is None or before.checkpoints(setup).is_empty
     taken = find_weights(setup, start) if start is not None and begins else None
-    known = {**data, "program": program, "start": start and start.to_json()}
-    texts = texts_of(setup, known)  # and these?
-    batches = HashedBatches(setup, task.make_batches("train", train.seed), data["settings"])
-    is_cut_alike = before is not None and before.record.check_data(data)
+    texts = texts_of(setup, {**data, "program": program, "start": start and start.to_json()})
+    batches = HashedBatches(setup, setup.task.make_batches("train", train.seed), data["settings"])
+    is_cut_alike = before is not None and before.check_data(data)
     told = [] if taken is None else taken.to_rows()
     found: dict[str, object] = {"start": told, TASK: checksum(texts.get(TASK, "").encode())}
     if setup.parallel.has_equal_shares:  # others say that devices differ
@@ -218,68 +198,49 @@ def open_run(
             report.start(taken)
         state = None
         if before is not None:
-            stack.enter_context(before.lock())
+            stack.enter_context(before.lock)
             state = _restore(before, setup, batches if is_cut_alike else None)
-        if train.fallback_dir is not None:
-            path = Path(train.fallback_dir).expanduser()
-            together(lambda: make_folder(path, f"fallback_dir={str(path)!r}", "use another place"))
         if profile:
             _check_profile(train, 0 if state is None else int(state.step))
-        if before is not None:
-            folder, setup = before, setup.replace(out_dir=str(before))
-            in_process_0(lambda: before.start(texts))
-        else:
-            begun = begin_run(folder, setup, texts, overwrite=overwrite)
-            folder, setup = stack.enter_context(begun)
+        if folder is None:  # the same one for all processes
+            folder = RunFolder(in_process_0(lambda: str(next_run_folder())))
+        if before is None:
+            stack.enter_context(folder.lock)
+            in_process_0(folder.clear if overwrite else lambda: _check_holds_no_run(folder))
+        in_process_0(lambda: folder.start(texts))
+        setup = setup.replace(out_dir=str(folder))
         checkpoints = stack.enter_context(folder.checkpoints(setup))
         if state is None:
             state = init_state(setup) if taken is None else taken.state()
+        else:
+            checkpoints.saved_step = int(state.step)
         audit(state)
-        yield Run(setup, batches, folder, checkpoints, report, texts, state, profile)
+        yield Run(setup, batches, folder, checkpoints, report, state, profile)
 
 
-def _check_metrics(setup: Setup) -> None:
-    """Raises a ValueError if the task would report a number under the name of another one."""
-    loss, names = 0.5, setup.layout.facts.traces.sums.metrics
-    try:
-        metrics = setup.task.metrics(loss, dict.fromkeys(names, loss))
-    except (ArithmeticError, ValueError):  # it makes no sense of these numbers
-        return
-    check_reported(setup.task, loss, metrics)
+def _check_model(setup: Setup, target: TrainState) -> None:
+    """Raises a ValueError if a task's model or optimizer would not do in a run."""
+    task, layout, parallel = setup.task, setup.layout, setup.parallel
+    require(
+        type(task).after_validation is Task.after_validation or setup.train.eval_every > 0,
+        f"eval_every=0 has no validation before the end, and task {task.name} has after_validation\n"
+        f"Fix: set eval_every, such as to an epoch's steps",
+    )
+    _ = setup.optimizer  # is there one?
+    layout.facts.check_gradient()
+    check_optimizer(setup)
+    if parallel.mesh.data > 1 or parallel.runs_in_units:
+        layout.facts.check_loops()
+    check_rows_alone(layout)
+    check_custom_backward(layout)
+    layout.facts.warn_of_resets()
+    check_storable(abstract_by_layer(target, layout))
 
 
 def _hear_end(report: Reports, error: BaseException | None) -> None:
     if error is not None:
         report.failed(error)
     report.close()
-
-
-@contextlib.contextmanager
-def begin_run(
-    folder: RunFolder | None, setup: Setup, texts: Mapping[str, str], *, overwrite: bool = False
-) -> Iterator[tuple[RunFolder, Setup]]:
-    """Makes the folder of a run, and keeps others out; the setup with its path.
-
-    Args:
-      folder: None takes the next number.
-      texts: that it is continued from; see `texts_of`.
-      overwrite: remove the run that is there.
-    Raises:
-      OSError: the folder cannot be written, or is in use.
-    """
-    if folder is None:  # the same one for all processes
-        folder = RunFolder(in_process_0(lambda: str(next_run_folder())))
-
-    def start() -> None:
-        if overwrite:
-            folder.clear()
-        else:
-            _check_holds_no_run(folder)  # since this process looked
-        folder.start(texts)
-
-    with folder.lock():
-        in_process_0(start)
-        yield folder, setup.replace(out_dir=str(folder))
 
 
 def evaluate_run(
@@ -299,7 +260,7 @@ def evaluate_run(
       OSError: no run, no checkpoint, or data that cannot be read.
     """
     setup, state = folder.restore(mesh, best=best)
-    folder.record.check_data(describe_data(setup))
+    folder.check_data(describe_data(setup))
     if sizes:
         setup, state = in_batches(setup, state, **sizes)
     return [evaluate(setup, state, split) for split in ("valid", "test")]
@@ -308,24 +269,22 @@ def evaluate_run(
 def _check_holds_no_run(folder: RunFolder) -> None:
     if folder.holds_run:
         raise FileExistsError(
-            f"out_dir={str(folder)!r} holds a run already; go on with it (--resume), use another "
-            f"--train.out-dir, or remove what is there (--overwrite)"
+            f"out_dir={str(folder)!r} holds a run already\n"
+            f"Fix: continue it (--resume), use another --train.out-dir, or remove it (--overwrite)"
         )
 
 
 def _check_profile(train: TrainConfig, taken: int) -> None:
-    num_steps = train.num_steps
-    if isinstance(as_path(train.out_dir or ""), BucketPath):
-        raise ValueError(
-            f"out_dir={train.out_dir!r}: JAX writes profiles to folders of this machine alone; take one in a "
-            f"run of a few steps with another --train.out-dir"
-        )
-    if num_steps - taken < profiler.LAST:
-        done = f", {taken} of them taken" if taken else ""
-        raise ValueError(
-            f"num_steps={num_steps}{done}: a profile is of steps {profiler.FIRST} to {profiler.LAST}; "
-            f"take {taken + profiler.LAST} or more"
-        )
+    require(
+        not in_bucket(train.out_dir or ""),
+        f"out_dir={train.out_dir!r} is in a bucket, where JAX writes no profile\n"
+        f"Fix: profile a run of a few steps with another --train.out-dir",
+    )
+    require(
+        train.num_steps - taken >= profiler.LAST,
+        f"num_steps={train.num_steps} must be at least {taken + profiler.LAST} for a profile, which is of "
+        f"steps {profiler.FIRST} to {profiler.LAST} from here\nFix: take more steps",
+    )
 
 
 def _restore(folder: RunFolder, setup: Setup, batches: HashedBatches | None) -> TrainState | None:

@@ -22,17 +22,14 @@ def columns_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     rows = dict[int, dict[str, Any]]()
     for line in lines:
         if line["split"] != "skipped":
-            row = rows.setdefault(line["step"], {})
-            row |= {f"{line['split']}/{name}": number for name, number in line.items()}
+            rows.setdefault(line["step"], {}).update(
+                (f"{line['split']}/{name}", math.nan if number is None else number)
+                for name, number in line.items()
+                if name not in ("split", "step")
+            )
     names = dict.fromkeys(name for row in rows.values() for name in row)
-    names = [name for name in names if name.partition("/")[2] not in ("split", "step")]
-
-    def number(row: Mapping[str, Any], name: str) -> Any:
-        found = row.get(name)
-        return math.nan if found is None else found
-
     ordered = dict(sorted(rows.items()))
-    columns = {name: [number(row, name) for row in ordered.values()] for name in names}
+    columns = {name: [row.get(name, math.nan) for row in ordered.values()] for name in names}
     return {"step": [*ordered], **columns}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jaxpar.base.checks import require_instance
+from jaxpar.base.checks import require, require_instance
 from jaxpar.base.files import check_output, check_path
 from jaxpar.data.batches import Batches
 from jaxpar.hosts.agree import in_process_0
@@ -25,9 +25,6 @@ from jaxpar.training.predict import check_out, predict
 from jaxpar.training.progress import Evaluation
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import Outgoing, outgoing, write_weights
-
-# Names of files that programs take for something else.
-_OF_OTHERS = {".bin", ".ckpt", ".h5", ".npy", ".npz", ".onnx", ".pkl", ".pt", ".pth"}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -74,7 +71,7 @@ class LoadedRun:
           ValueError: there is no such split, or the data have changed since the run began.
           OSError: they cannot be read.
         """
-        self.folder.record.check_data(describe_data(self.setup))
+        self.folder.check_data(describe_data(self.setup))
         return evaluate(self.setup, self.state, split)
 
     def predict(
@@ -123,7 +120,7 @@ class LoadedRun:
           ValueError: there is no such split, or the data have changed since the run began.
           OSError: they cannot be read.
         """
-        self.folder.record.check_data(describe_data(self.setup))
+        self.folder.check_data(describe_data(self.setup))
         return self.setup.task.make_batches(data)
 
     def export(
@@ -142,8 +139,8 @@ class LoadedRun:
           OSError: a file cannot be written.
         """
         check_export(path)
-        if dtype not in (None, "bfloat16"):
-            raise ValueError(f"dtype={dtype!r}: use 'bfloat16', or None for weights as they are")
+        told = f"dtype must be 'bfloat16' or None, got {dtype!r}\nFix: use one of them"
+        require(dtype in (None, "bfloat16"), told)
         tensors = outgoing((self.state.params, self.state.frozen), self.setup.layout)
         tensors = self._to_torch(tensors) if torch else tensors
         return write_weights(path, tensors, self._texts(), dtype)
@@ -151,8 +148,8 @@ class LoadedRun:
     def _to_torch(self, tensors: Mapping[str, Outgoing]) -> Mapping[str, Outgoing]:
         """The tensors by PyTorch's names."""
         raise ValueError(
-            f"torch=True (--torch) is for language models (lm) of LSTMs or GRUs, and this run is of the task "
-            f"{self.setup.task.name}; leave it out, and the names are those of its parameters"
+            f"torch=True (--torch) is for language models (lm), and this run is of the task "
+            f"{self.setup.task.name}\nFix: leave it out"
         )
 
     def _texts(self) -> dict[str, str]:
@@ -171,10 +168,6 @@ def check_export(path: str | PathLike[str]) -> None:
       ValueError, OSError: they cannot.
     """
     check_path("path", path)
-    if (ending := Path(path).suffix) in _OF_OTHERS:
-        raise ValueError(
-            f"{path} ends in {ending}, and what is written is safetensors; end its name in .safetensors"
-        )
     in_process_0(lambda: check_output(Path(path).expanduser()))
 
 

@@ -1,20 +1,17 @@
 """The loop: steps, with what is written and reported of them, until the last one or a signal."""
 
-import contextlib
 import dataclasses
 import math
 import signal
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from jaxpar.base.files import free_path
 from jaxpar.data.batches import EndOfStreamError, place_batch
-from jaxpar.hosts.agree import SharedError, in_process_0, together
+from jaxpar.hosts.agree import in_process_0
 from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, evaluated, release
@@ -27,15 +24,12 @@ from jaxpar.training.evaluate import (
     mean_of,
 )
 from jaxpar.training.fingerprint import HashedBatches
-from jaxpar.training.nonfinite import find_origin
+from jaxpar.training.nonfinite import check_parameters, find_origin
 from jaxpar.training.profiler import StepTracer
 from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import FitResult, Reports
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.times import Times, Utilization
-
-# A loss that is so many times that of the first step, of a model that knows nothing, is going astray.
-EXPLODED = 10.0
 
 
 @dataclasses.dataclass
@@ -43,7 +37,6 @@ class Run:
     """A run in progress: its state, and everything that records or reports it.
 
     Attributes:
-      texts: that it is continued from; see `texts_of`.
       state: after the last step taken.
       profile: whether steps are traced.
     """
@@ -53,7 +46,6 @@ class Run:
     folder: RunFolder
     checkpoints: Checkpoints
     report: Reports
-    texts: Mapping[str, str]
     state: TrainState
     profile: bool
 
@@ -62,8 +54,6 @@ class Run:
         self.num_skipped = int(self.state.skipped)  # of the steps that have been looked at
         self.sharding = batch_sharding(self.setup)
         self.rate = self.task.learning_rate(self.config.num_steps)
-        self.first_loss: float | None = None
-        self.warned = False
         self.lines: list[dict[str, Any]] = []  # that a process before this one has written
         self.validations: dict[int, Evaluation] = {}  # of steps
         self.times, self.utilization = Times(), Utilization(self.setup)
@@ -73,16 +63,11 @@ class Run:
         """Takes the steps that are left, saves the state after the last, and evaluates it.
 
         Raises:
-          OSError: something could not be written; the message says where the state is.
+          OSError: something could not be written, such as on a full disk; the newest checkpoint is whole.
           FloatingPointError: a step is not finite, and may not be skipped.
         """
-        try:
-            first_step, losses, stopped_by = self._take_steps()
-            evaluations = self._finish(stopped_by)
-        except OSError as error:
-            if jax.process_count() > 1 and not isinstance(error, SharedError):
-                raise  # the others do not know; they end when this process does
-            raise _rescue(self, error) from error
+        first_step, losses, stopped_by = self._take_steps()
+        evaluations = self._finish(stopped_by)
         return FitResult(losses, first_step, self.state, self.setup, evaluations, stopped_by)
 
     def _take_steps(self) -> tuple[int, list[float], signal.Signals | str | None]:
@@ -101,8 +86,6 @@ class Run:
         stored = self.checkpoints.stored_losses().items()
         self.checkpoints.losses |= {each: loss for each, loss in stored if each <= step}
         self.lines = self.folder.metrics()
-        losses_before = (line["loss"] for line in self.lines if line["split"] == "train")
-        self.first_loss = next(losses_before, None)
         self.report.begin(step, config.num_steps, self.folder.path)
         clock, units = time.perf_counter(), 0.0  # since the last line
         traces = self.profile and jax.process_index() == 0
@@ -151,14 +134,14 @@ class Run:
                     self._save()
                 clock += time.perf_counter() - before  # speed is that of steps
             losses += [float(each.loss) for each in self._look(waiting, step)]
-            if self.checkpoints.latest_step() != step > first_step:
+            if step > first_step:
                 self._save()
+                self.checkpoints.close()  # what is named in the last lines is there
         self.report.end(step, config.num_steps, stop.reason)
         if ended is not None:
-            self.checkpoints.close()
             raise EndOfStreamError(
-                f"{ended}. The state of step {step} is saved: go on with --resume --train.out-dir "
-                f"{self.folder}"
+                f"{ended}. The state of step {step} is saved\n"
+                f"Fix: continue with --resume --train.out-dir {self.folder}"
             ) from ended
         if tracer.path is not None:
             self.report.profile(tracer.path)
@@ -177,20 +160,15 @@ class Run:
             for split in ("valid", "test"):
                 known = self.validations.get(step) if split == "valid" else None
                 evaluations[split] = known or self.evaluate(step, split)
-        with self.times.of("checkpoints"):
-            self.checkpoints.close()  # what is named in the last lines is there
-        if evaluations:
-            loss = evaluations["valid"].loss
-            in_process_0(lambda: self.checkpoints.note_loss(step, loss))
-        in_process_0(self.folder.write_checksums)
+        in_process_0(self.folder.flush_metrics)
         self.report.finish(evaluations, self.folder.path, self.times.parts())
         return evaluations
 
     def _save(self) -> None:
-        """Begins to write a checkpoint; data.json says how the other files are with it."""
+        """Begins to write a checkpoint, if there is none of this step."""
         step = int(self.state.step)
         read, position = self.batches.checksums(step), self.batches.position(step)
-        in_process_0(self.folder.write_checksums)
+        in_process_0(self.folder.flush_metrics)
         with self.times.of("checkpoints"):
             self.checkpoints.save(self.state, read, position, self.batches.settings)
         self.saved = time.perf_counter()
@@ -203,7 +181,7 @@ class Run:
     def _validates(self, step: int) -> bool:
         """Whether a validation follows this step of the loop."""
         every = self.config.eval_every
-        return bool(every) and 0 < step < self.config.num_steps and step % every == 0
+        return every > 0 and step > 0 and step % every == 0
 
     def _validate(self, step: int, stop: Stop) -> bool:
         """Evaluates valid, unless that has been done; False if the run ends with it.
@@ -218,6 +196,8 @@ class Run:
                 return False
             losses[step] = self.validations[step].loss
         patience, every = self.config.patience, self.config.eval_every
+        if step == self.config.num_steps:
+            return True
         since = validations_since_best({s: loss for s, loss in losses.items() if s % every == 0})
         if 0 < patience <= since:
             stop.reason = f"patience={patience}: no lower validation loss in the last {since}"
@@ -259,8 +239,7 @@ class Run:
             if metrics.sums.weight == 0:
                 fetched[number - step] = metrics._replace(loss=np.float32(np.nan))
                 self.report.warning(
-                    f"nothing in the batch of step {number + 1} counts: its weights sum to 0, so it has no "
-                    f"loss; leave such batches out"
+                    f"the weights of batch {number} sum to 0, so step {number + 1} has no loss"
                 )
             if metrics.skipped == self.num_skipped:
                 continue
@@ -291,12 +270,11 @@ class Run:
         config, step = self.config, last.step - 1
         self.state = release(self.state, config.allowed_skips)
         assert int(self.state.step) == step
+        check_parameters(self.setup, self.state)
         batch = place_batch(self.batches, step, self.sharding)
         origin = find_origin(self.setup, self.state, batch)
-        if self.checkpoints.latest_step() != step:
-            self._save()
-            self.checkpoints.latest_step()  # it is written
-        together(lambda: None)  # in every process
+        self._save()
+        self.checkpoints.close()  # it is written, in every process
         self.report.end(step, config.num_steps, None)
         skip = (
             f"a larger --train.max-skipped (now {config.max_skipped})"
@@ -305,8 +283,8 @@ class Run:
         )
         return FloatingPointError(
             f"{last.to_text()}; the first number that is not finite is in {origin}. The state before this "
-            f"step is saved: go on with --resume --train.out-dir {self.folder} and a lower learning rate, a "
-            f"smaller --train.clip-norm (now {config.clip_norm:g}; 0 is none), or {skip}"
+            f"step is saved\nFix: continue with --resume --train.out-dir {self.folder} and a lower learning "
+            f"rate, a smaller --train.clip-norm (now {config.clip_norm:g}; 0 is none), or {skip}"
         )
 
     def _log(
@@ -334,20 +312,6 @@ class Run:
         )
         self._write(progress.to_json())
         self.report.progress(progress, self.config.num_steps)
-        self._warn_if_exploded(step, loss)
-
-    def _warn_if_exploded(self, step: int, loss: float) -> None:
-        """Tells it once of a loss that is finite, but far from where it began."""
-        if self.first_loss is None:
-            self.first_loss = loss
-        if self.warned or not 0 < EXPLODED * self.first_loss < loss:
-            return
-        self.warned = True
-        self.report.warning(
-            f"the loss of step {step} is {loss:.4g}, {loss / self.first_loss:.0f} times that of the first "
-            f"step: the run has diverged; begin again, or go on from an earlier checkpoint, with a lower "
-            f"learning rate or a smaller --train.clip-norm (now {self.config.clip_norm:g}; 0 is none)"
-        )
 
     def _write(self, line: dict[str, object]) -> None:
         """Process 0 writes a line."""
@@ -361,62 +325,6 @@ def validations_since_best(losses: Mapping[int, float]) -> int:
     return sum(step > best for step in losses)
 
 
-def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient", "update"]:
+def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient"]:
     """Of a step that was skipped."""
-    if not np.isfinite(metrics.loss):
-        return "loss"
-    return "update" if np.isfinite(metrics.grad_norm) else "gradient"
-
-
-def _rescue(run: Run, error: OSError) -> OSError:
-    """Saves the state of a run where that is possible, when something could not be written.
-
-    Returns:
-      the error to raise, which tells where the state is.
-    """
-    step, places = int(run.state.step), [run.folder]
-    run.report.end(step, run.config.num_steps, None)
-    free = "free some space and go on with --resume, or "
-    with contextlib.suppress(OSError):
-        run.checkpoints.close()  # which may be saving this very step
-    try:
-        together(run.folder.lock().check)
-    except OSError as gone:
-        error, places, free = gone, [], ""
-    message = str(error)
-    if (root := run.config.fallback_dir) is not None:
-        places.append(RunFolder(in_process_0(lambda: _fallback_path(root, run.folder, step))))
-    for folder in places:
-        try:
-            _save_in(folder, run, step)
-        except OSError as another:
-            message += "" if str(another) == message else f"; and {another}"
-            continue
-        return type(error)(
-            f"{message}; the state of step {step} is saved in {folder}: go on with --resume "
-            f"--train.out-dir {folder}"
-        )
-    return type(error)(
-        f"{message}; {free}name another place for the state beforehand (--train.fallback-dir)"
-    )
-
-
-def _save_in(folder: RunFolder, run: Run, step: int) -> None:
-    """Saves the state of a run in its folder, or in another one that it can be continued from."""
-
-    def begin() -> None:
-        if folder is not run.folder:
-            folder.start(run.texts)
-            folder.rewind_metrics(step, run.folder)
-
-    in_process_0(begin)
-    with together(lambda: folder.checkpoints(run.setup)) as checkpoints:
-        checkpoints.losses |= run.checkpoints.losses  # the best is kept
-        if checkpoints.latest_step() != step:
-            checkpoints.save(run.state)
-
-
-def _fallback_path(root: str, folder: RunFolder, step: int) -> str:
-    """A folder for the state of a run that cannot be written in its own: `root/0001-step-700`."""
-    path = Path(root).expanduser() / f"{folder.path.name}-step-{step}"
-    return str(free_path(path.parent, f"{path.name}-") if path.exists() else path)
+    return "gradient" if np.isfinite(metrics.loss) else "loss"

@@ -2,7 +2,8 @@
 
     forward    first -> layer 0 -> layer 1 -> last -> loss    the first whose output is not finite, and when
     backward   first <- layer 0 <- layer 1 <- last            else the first whose gradient is not, and when
-    update     first -> layer 0 -> layer 1 -> last            else the first whose new parameters are not
+
+An update is not looked at. `check_parameters` does that before a state is saved.
 
 Batch and dropout are functions of the step, so it is the same step again. A run whose numbers are finite
 pays nothing for this. Dims: S rows of stacked layers, B batch.
@@ -20,19 +21,17 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.parts import RATE, part_of
 from jaxpar.base.trees import vary_like
 from jaxpar.forward import full_table, make_forward
 from jaxpar.layout import Layout, Outer
 from jaxpar.model import mean_loss
-from jaxpar.optimizer import clip_scale, global_norm, next_state
 from jaxpar.pipeline.spec import Layer
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.setup import Setup
 from jaxpar.sharding import array_of, named_leaves
 from jaxpar.state import TrainState
 from jaxpar.step import CompiledStep, dropout_key
-from jaxpar.training.by_layer import in_stacks, kind_of
+from jaxpar.training.by_layer import by_layer, in_stacks, kind_of
 
 NEVER = 2**22  # a time step that no batch has; float32 tells all before it apart
 
@@ -79,13 +78,10 @@ def find_origin(setup: Setup, state: TrainState, batch: Any) -> Origin:
     parallel = dataclasses.replace(parallel, pipeline=pipeline)
     layout = Layout(setup.layout.facts, parallel, may_pool=False)
     train, state = setup.train, in_stacks(state, setup.layout)
-    look = dataclasses.replace(setup, layout=layout).keep(
-        _make_look, parallel, train.num_steps, train.clip_norm, train.seed
-    )
-    if parallel.update == "host":
-        state = dataclasses.replace(state, opt_state=())
+    look = dataclasses.replace(setup, layout=layout).keep(_make_look, parallel, train.seed)
+    state = dataclasses.replace(state, opt_state=())
     found = jax.device_get(look.run(state, batch))
-    loss, watched, marks, params, grads, norm, new_params = found
+    loss, watched, marks, params, grads = found
     layers, watched = _layers(layout), [watched[name].swapaxes(1, 2) for name in layout.facts.kinds]
     for place, marks_B in zip(["first", *layers], _between(layout, watched), strict=False):
         if marks_B.any():
@@ -104,30 +100,41 @@ def find_origin(setup: Setup, state: TrainState, batch: Any) -> Origin:
         times, rows = map(np.unique, np.nonzero(marks_of.get(part, np.zeros((0, 0)))))
         time = int(times[-1]) if layout.facts.time_major and len(times) else None
         return Origin(f"the gradient of {bad[0]}", tuple(rows.tolist()), time)
-    if not np.isfinite(norm):
-        return Origin("the norm of all gradients, each of which is finite")
-    is_bad = _by_part(layout, new_params)
-    bad = [part for part in reversed(parts) if is_bad.get(part)]
-    return Origin(f"the update of {bad[0] if bad else 'the parameters'}, whose gradient is finite")
+    return Origin("the norm of all gradients, each of which is finite")
+
+
+def check_parameters(setup: Setup, state: TrainState) -> None:
+    """Checks parameters before they are saved; with several processes, in all of them.
+
+    Raises:
+      FloatingPointError: one is not finite.
+    """
+    if _are_finite(state.params):
+        return
+    arrays = by_layer(state.params, setup.layout)
+    name = next(name for name, array in arrays.items() if not _are_finite(array))
+    raise FloatingPointError(
+        f"parameter {name.replace('/', '.')} is not finite after step {int(state.step)}: an update "
+        f"overflowed. The last checkpoint is whole.\nFix: resume with a lower learning rate, or with another "
+        f"optimizer."
+    )
+
+
+@jax.jit
+def _are_finite(tree: Any) -> jax.Array:
+    leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
+    return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
 
 
 def _make_look(setup: Setup, *_: Any) -> CompiledStep:
-    """(state, batch) -> the loss, what is not finite (activations, gradients, arrays), the norm."""
-    train, optimizer = setup.train, setup.optimizer
-    value_and_grad = watched_loss_and_grad(setup, train.seed)
+    """(state, batch) -> the loss, and what is not finite: activations, gradients, arrays."""
+    value_and_grad = watched_loss_and_grad(setup, setup.train.seed)
 
     def look(state: TrainState, batch: Any, table: TickTable | None):
         (loss, watched), (grads, marks) = value_and_grad(state, batch, table)
         # As in the norm that the step goes by, a square may overflow.
         squares = jax.tree.map(jnp.square, grads)
-        bad = (_bad_arrays(state.params), _bad_arrays(squares))
-        norm, new = global_norm(grads), {}
-        if setup.parallel.update != "host":
-            scale = clip_scale(norm, train.clip_norm)
-            rate = part_of(batch, RATE)
-            after, _ = next_state(optimizer, state.params, grads, state.opt_state, scale, rate)
-            new = _bad_arrays(after)
-        return loss, watched, marks, *bad, norm, new
+        return loss, watched, marks, _bad_arrays(state.params), _bad_arrays(squares)
 
     replicated = NamedSharding(setup.mesh, P())
     return CompiledStep(look, setup.layout, backward=True, out_shardings=replicated)

@@ -1,10 +1,11 @@
 """A run in a notebook: all that it prints is one display, which is shown anew as it grows."""
 
+import html
 import io
 import time
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from jaxpar.base.console import WIDTH
 from jaxpar.base.display import show
@@ -30,35 +31,29 @@ class NotebookConsole(Console):
         super().__init__(
             width=WIDTH, file=io.StringIO(), record=True, force_jupyter=False, force_terminal=False
         )
-        self._text, self._html, self._display = "", "", None
-        self._shown_at = float("-inf")
-        self.curves: Curves | None = None
+        self.curves = Curves(0)
+        self._display, self._shown_at = None, float("-inf")
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Adds to the display; lines are cut at `WIDTH`, as no page shows where one goes on."""
-        text, html = self._rendered(*objects, **options | {"soft_wrap": False})
-        self._text, self._html = self._text + text, self._html + html
-        self._show(self._text, self._html)
+        options["soft_wrap"] = False
+        super().print(*objects, **options)
+        self._show("")
 
-    def show_below(self, line: RenderableType) -> None:
+    def show_below(self, line: str) -> None:
         """Shows a line below what was printed, until the next one or the next print."""
         if time.monotonic() > self._shown_at + _REFRESH_SECONDS:
-            text, html = self._rendered(line)
-            self._show(self._text + text, self._html + html)
+            self._show(f"{line}\n")
 
-    def _rendered(self, *objects: Any, **options: Any) -> tuple[str, str]:
-        super().print(*objects, **options)
-        html = self.export_html(clear=False, inline_styles=True, code_format="{code}")
-        return self.export_text(), html
-
-    def _show(self, text: str, html: str) -> None:
+    def _show(self, below: str) -> None:
         # A package of notebooks, where alone this console is used.
         from IPython.display import display
 
-        html = _PAGE.format(html)
-        if self.curves is not None and len(self.curves.points["train"]) > 1:
-            html += show(self.curves).to_html()
-        bundle = {"text/plain": text, "text/html": html}
+        printed = self.export_html(clear=False, inline_styles=True, code_format="{code}")
+        page = _PAGE.format(printed + html.escape(below))
+        if len(self.curves.points["train"]) > 1:
+            page += show(self.curves).to_html()
+        bundle = {"text/plain": self.export_text(clear=False) + below, "text/html": page}
         if self._display is None:
             self._display = display(bundle, raw=True, display_id=True)
         else:

@@ -37,7 +37,6 @@ from jaxpar.training.evaluate import CheckedBatches, check_begins, do_not_run_ah
 Write = Callable[[str, np.ndarray, np.ndarray], None]
 
 _NO_BATCH: tuple[int, int, dict[str, jax.Array]] = 0, 0, {}  # number, time steps, outputs
-_ELSEWHERE = "use another --out"
 
 
 def predict(
@@ -84,7 +83,7 @@ def check_out(out: str | os.PathLike[str]) -> None:
     """
     check_path("out", out)
     path = Path(out).expanduser()
-    in_process_0(lambda: check_folder(path, f"the folder {path}", _ELSEWHERE))
+    in_process_0(lambda: check_folder(path))
 
 
 def _run(data: "_Data", state: TrainState, write: Write, *, quiet: bool) -> None:
@@ -122,11 +121,11 @@ def _files(path: Path, data: "_Data") -> Iterator[Write]:
     with contextlib.ExitStack() as stack:
 
         def begin() -> str:
-            make_folder(path, f"the folder {path}", _ELSEWHERE)
+            make_folder(path)
             for file in (path / f"{name}.npy" for name in data.shapes):
                 if file.exists():
                     raise FileExistsError(
-                        f"{file} exists already.\nFix: remove it, or {_ELSEWHERE}."
+                        f"{file} exists already.\nFix: remove it, or use another folder."
                     )
             with in_words(f"write {path}", WRITABLE):
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".", dir=path))

@@ -73,7 +73,7 @@ class Skipped:
     """
 
     step: int
-    nonfinite: Literal["loss", "gradient", "update"]
+    nonfinite: Literal["loss", "gradient"]
     epoch: int
     window: int
     num_windows: int | None

@@ -5,7 +5,7 @@ import functools
 import logging
 import signal
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,8 +153,8 @@ class Report:
         """
 
 
-class Reports(Report):
-    """Several that hear of a run. What one raises is told once, and ends no run."""
+class Reports:
+    """Several that hear of a run, as one `Report`. What one raises is told once, and ends no run."""
 
     def __init__(self, reports: Sequence[Report]):
         self._reports, self._told = reports, set[int]()
@@ -165,6 +165,9 @@ class Reports(Report):
     def asked(self) -> str | None:
         """Why one of them asks for an end; None if none does."""
         return next((r.stop_reason for r in self._reports if r.stop_reason is not None), None)
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return functools.partial(self._tell, method)
 
     def _tell(self, method: str, *facts: Any) -> None:
         for number, report in enumerate(self._reports):
@@ -180,8 +183,3 @@ class Reports(Report):
                         *(type(report).__name__, method, type(error).__name__, error),
                         *(place.filename, place.lineno),
                     )
-
-
-for _method in vars(Report).keys() - vars(object).keys() - {"stop", "stop_reason"}:
-    if not _method.startswith("_"):
-        setattr(Reports, _method, functools.partialmethod(Reports._tell, _method))

@@ -2,17 +2,14 @@
 
 runs/0001/
   config.toml        every setting, with what was left open filled in
-  data.json          what identifies the data and the run, and checksums of the files here as of the newest
-                     checkpoint
+  data.json          what identifies the run, its data and its program
   task.py            the file of the task as it was when the run began, if it is the user's own
   metrics.jsonl      one line a report
   checkpoints/       the newest states
   vocabulary.json    and other files that the task keeps
-  .lock              while a run goes on: who it is
+  .lock              the process that has the folder, or had it last
 
-config.toml, task.py and metrics.jsonl are plain files that people edit and other tools read: a change since
-the newest checkpoint is told, and the run goes on. The others change by damage alone, which is refused. A
-checkpoint has checksums of its own.
+All but the checkpoints are plain files that people edit and other tools read.
 
 The folder may be in a bucket, gs://BUCKET/FOLDER. Each file is an object there, put whole; a checkpoint is
 written where it stays, and counts once its last object, its description, is there.
@@ -20,9 +17,14 @@ written where it stays, and counts once its last object, its description, is the
 
 import contextlib
 import dataclasses
+import datetime
+import errno
+import fcntl
 import json
 import logging
 import os
+import socket
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,34 +32,141 @@ from typing import Any
 
 import jax
 
-from jaxpar.base.bucket import BucketPath, as_path
+from jaxpar.base.bucket import as_path, in_bucket
+from jaxpar.base.checks import fits, leaves_of, require
 from jaxpar.base.files import (
+    WRITABLE,
     check_folder,
     check_path,
-    free_path,
+    checksum,
+    in_words,
     make_folder,
     read_file,
+    read_json,
     remove_folder,
     write_file,
 )
+from jaxpar.base.parts import SPLITS
 from jaxpar.config_file import read_config, read_toml, to_toml
+from jaxpar.hosts.agree import in_process_0, together
+from jaxpar.hosts.distributed import OF_NUMBERS
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, evaluated
 from jaxpar.task import Settings, spec_of
-from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, run_of
-from jaxpar.training.checksums import checksum
-from jaxpar.training.lock import BucketLock, FolderLock
-from jaxpar.training.metrics_file import MetricsFile, read_metrics
-from jaxpar.training.record import REMEDY, Record
+from jaxpar.training.checkpoint import Checkpoints
 
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
 CONFIG, DATA, TASK = "config.toml", "data.json", "task.py"
 _OWN = (CONFIG, DATA, TASK, "metrics.jsonl", "checkpoints", "profile")
-
-_ELSEWHERE = "use another --train.out-dir"
+REMEDY = "restore it from a backup"  # what a run has written
+# What stands in data.json, and what of it depends on the settings.
+_TYPES = {"run": str, "data": dict, "files": dict[str, str], "settings": str, "batches": dict}
+_OF_SETTINGS = ("settings", "batches")
+_NAMED = 3  # differences that a message names
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_SEEN_SECONDS = 5.0  # in which a file is to be seen by all machines
+_PUT_SECONDS = 30.0  # between two writings of metrics.jsonl in a bucket
 
 _log = logging.getLogger(__name__)
+
+
+class FolderLock:
+    """A folder that nobody else writes to meanwhile; use it as a context manager, in all processes.
+
+    Process 0 holds it for all of them: by `flock`, which ends with the process, whatever ended it. On NFS the
+    lock of a machine that died ends when the server says so, by default after 90 s. A bucket knows no lock:
+    there the run that began last has the folder, and one that finds another's text ends before it writes.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder, self._path = folder, folder / ".lock"
+        self._file: int | None = None
+        self._text = ""
+
+    def __enter__(self) -> "FolderLock":
+        """Takes the lock, in a folder that is made if need be.
+
+        Raises:
+          BlockingIOError: another process holds it; the message says which.
+          OSError: the folder cannot be written, or another process of this run does not see it.
+        """
+        try:
+            text = in_process_0(self._take)
+            together(lambda: self._wait_for(text))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file, self._text = None, ""
+
+    def check(self) -> None:
+        """Raises an OSError if the folder was removed, or another run has begun in it."""
+        if not self._text:
+            return
+        try:
+            holder = self._path.read_text()
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{self._folder} was removed during its run") from None
+        if holder != self._text:
+            raise BlockingIOError(
+                f"{self._folder} is in use by another run: {holder}\n"
+                f"Fix: continue this one in another folder"
+            )
+
+    def _take(self) -> str:
+        make_folder(self._folder)
+        now = f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S.%f}"
+        text = f"process {os.getpid()} on {socket.gethostname()} since {now}"
+        if in_bucket(self._folder):
+            write_file(self._path, text.encode())
+        else:
+            with in_words(f"lock {self._folder}", WRITABLE):
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+                self._file = os.open(self._path, flags, 0o666)
+                if is_free := self._lock(self._file):
+                    os.ftruncate(self._file, 0)
+                    os.pwrite(self._file, text.encode(), 0)
+            if not is_free:
+                raise BlockingIOError(
+                    f"{self._folder} is in use by {self._path.read_text()}\n"
+                    f"Fix: let it end, or use another folder"
+                )
+        self._text = text
+        return text
+
+    def _lock(self, file: int) -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            _log.warning("%s has no locks: make sure that no other run uses it", self._folder)
+        return True
+
+    def _wait_for(self, text: str) -> None:
+        """Raises if the lock of process 0 is not to be seen here."""
+        if jax.process_index() == 0:
+            return
+        if not in_bucket(self._folder):
+            # NFS may believe for a minute that there is no such folder, unless one is made.
+            self._folder.mkdir(parents=True, exist_ok=True)
+        end = time.monotonic() + _SEEN_SECONDS
+        while not self._path.exists() or self._path.read_text() != text:
+            if time.monotonic() > end:
+                with contextlib.suppress(OSError):
+                    self._folder.rmdir()  # made above
+                raise FileNotFoundError(
+                    f"{self._folder} on {socket.gethostname()} is not that of process 0\nFix: give all "
+                    f"processes a folder that they share, such as --train.out-dir gs://BUCKET/FOLDER"
+                )
+            time.sleep(0.1)
 
 
 class RunFolder:
@@ -72,24 +181,22 @@ class RunFolder:
         self.metrics_path = self.path / "metrics.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         self.profile_path = self.path / "profile"
-        self.record = Record(self.data_path)
-        kind = BucketLock if isinstance(self.path, BucketPath) else FolderLock
-        self._lock = kind(self.path, self._make)
-        self._metrics = MetricsFile(self.metrics_path, self._lock.check)
+        self.lock = FolderLock(self.path)
+        self._lines = ""  # of metrics, which a bucket is to get
+        self._time = 0.0
 
     def __str__(self) -> str:
         return str(self.path)
 
+    # ---- what is there ----
+
     @property
     def holds_run(self) -> bool:
         """A run has written here."""
-        saved = self.checkpoints_path.is_dir() and any(self.checkpoints_path.glob("[0-9]*"))
-        return saved or self.config_path.exists()
+        return self.config_path.exists() or any(self.checkpoints_path.glob("[0-9]*"))
 
     def check(self) -> None:
-        """Nothing, if a run has written here that this version can go on with.
-
-        Warns of files that people may change and that are not as they were written.
+        """Nothing, if a run has written here that this version can continue.
 
         Raises:
           FileNotFoundError: no run has written here.
@@ -98,26 +205,17 @@ class RunFolder:
         file = self._task_file()
         if jax.process_index() != 0:
             return
-        # Settings and numbers alone can be looked at; without the rest no run goes on.
-        written = self.record.read()["written"] if self.data_path.exists() else {}
-        for path in (self.config_path, self.task_path, self.metrics_path):
-            if (known := written.get(path.name)) is None:
-                continue
-            content = read_file(path, remedy=REMEDY) if path.exists() else b""
-            size = known.partition(" ")[0]
-            if path == self.metrics_path and size.isdecimal():  # lines may have been added since
-                content = content[: int(size)]
-            if checksum(content) != known:
-                _log.warning(
-                    "%s has changed since the run wrote it; if you have not changed it, bring it back from a "
-                    "copy",
-                    path,
-                )
+        if self.data_path.exists():  # settings and numbers alone can be looked at
+            self.data()
         both = [path for path in (file, self.task_path) if path is not None and path.is_file()]
         if len({path.read_bytes() for path in both}) == 2:
-            _log.warning(
-                "%s has changed since the run began; the task is as it is now, %s as it was", *both
-            )
+            _log.warning("%s has changed since the run began, see %s", *both)
+
+    def check_writable(self) -> None:
+        """Raises an OSError if a run cannot write here, and a ValueError if it would through a link."""
+        check_folder(self.path)
+        for path in () if in_bucket(self.path) else self._own_paths():
+            require(not path.is_symlink(), f"{path} is a link\nFix: put the file itself there")
 
     def settings(self) -> Settings:
         """The run's settings.
@@ -129,95 +227,83 @@ class RunFolder:
         file = self._task_file()
         if file is not None and not file.exists():
             raise FileNotFoundError(
-                f"the task of the run in {self} is in {file}, which is not there any more; bring it back: "
-                f"{self.task_path} is as it was when the run began"
+                f"{file}, which has the task of the run in {self}, does not exist\n"
+                f"Fix: restore it; {self.task_path} is a copy"
             )
         settings = read_config(self.config_path)
         # A folder may have been copied or moved, or be somebody else's: it names no place to write to.
-        train = dataclasses.replace(settings.train, out_dir=str(self), fallback_dir=None)
-        return settings._replace(train=train)
+        return settings._replace(train=dataclasses.replace(settings.train, out_dir=str(self)))
 
-    def lock(self) -> FolderLock:
-        """A context manager that keeps other runs out of the folder, which is made if need be.
-
-        With several processes, all of them enter it.
+    def data(self) -> dict[str, Any]:
+        """What identifies the run, its data and its program, as `describe_data` and `program_facts` say.
 
         Raises:
-          BlockingIOError: as it is entered, another run goes on here; the message says which.
-          OSError: as it is entered, the folder cannot be written.
+          OSError: it cannot be read.
+          ValueError: it is damaged.
         """
-        return self._lock
+        content = read_file(self.data_path, remedy=REMEDY)
+        try:
+            found = read_json(content)
+            require(all(fits(found.get(name), kind) for name, kind in _TYPES.items()), "")
+            require(all(name == Path(name).name for name in found["files"]), "")
+        except ValueError:
+            raise ValueError(
+                f"{self.data_path} is damaged, or of another version of jaxpar\n"
+                f"Fix: {REMEDY}, or use that version"
+            ) from None
+        return found
 
-    def check_place(self) -> None:
-        """Nothing, if a run can write here.
+    def check_program(self, facts: Mapping[str, str]) -> None:
+        """Compares the program of the run with this one; warns where losses may differ in their last digits.
 
+        Args:
+          facts: as of `program_facts`.
         Raises:
-          OSError: it cannot.
+          OSError, ValueError: as of `data`.
+          ValueError: settings of JAX are not as they were, by which the same seed gives other numbers.
         """
-        check_folder(self.path, f"the folder {self}", _ELSEWHERE)
-
-    def _make(self) -> None:
-        make_folder(self.path, f"the folder {self}", _ELSEWHERE)
-
-    def _task_file(self) -> Path | None:
-        """The user's file that the run's task is in; None if it comes with jaxpar.
-
-        Raises:
-          FileNotFoundError: no run has written here.
-          ValueError: what has is no run of jaxpar, or damaged.
-        """
-        if not self.config_path.exists():
-            raise FileNotFoundError(
-                f"{self} holds no run: there is no {self.config_path.name} in it; give the "
-                f"folder that `train` wrote"
-                + (_known_runs(self.path) or _known_runs(self.path.parent))
+        was = self.data().get("program", {})
+        # A version of JAX need not know the settings of another one.
+        names = {n for n in {*was, *facts} if not n.startswith("jax_") or n in was.keys() & facts}
+        was, now = ({name: each.get(name, "not set") for name in names} for each in (was, facts))
+        for name in OF_NUMBERS:
+            require(
+                was.get(name) == now.get(name),
+                f"{name} is {now.get(name)}, and was {was.get(name)} when the run in {self} began\n"
+                f"Fix: set {name.upper()}={was.get(name)}, or start another run",
             )
-        return _file_of(_task_of(self.config_path))
+        if (changed := _changes(was, now)) and jax.process_index() == 0:
+            told = "the program of the run in %s has changed, so losses may differ slightly: %s"
+            _log.warning(told, self, changed)
 
-    def find_run(self) -> str | None:
-        """The name of the run in the folder, by data.json or its newest checkpoint; None without both."""
-        with contextlib.suppress(OSError, ValueError):
-            return self.record.read()["run"]
-        runs = map(run_of, reversed(_numbered(self.checkpoints_path)))
-        return next(filter(None, runs), None)
+    def check_data(self, data: Mapping[str, Any]) -> bool:
+        """Whether batches are cut as when the run began; its data and files are the same.
 
-    def check_links(self) -> None:
-        """Nothing, if a run in the folder writes and deletes nowhere else.
-
-        Links lead elsewhere. `checkpoints` may be one, to a folder of this run alone.
-
+        Args:
+          data: as of `describe_data`.
         Raises:
-          ValueError: a file of the run is a link, or `checkpoints` is one to a folder with other things that
-            have the names of checkpoints.
+          OSError, ValueError: as of `data`.
+          ValueError: the data have changed.
         """
-        for path in self._own_paths():
-            if path.is_symlink() and path != self.checkpoints_path:
-                raise ValueError(
-                    f"{path} is a link to {os.readlink(path)}; a run writes through no link but "
-                    f"{self.checkpoints_path.name}: put the file itself there, or remove the link"
-                )
-        if not self.checkpoints_path.is_symlink() or not self.checkpoints_path.is_dir():
-            return
-        run = self.find_run()
-        for path in sorted(self.checkpoints_path.iterdir()):
-            if path.name.isdecimal() and (run is None or run_of(path) != run):
-                raise ValueError(
-                    f"{self.checkpoints_path} is a link to {os.readlink(self.checkpoints_path)}, where "
-                    f"{path.name} is not a checkpoint of this run; link to an empty folder, or to this run's "
-                    f"own"
-                )
+        known = self.data()
+        is_cut_alike = known["settings"] == data["settings"]
+        names = [name for name in data if is_cut_alike or name not in _OF_SETTINGS]
+        was, now = ({name: each[name] for name in names} for each in (known, data))
+        require(
+            was == now,
+            f"the data of the run in {self} have changed: {_changes(was, now)}\n"
+            f"Fix: restore them, or start another run",
+        )
+        return is_cut_alike
 
     def checkpoints(self, setup: Setup) -> Checkpoints:
-        """The run's checkpoints, where the files that it keeps are whole; the task's data need not be there.
+        """The run's checkpoints.
 
         Raises:
-          OSError: no run has written here, or a file cannot be read.
-          ValueError: a file is damaged.
+          OSError, ValueError: as of `data`.
         """
-        known = self.record.read()
-        for name in known["files"]:
-            self.read(name)
-        return Checkpoints(self.checkpoints_path, setup, run=known["run"], check=self._lock.check)
+        run = self.data()["run"]
+        return Checkpoints(self.checkpoints_path, setup, run=run, check=self.lock.check)
 
     def read(self, name: str) -> str:
         """A file of the task, as it was written.
@@ -226,12 +312,10 @@ class RunFolder:
           OSError: it cannot be read.
           ValueError: it is damaged, or data.json is, or there is no such file.
         """
-        files = self.record.read()["files"]
-        if name not in files:
-            raise ValueError(f"the run in {self} keeps no {name}")
+        files = self.data()["files"]
+        require(name in files, f"the run in {self} keeps no {name}")
         content = read_file(self.path / name, remedy=REMEDY)
-        if checksum(content) != files[name]:
-            raise ValueError(f"{self.path / name} is damaged: it is not what was written; {REMEDY}")
+        require(checksum(content) == files[name], f"{self.path / name} is damaged\nFix: {REMEDY}")
         return content.decode()
 
     def restore(
@@ -257,98 +341,120 @@ class RunFolder:
         state = checkpoints.restore(best=best, with_optimizer=setup.task.evaluates_others)
         return setup, dataclasses.replace(evaluated(setup, state), opt_state=())
 
+    # ---- what is written; process 0 does ----
+
     def start(self, texts: Mapping[str, str]) -> None:
-        """Makes the folder and writes what a run can be continued from; the settings come last.
+        """Writes what a run can be continued from; the settings come last.
 
         Args:
           texts: as of `texts_of`.
         Raises:
           OSError: it cannot be written.
         """
-        self._make()
-        run = self.find_run() or uuid.uuid4().hex[:16]  # the same wherever the folder is copied
-        self._metrics.add("")
-        self._metrics.put()
-        self.record.begin({**json.loads(texts[DATA]), "run": run})
-        self.record.put(self.metrics_path.name, self.metrics_path.read_bytes())
-        texts = {name: text for name, text in texts.items() if name != DATA}
-        for name, text in texts.items():
-            self.record.put(name, text.encode())
-        self.write_checksums()
-        for name, text in texts.items():
-            write_file(self.path / name, text.encode())
+        run = self.data()["run"] if self.data_path.exists() else uuid.uuid4().hex[:16]
+        texts = {**texts, DATA: json.dumps({**json.loads(texts[DATA]), "run": run}, indent=1)}
+        for name in (*(name for name in texts if name != CONFIG), CONFIG):
+            write_file(self.path / name, texts[name].encode())
 
-    def write_checksums(self) -> None:
-        """Writes down how the files of the run are, for whoever continues from here.
+    def clear(self) -> None:
+        """Removes the files of a run, and no others.
+
+        Raises:
+          ValueError: no run of jaxpar has written here.
+        """
+        files = ()
+        if self.config_path.exists() and not self.data_path.exists():
+            self._task_file()
+        with contextlib.suppress(OSError, ValueError):
+            files = self.data()["files"]
+        for path in (*self._own_paths(), *(self.path / Path(name).name for name in files)):
+            if path.is_dir():
+                remove_folder(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        """Adds a line to `metrics.jsonl`; in a bucket it may be there half a minute later.
 
         Raises:
           OSError: it cannot be written.
         """
-        self._lock.check()
-        self._metrics.put()
-        self.record.write()
+        self._lines += f"{json.dumps(line)}\n"
+        if not in_bucket(self.path) or time.monotonic() - self._time > _PUT_SECONDS:
+            self.flush_metrics()
 
-    def clear(self) -> None:
-        """Removes the files of a run, and no others. A link stays; where it leads, this run's checkpoints go.
+    def flush_metrics(self) -> None:
+        """All lines of `metrics.jsonl` are there.
 
         Raises:
-          ValueError: as of `check_links`, or no run of jaxpar has written here.
+          OSError: they cannot be written.
         """
-        self.check_links()
-        if self.holds_run and not self.data_path.exists():
-            self._task_file()
-        try:
-            kept = self.record.read()["files"]
-        except (OSError, ValueError):
-            kept = ()
-        run = self.find_run()
-        for path in (*self._own_paths(), *(self.path / name for name in kept)):
-            if path.is_symlink() and path.is_dir():
-                for inner in filter(Path.is_dir, path.iterdir()):
-                    is_own = run is not None and run_of(inner) == run
-                    if is_own and CHECKPOINT_NAMES.fullmatch(inner.name):
-                        remove_folder(inner)
-            elif path.is_dir():
-                remove_folder(path)
-            else:
-                path.unlink(missing_ok=True)
+        self.lock.check()
+        path, lines = self.metrics_path, self._lines.encode()
+        if in_bucket(path):
+            if lines:
+                before = path.read_bytes() if path.exists() else b""
+                write_file(path, before + lines)
+        else:
+            with in_words(f"write {path}", WRITABLE), path.open("ab") as file:
+                file.write(lines)
+        self._lines, self._time = "", time.monotonic()
+
+    def rewind_metrics(self, step: int) -> None:
+        """Leaves in `metrics.jsonl` the lines up to `step`: a run that continues writes the others again.
+
+        If there are others, the file as it was stays beside it, as metrics.before-1.jsonl.
+        """
+        path = self.metrics_path
+        content = read_file(path, remedy=REMEDY) if path.exists() else b""
+        lines = (line for line in self.metrics() if line["step"] <= step)
+        kept = "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+        if content != kept:
+            number = 1 + len([*self.path.glob("metrics.before-*.jsonl")])
+            write_file(self.path / f"metrics.before-{number}.jsonl", content)
+            write_file(path, kept)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`; none if there is no such file.
+
+        Lines that no run writes are passed over with a warning; a last one that a killed process left
+        unfinished without.
+        """
+        if not self.metrics_path.exists():
+            return []
+        # The last is b"" after a whole line.
+        *contents, _ = read_file(self.metrics_path, remedy=REMEDY).split(b"\n")
+        lines = [_line_of(content) for content in contents]
+        if None in lines:
+            _log.warning(
+                "%s: line %d is not what a run writes", self.metrics_path, lines.index(None) + 1
+            )
+        return [line for line in lines if line is not None]
 
     def _own_paths(self) -> Iterator[Path]:
         yield from (self.path / name for name in _OWN)
         yield from self.path.glob("metrics.before-*.jsonl")
 
-    def append_metrics(self, line: dict[str, Any]) -> None:
-        """Adds a line to `metrics.jsonl`, as of `MetricsFile.add`.
+    def _task_file(self) -> Path | None:
+        """The user's file that the run's task is in; None if it comes with jaxpar.
 
         Raises:
-          OSError: it cannot be written.
+          FileNotFoundError: no run has written here.
+          ValueError: what has is no run of jaxpar, or damaged.
         """
-        text = f"{json.dumps(line)}\n"
-        self._metrics.add(text)
-        self.record.extend(self.metrics_path.name, text.encode())
-
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`; see `read_metrics`."""
-        return read_metrics(self.metrics_path)
-
-    def rewind_metrics(self, step: int, other: "RunFolder | None" = None) -> None:
-        """Leaves in `metrics.jsonl` the lines up to `step`: what continues from there writes the others anew.
-
-        If there are others, the file as it was stays beside it, as metrics.before-1.jsonl.
-
-        Args:
-          other: whose lines they are; None are its own.
-        """
-        lines = (line for line in (other or self).metrics() if line["step"] <= step)
-        kept = "".join(f"{json.dumps(line)}\n" for line in lines)
-        content = self.metrics_path.read_bytes()
-        if content == kept.encode():
-            return
-        if content:
-            write_file(free_path(self.path, "metrics.before-", ".jsonl"), content)
-        self._metrics.replace(kept.encode())
-        self.record.put(self.metrics_path.name, kept.encode())
-        self.write_checksums()
+        if not self.config_path.exists():
+            runs = [*_numbered(self.path), *_numbered(self.path.parent)][-_NAMED:]
+            known = f", such as {', '.join(map(str, runs))}" if runs else ""
+            raise FileNotFoundError(
+                f"{self} holds no run: there is no {CONFIG} in it\n"
+                f"Fix: give the folder that `train` wrote{known}"
+            )
+        try:
+            name = read_toml(self.config_path).get("task")
+            require(isinstance(name, str), "it names no task")
+        except ValueError as error:
+            raise ValueError(f"{self.config_path} is damaged: {error}\nFix: {REMEDY}") from error
+        return _file_of(str(name))
 
 
 def texts_of(setup: Setup, data: Mapping[str, Any]) -> dict[str, str]:
@@ -362,10 +468,11 @@ def texts_of(setup: Setup, data: Mapping[str, Any]) -> dict[str, str]:
     task = setup.task
     texts = dict(task.files())
     for name in texts:
-        if name != Path(name).name or name in _OWN:
-            raise ValueError(
-                f"the task keeps a file {name!r}, which is a name of the run's own or a path; use another"
-            )
+        require(
+            name == Path(name).name and name not in _OWN,
+            f"the task keeps a file {name!r}, which is a name of the run's own or a path\n"
+            f"Fix: use another name",
+        )
     if source := _file_of(spec_of(task)):
         texts[TASK] = source.read_bytes().decode()
     texts[DATA] = json.dumps(data)
@@ -382,11 +489,9 @@ def next_run_folder(root: Path = ROOT) -> RunFolder:
     while True:
         number += 1
         path = root / f"{number:04d}"
-        try:
+        with contextlib.suppress(FileExistsError):
             path.mkdir()
-        except FileExistsError:
-            continue
-        return RunFolder(path)
+            return RunFolder(path)
 
 
 def newest_run_folder(root: Path = ROOT) -> RunFolder:
@@ -398,22 +503,15 @@ def newest_run_folder(root: Path = ROOT) -> RunFolder:
     runs = [path for path in _numbered(root) if RunFolder(path).holds_run]
     if not runs:
         raise FileNotFoundError(
-            f"there is no run to resume in {root.absolute()}; name its folder with "
-            f"--train.out-dir, or leave --resume out to begin one"
+            f"{root.absolute()} holds no run to resume\n"
+            f"Fix: name its folder with --train.out-dir, or leave --resume out to begin one"
         )
     return RunFolder(runs[-1])
 
 
 def _numbered(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    runs = (path for path in root.iterdir() if path.is_dir() and path.name.isdecimal())
+    runs = [path for path in root.glob("*") if path.name.isdecimal() and path.is_dir()]
     return sorted(runs, key=lambda path: int(path.name))
-
-
-def _known_runs(root: Path) -> str:
-    names = [str(path) for path in _numbered(root) if RunFolder(path).holds_run]
-    return f"; there are {', '.join(names[-3:])}" if names else ""
 
 
 def _file_of(spec: str) -> Path | None:
@@ -422,12 +520,21 @@ def _file_of(spec: str) -> Path | None:
     return Path(file).expanduser() if colon else None
 
 
-def _task_of(config: Path) -> str:
-    """The name of the task in a run's settings."""
-    try:
-        name = read_toml(config).get("task")
-    except ValueError as error:
-        raise ValueError(f"{config} is damaged: {error}; {REMEDY}") from error
-    if not isinstance(name, str):
-        raise ValueError(f"{config} names no task, so no run of jaxpar has written it; {REMEDY}")
-    return name
+def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """In words, where two tables differ."""
+    before, after = leaves_of(was), leaves_of(now)
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    told = [f"{name} was {before.get(name)}, is {after.get(name)}" for name in names]
+    more = [f"{len(told) - _NAMED} more"] if len(told) > _NAMED else []
+    return "; ".join(told[:_NAMED] + more)
+
+
+def _line_of(content: bytes) -> dict[str, Any] | None:
+    """What a line of metrics says; None if it is none that a run writes."""
+    with contextlib.suppress(ValueError):
+        line = read_json(content)
+        split, has_loss = line.get("split"), type(line.get("loss")) in (int, float)
+        is_known = split == "skipped" or (split in SPLITS and has_loss)
+        if is_known and type(line.get("step")) is int:
+            return line
+    return None

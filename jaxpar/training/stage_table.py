@@ -6,8 +6,10 @@ FLOPs, and bytes kept and sent, are estimates; the weights are exact.
 import dataclasses
 import itertools
 
+from rich.table import Table
+
 from jaxpar.base.axes import TENSOR
-from jaxpar.base.console import FittingTable
+from jaxpar.base.console import make_table
 from jaxpar.base.display import format_bytes, format_count, format_number
 from jaxpar.base.stage_names import FIRST, LAST
 from jaxpar.base.trees import whole_bytes
@@ -79,10 +81,10 @@ def stage_rows(layout: Layout) -> list[StageRow]:
     return rows + [of_end(None, LAST, last_bytes)] * (layout.head != LAST)
 
 
-def stage_table(layout: Layout) -> tuple[FittingTable, str]:
+def stage_table(layout: Layout) -> tuple[Table, str]:
     """These rows as a table, and what its numbers are of."""
     names = "stage", "part", ">forward", ">backward", ">weights", ">kept", ">sent"
-    table = FittingTable(*names)
+    table = make_table(*names)
     for row in stage_rows(layout):
         times = f"{row.number} x " * (row.number > 1)
         table.add_row(

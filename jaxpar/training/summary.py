@@ -1,20 +1,16 @@
 """What a run will do, before it begins: on which devices, with which parameters, how well balanced."""
 
-import dataclasses
-
 import jax
 import numpy as np
 
-from jaxpar.base.axes import DATA, LAYERS, STAGE, TENSOR
+from jaxpar.base.axes import LAYERS, STAGE, TENSOR
 from jaxpar.base.display import format_bytes, format_count, format_names
 from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.ends import owner
 from jaxpar.layout import Layout
-from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.pipeline.placement import balanced, tick_cost
 from jaxpar.setup import Setup
 from jaxpar.sharding import annotated, dims_of, named_leaves
-from jaxpar.step import how_often
 
 # A placement whose ticks take so much longer than those of the best one is worth a warning.
 TOLERATED_IMBALANCE = 1.1
@@ -42,16 +38,12 @@ def summarize(setup: Setup) -> list[tuple[str, str]]:
     rows.append(
         ("training", steps) if optimizer is None else ("optimizer", f"{optimizer}, {steps}")
     )
-    times, why = how_often(setup)
-    if why:
-        twice = "twice, first to see whether it is finite; " * (times == 2)
-        rows.append(("update", f"{twice or 'once, '}{why}"))
     return rows
 
 
 def _describe_mesh(setup: Setup) -> list[tuple[str, str]]:
-    """Devices and mesh; where nobody chose that, why it is so, and how to have another."""
-    asked, mesh, facts = setup.asked.mesh, setup.mesh, setup.layout.facts
+    """Devices and mesh; where nobody chose that, why it is so."""
+    asked, mesh = setup.asked.mesh, setup.mesh
     device, found = mesh.devices.flat[0], jax.device_count()
     devices = f"{mesh.size} x {device.device_kind} ({device.platform})"
     shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
@@ -59,14 +51,10 @@ def _describe_mesh(setup: Setup) -> list[tuple[str, str]]:
     if leaves_some:
         devices += f", the first of {found}"
     if asked.data == -1 and (leaves_some or mesh.size > asked.num_devices == 1):
-        why, M = "all devices share the batch", setup.parallel.pipeline.num_microbatches
+        why = "all devices share the batch"
         if leaves_some:
-            units = f" in {M} microbatches" * (M > 1)
-            why = f"the most that {facts.batch_size} rows{units} divide by"
-        axis, (half, odd) = STAGE if len(facts.kind_of) > 1 else TENSOR, divmod(mesh.size, 2)
-        sizes = {axis: found} if odd else {DATA: half, axis: 2}
-        other = dataclasses.replace(MeshConfig(), **sizes)
-        shape += f" ({why}; --mesh {short_name(other)} changes it)"
+            why = f"the most that {setup.layout.facts.batch_size} rows divide by"
+        shape += f" ({why}; --mesh changes it)"
     return [("devices", devices), ("mesh", shape)]
 
 
@@ -130,15 +118,12 @@ def describe_pools(layout: Layout) -> list[tuple[str, str]]:
     """Where layers of unequal shapes lie, if a device could have room for those of its stage alone."""
     if layout.possible_pools is None:
         return []
-    pools, stacks = (
-        format_bytes(sum(getattr(pool, name) for pool in layout.possible_pools))
-        for name in ("num_bytes", "stack_bytes")
-    )
-    text = f"pools, {pools} of layers on a device; {stacks} in stacks of their kinds"
     if layout.why_stacks:
-        text = f"stacks of their kinds, {stacks} of layers on a device; {pools} in pools, "
-        text += f"but {layout.why_stacks}"
-    return [("layers in", text)]
+        where = f"stacks of their kinds; pools would take less, but {layout.why_stacks}"
+    else:
+        size = sum(pool.num_bytes for pool in layout.possible_pools)
+        where = f"pools, {format_bytes(size)} of layers on a device"
+    return [("layers in", where)]
 
 
 def describe_balance(layout: Layout) -> list[tuple[str, str]]:
@@ -154,23 +139,13 @@ def describe_balance(layout: Layout) -> list[tuple[str, str]]:
     layer = float(np.sum(costs.layers)) / len(costs.layers)
     head = sum(costs.last) / layer
     line = ", ".join(f"stage {stage}: ~{share:.0%}" for stage, share in enumerate(work_S))
-    lines = [
-        (
-            "time" if costs.speeds else "work",
-            line + f"; the head is that of ~{head:.1f} layers" * (head >= 0.05),
-        )
-    ]
+    line += f"; the head is that of ~{head:.1f} layers" * (head >= 0.05)
+    lines = [("time" if costs.speeds else "work", line)]
     best = balanced(costs, len(layout.placement))
     takes, least = (tick_cost(costs, placement) for placement in (layout.placement, best))
     if takes > TOLERATED_IMBALANCE * least:
-        lines.append(
-            (
-                "warning",
-                f"stages wait for each other: a tick of placement={layout.placement} takes as long as "
-                f"~{takes / layer:.1f} layers, of placement={best} as ~{least / layer:.1f}; a step would be "
-                f"up to ~{takes / least:.2f} times as fast",
-            )
-        )
+        warning = f"placement={layout.placement}: stages wait for each other; a step with placement={best} "
+        lines.append(("warning", warning + f"would be up to ~{takes / least:.2f} times as fast"))
     return lines
 
 
@@ -180,13 +155,8 @@ def _describe_tensor(layout: Layout) -> list[tuple[str, str]]:
     dims = {dim for _, variable in annotated(layout.params) for dim in dims_of(variable) if dim}
     if size == 1 or any(TENSOR in layout.rules.axes_of(dim) for dim in dims):
         return []
-    return [
-        (
-            "warning",
-            f"tensor={size} splits no parameter, so {size} devices do the same work; name dims of weights "
-            f"(jaxpar.nn.named_param), as the layers of jaxpar.nn do, or use tensor=1",
-        )
-    ]
+    warning = f"tensor={size} splits no parameter, so {size} devices do the same work; name dims of weights"
+    return [("warning", f"{warning} (jaxpar.nn.named_param), or use tensor=1")]
 
 
 def _describe_rounded(layout: Layout) -> list[tuple[str, str]]:

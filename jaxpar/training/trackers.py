@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxpar.base.bucket import BucketPath
+from jaxpar.base.bucket import in_bucket
 from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
@@ -34,7 +34,7 @@ class Tracker(Report):
             self.module: Any = importlib.import_module(self.package)
         except ModuleNotFoundError as error:
             raise ValueError(
-                f"{type(self).__name__} needs the package {error.name}; pip install {error.name}"
+                f"{type(self).__name__} needs the package {error.name}\nFix: pip install {error.name}"
             ) from error
         self.writer: Any = None  # from `begin` to `close`
         self.exit_code = 0
@@ -116,8 +116,8 @@ class WandB(Tracker):
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Begins the run there, or goes on with it."""
         folder = RunFolder(out_dir)
-        own = {"id": folder.find_run(), "name": out_dir.name}
-        own |= {} if isinstance(out_dir, BucketPath) else {"dir": str(out_dir)}
+        own = {"id": folder.data()["run"], "name": out_dir.name}
+        own |= {} if in_bucket(out_dir) else {"dir": str(out_dir)}
         own |= {"config": _settings(folder), "allow_val_change": True, "resume": "allow"}
         self.writer, self.exit_code = self.module.init(**{**own, **self._options}), 0
         # Its own steps never go back, as those of a run after a crash do.
@@ -150,7 +150,7 @@ class Trackio(Tracker):
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Begins the run there, or goes on with it."""
         folder = RunFolder(out_dir)
-        own = {"name": f"{out_dir.name}-{folder.find_run()}", "resume": "allow", "embed": False}
+        own = {"name": f"{out_dir.name}-{folder.data()['run']}", "resume": "allow", "embed": False}
         own |= {"config": _settings(folder)}
         self.writer = self.module.init(**{**own, **self._options})
 

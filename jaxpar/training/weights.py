@@ -37,7 +37,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.bucket import BucketPath, as_path
+from jaxpar.base.bucket import as_path, in_bucket
 from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.display import format_names, format_shape
 from jaxpar.base.files import (
@@ -471,7 +471,7 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
         else:
             stored = Rows((1, *array.shape), dtype, functools.partial(_read_one, array))
             tensors[".".join((first, *rest))] = Tensor(stored)
-    texts = {name: folder.read(name) for name in folder.record.read()["files"]}
+    texts = {name: folder.read(name) for name in folder.data()["files"]}
     return Weights(f"{folder} after step {step}", tensors, texts)
 
 
@@ -676,7 +676,7 @@ def find_weights(setup: Setup, start: Start) -> Taken:
         model's; a pattern matches no name; or nothing is taken.
     """
     folder = RunFolder(start.path)
-    is_run = folder.config_path.exists() or isinstance(folder.path, BucketPath)
+    is_run = folder.config_path.exists() or in_bucket(folder.path)
     weights = _open_run(setup, folder) if is_run else open_files(folder.path)
     renamed, left = _new_names(start, weights)
     tensors = {new: weights.tensors[name] for new, name in renamed.items()}

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxpar.base.bucket import BucketPath
+from jaxpar.base.bucket import in_bucket
 from jaxpar.base.checks import require
 from jaxpar.base.files import remove_folder
 from jaxpar.hosts.agree import SharedError, Together
@@ -74,7 +74,7 @@ class Writing:
         self._path, self._together = path, together
         self._check, self._seal, self._clean_up = check, seal, clean_up
         self._on_failure, self._partial = on_failure, path
-        if not isinstance(path, BucketPath):
+        if not in_bucket(path):
             self._partial = path.with_name(f"{path.name}{HALF_WRITTEN}-{next(_attempts)}")
         self._is_first, self._error = jax.process_index() == 0, None
         self._do(self._make_folder)
@@ -120,27 +120,18 @@ class Writing:
             for folder in filter(is_half_written, self._path.parent.glob("*")):
                 with contextlib.suppress(OSError):
                     remove_folder(folder)
-            if isinstance(self._partial, BucketPath):
+            if in_bucket(self._partial):
                 remove_folder(self._partial)  # nothing of another attempt comes into this one
             else:
                 (self._partial / _ARRAYS).mkdir(parents=True)
 
     def _remove(self) -> None:
         """Removes what is half-written, where it is this run's: the room may be needed for the next."""
-        is_removed = False
-        try:
-            self._check()
-        except FileNotFoundError:
-            is_removed = True
-        except OSError:
-            return
         with contextlib.suppress(OSError):
+            with contextlib.suppress(FileNotFoundError):  # the folder is gone, with its lock
+                self._check()
             if is_half_written(self._partial):
                 remove_folder(self._partial)
-        with contextlib.suppress(OSError):
-            if is_removed and not isinstance(self._path, BucketPath):
-                self._path.parent.rmdir()  # which TensorStore has made anew
-                self._path.parent.parent.rmdir()
 
     def _write(self, handler: orbax.PyTreeCheckpointHandler, arrays: Mapping[str, Any]) -> None:
         """Writes the shards of this process."""
@@ -150,11 +141,11 @@ class Writing:
         try:
             written = handler.async_save(self._path_of_arrays(), args=orbax.args.PyTreeSave(arrays))
             futures = loop.run_until_complete(written)
+            self._copied.set()
+            for future in futures or []:
+                future.result()
         finally:
             loop.close()
-        self._copied.set()
-        for future in futures or []:
-            future.result()
 
     def _finish(self, handler: orbax.PyTreeCheckpointHandler) -> None:
         """Puts the parts of all processes together, and gives the folder its name."""
@@ -172,6 +163,8 @@ class Writing:
         (self._partial / _COMMITTED).write_bytes(b"all arrays are written")
         self._seal(self._partial)
         if self._partial != self._path:
+            if self._path.exists():  # a damaged one
+                remove_folder(withdraw(self._path))
             self._partial.rename(self._path)
         self._clean_up()
 
@@ -181,20 +174,13 @@ class Writing:
 
         return v1.options.FileOptions().path_class(self._partial / _ARRAYS)
 
-    def _describe(self, error: Exception) -> str:
-        """The operating system's reason, and the file or folder."""
-        text, path = str(error), None
+    @staticmethod
+    def _describe(error: Exception) -> str:
+        """The operating system's reason."""
+        text = str(error)
         if code := re.search(r"os_error_code='(\d+)'", text):  # TensorStore's, in a ValueError
-            reason, named = os.strerror(int(code[1])), re.search(r'"(/[^"]+)"', text)
-            path = named and named[1]
-        elif isinstance(error, OSError) and error.strerror:
-            reason, path = error.strerror, error.filename
-        else:
-            reason = text.split("\n")[0] or type(error).__name__
-        if path is None or Path(path) == self._partial:
-            return reason
-        inner = Path(path).is_relative_to(self._partial)
-        return f"{reason} ({Path(path).relative_to(self._partial) if inner else path})"
+            return os.strerror(int(code[1]))
+        return getattr(error, "strerror", None) or text.split("\n")[0] or type(error).__name__
 
 
 def check_storable(arrays: Mapping[str, Any]) -> None:
@@ -207,17 +193,12 @@ def check_storable(arrays: Mapping[str, Any]) -> None:
     """
     import tensorstore
 
-    paths: dict[str, str] = {}
-    for name in arrays:
-        other = paths.setdefault(name.replace("/", "."), name)
-        inside = [
-            part for part in itertools.accumulate(name.split("/"), "{}/{}".format) if part in arrays
-        ]
-        if {other, *inside} != {name}:
-            both = " and ".join(sorted({name, other, *inside}))
-            raise ValueError(
-                f"a checkpoint cannot tell {both} apart. Fix: use keys without '/' and '.'"
-            )
+    names = sorted((f"{name.replace('/', '.')}.", name) for name in arrays)
+    for (path, name), (other_path, other) in itertools.pairwise(names):
+        require(
+            not other_path.startswith(path),
+            f"a checkpoint cannot tell {name} and {other} apart\nFix: use keys without '/' and '.'",
+        )
     memory: Any = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "create": True}
     for dtype, name in {np.dtype(leaf.dtype): name for name, leaf in arrays.items()}.items():
         one = np.ones(1, dtype)
@@ -229,21 +210,21 @@ def check_storable(arrays: Mapping[str, Any]) -> None:
             is_same = False
         require(
             is_same,
-            f"{name} is {dtype}{list(arrays[name].shape)}, and checkpoints cannot hold {dtype}. Fix: keep it "
-            f"in another type, such as float32 or int32",
+            f"{name} is {dtype}{list(arrays[name].shape)}, and checkpoints cannot hold {dtype}\n"
+            f"Fix: use another type, such as float32 or int32",
         )
 
 
 def is_half_written(path: Path) -> bool:
     """Whether it is what a save that did not end has left in a folder of checkpoints."""
-    if not isinstance(path, BucketPath):
+    if not in_bucket(path):
         return HALF_WRITTEN in path.name
     return path.name.isdecimal() and not (path / DESCRIPTION).exists()
 
 
 def withdraw(path: Path) -> Path:
     """Makes a checkpoint half of one, which whoever comes next removes; where it is now."""
-    if not isinstance(path, BucketPath):
+    if not in_bucket(path):
         return path.rename(path.with_name(f"{path.name}{HALF_WRITTEN}"))
     (path / DESCRIPTION).unlink()
     return path
@@ -255,7 +236,7 @@ def open_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
 
     context = tensorstore.Context()  # they are in one database
     base: Any = f"{path}/{_ARRAYS}/"
-    if not isinstance(path, BucketPath):
+    if not in_bucket(path):
         base = {"driver": "file", "path": f"{path.resolve()}/{_ARRAYS}/"}
     opened = {
         name: tensorstore.open(

@@ -1,6 +1,6 @@
 """A process of a group of two whose layers take three times as long in process 1 as in process 0.
 
-It measures the stages, and a step with the layers in equal numbers and as the speeds have it; it prints JSON.
+It times a step with the layers in equal numbers and as the speeds have it; it prints JSON.
 """
 
 import dataclasses
@@ -13,11 +13,12 @@ from flax import nnx
 
 import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, SeriesBatches, Stack, Sums
-from jaxpar.base.timing import take_turns
 from jaxpar.hosts.distributed import start_processes
-from jaxpar.planning import measure_stages, propose_speeds
-from jaxpar.planning.running import make_stepper
+from jaxpar.planning import time_steps
+from jaxpar.planning.running import batch_of_run
 from jaxpar.setup import Setup
+from jaxpar.state import init_state
+from jaxpar.step import make_train_step
 
 TURNS = (16, 48)  # of products beside each pass of a layer, in each process
 SIZE, WIDTH, ROWS, STEPS = 256, 8, 4, 8
@@ -81,17 +82,25 @@ class Task(jaxpar.Task):
         return SeriesBatches({"x": values[0], "y": values[1]}, ROWS, STEPS, seed)
 
 
+def losses_of(setup):
+    """Of two steps."""
+    step, state, losses = make_train_step(setup), init_state(setup), []
+    for number in range(2):
+        state, metrics = step.run(state, batch_of_run(setup, number))
+        losses.append(float(metrics.loss))
+    return losses
+
+
 def main():
     start_processes()
     task, units = Task(), PipelineConfig(num_microbatches=2, num_chunks=2)
     even = Parallel("pp2", units)
-    seconds = measure_stages(task, even, num_steps=20)
-    fitted = dataclasses.replace(even, speeds=propose_speeds(seconds))
-    steps = [make_stepper(task, parallel) for parallel in (even, fitted)]
-    losses = [[float(step().loss) for _ in range(2)] for step in steps]
-    times = [min(seconds) for seconds in take_turns(steps, 5)]
-    placements = [Setup.of(task, parallel).layout.placement for parallel in (even, fitted)]
-    found = {"speeds": fitted.speeds, "placements": placements, "losses": losses, "times": times}
+    fitted = dataclasses.replace(even, speeds=(3, 1))
+    setups = [Setup.of(task, parallel) for parallel in (even, fitted)]
+    times = [min(seconds) for seconds in time_steps(setups, 2)]
+    placements = [setup.layout.placement for setup in setups]
+    losses = [losses_of(setup) for setup in setups]
+    found = {"placements": placements, "losses": losses, "times": times}
     print(json.dumps(found))
 
 

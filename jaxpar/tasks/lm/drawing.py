@@ -35,6 +35,7 @@ class Draw(NamedTuple):
       top_k: int32, only so many of the likeliest words, and those as likely as the last of them; 0: all.
       top_p: float32, only the likeliest words that together have this probability; 1: all.
       separator: int32, the token after which the model begins from its initial state; `NOWHERE`: none.
+      place: int32, that of the window's first token in its text.
     """
 
     seed: Any
@@ -42,6 +43,7 @@ class Draw(NamedTuple):
     top_k: Any
     top_p: Any
     separator: Any
+    place: Any
 
     @classmethod
     def of(
@@ -69,7 +71,7 @@ class Draw(NamedTuple):
             f"top_p={top_p} is not a probability above 0.\nFix: use 1 for all words.",
         )
         own = np.int32(seed), np.float32(temperature), np.int32(top_k), np.float32(top_p)
-        return cls(*own, np.int32(NOWHERE if separator is None else separator))
+        return cls(*own, np.int32(NOWHERE if separator is None else separator), np.int32(0))
 
 
 def draw_tokens(logits_TBV: jax.Array, draw: Draw, at: At) -> jax.Array:
@@ -87,7 +89,8 @@ def draw_tokens(logits_TBV: jax.Array, draw: Draw, at: At) -> jax.Array:
         return jax.random.gumbel(own, (V,), jnp.float32)
 
     over_rows = jax.vmap(noise, (None, 0))
-    noise_TBV = jax.vmap(over_rows, (0, None))(at.time + jnp.arange(T), at.row + jnp.arange(B))
+    places_T = draw.place + at.time + jnp.arange(T)
+    noise_TBV = jax.vmap(over_rows, (0, None))(places_T, at.row + jnp.arange(B))
     drawn_TBV = jnp.where(draw.temperature > 0, scores_TBV + noise_TBV, logits_TBV)
     return jnp.argmax(drawn_TBV, -1).astype(jnp.int32)
 

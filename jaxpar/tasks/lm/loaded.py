@@ -124,23 +124,22 @@ class TextRun(LoadedRun):
         )
         draw = Draw.of(seed, temperature, top_k, top_p, separator)
         known = [self._read(each) for each in prompts]
-        tell = self._tell if not quiet and jax.process_index() == 0 else lambda facts: None
-        found = sample_tokens(self.setup, self.state, known, draw, length, tell)
+        if not quiet and jax.process_index() == 0:
+            self._tell_of_mesh()
+        found = sample_tokens(self.setup, self.state, known, draw, length)
         texts = []
         for tokens, new in zip(known, found, strict=True):
             new = new[: np.flatnonzero(np.append(np.isin(new, ends), True))[0]]
             texts.append(self.vocabulary.decode(np.concatenate([tokens, new])[1:]))
         return texts[0] if isinstance(prompt, str) else texts
 
-    def _tell(self, facts: list[tuple[str, str]]) -> None:
-        """Prints how prompts lie on stages; on one device, the run's own mesh where that split the model."""
+    def _tell_of_mesh(self) -> None:
+        """Prints the run's own mesh where that split the model, and text is drawn on one device."""
         before = dataclasses.replace(self.folder.settings().parallel.mesh, devices=None)
         if self.setup.mesh.size == 1 and before.num_devices > max(before.data, 1):
             name = short_name(before)
             line = f"one device; the run was trained on {name}, and --mesh {name} samples there"
-            facts = [("mesh", line)]
-        if facts:
-            make_console(sys.stderr).print(facts_table(facts), "")
+            make_console(sys.stderr).print(facts_table([("mesh", line)]), "")
 
     def _read(self, prompt: str) -> np.ndarray:
         """Its tokens, after one `<eos>`: the model reads it as the start of a line."""
