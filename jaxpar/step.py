@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.axes import BATCH, TENSOR
 from jaxpar.base.checks import require_instance
 from jaxpar.base.compiler import compiler_options
+from jaxpar.base.jax_private import num_programs
 from jaxpar.base.keys import new_key
 from jaxpar.base.parts import RATE, part_of
 from jaxpar.config import Parallel, TrainConfig
@@ -128,7 +129,7 @@ class CompiledStep:
     @property
     def num_programs(self) -> int:
         """How many programs have been compiled."""
-        return self._jitted._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+        return num_programs(self._jitted)
 
     def _with_table(self, batch: Any) -> tuple[Any, TickTable | None]:
         layout, parallel = self._layout, self._layout.parallel

@@ -128,7 +128,9 @@ def test_every_start_resumes_what_has_begun():
         assert launch.elastic_command(command, 3, 1) == [*command, *more]
         command = [*command, "--resume"]
         assert launch.elastic_command(command, 3, 1) == [*command, "--elastic"]
-        with pytest.raises(ValueError, match="--overwrite would remove the run whenever"):
+        with pytest.raises(
+            ValueError, match="--overwrite would remove an elastic run at every start"
+        ):
             launch.elastic_command([*command, "--overwrite"], 3, 1)
 
 

@@ -180,7 +180,7 @@ WRONG = {
         r"split 'train': batch\(0, slice\(0, 4\)\) has \[8\] rows\.\nFix: return these 4 rows",
     ),
     "no rows": (
-        lambda: NoRows(ARRAYS, 8, 0), r"(?s)split .train.*rows.*write batch\(self, step, rows=",
+        lambda: NoRows(ARRAYS, 8, 0), r"(?s)split 'train'.*rows.*write batch\(self, step, rows=slice",
     ),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,7 +47,8 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-TREES = {name_of(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+PATHS = {name_of(path): path for path in PACKAGE.rglob("*.py")}
+TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
@@ -145,3 +147,9 @@ def test_no_test_imports_a_test():
             modules = names if isinstance(node, ast.Import) else [getattr(node, "module", None)]
             for module in filter(None, modules):
                 assert not module.split(".")[-1].startswith("test_"), path.name
+
+
+def test_private_uses_of_jax_are_in_one_file():
+    private = re.compile(r"\bjax\._|\bjaxlib\._|\b_cache_size\b")
+    found = {name for name in TREES if private.search(PATHS[name].read_text())}
+    assert found == {"jaxpar.base.jax_private"}

@@ -20,6 +20,7 @@ from lib.laws import by_layer, on_devices, slow
 
 import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums
+from jaxpar.base.jax_private import num_programs
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.data.packed import PackedBatches
@@ -277,7 +278,7 @@ def assert_packed_equals_one_by_one(task, parallel, packings=(0,), windows=2):
         state = dataclasses.replace(state, carry=jax.device_put(carry, where))
         assert_same({"loss": loss}, {"loss": expected / num})
         assert_same(by_layer(grads, settings), {k: g / num for k, g in expected_grads.items()})
-    assert step._cache_size() == 1
+    assert num_programs(step) == 1
 
 
 def assert_same(actual, expected):

@@ -137,7 +137,7 @@ def test_other_numbers_are_refused(run, name):
     record, facts = RunFolder(run), program_facts()
     record.check_program(facts)
     message = (
-        f"{name} is other, and was {facts[name]} when .* Fix: set {name.upper()}={facts[name]}"
+        f"{name} is other, and was {facts[name]} when .*\nFix: set {name.upper()}={facts[name]}"
     )
     with pytest.raises(ValueError, match=message) as raised:
         record.check_program({**facts, name: "other"})

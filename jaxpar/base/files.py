@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,20 +40,16 @@ def read_file(
     path: str | os.PathLike[str],
     what: str = "",
     remedy: str = "give a readable file",
-    most_bytes: int = sys.maxsize,
 ) -> bytes:
     """The bytes of a file.
 
     Args:
       what: the file is, for the message, such as "the config".
-      most_bytes: that such a file has.
     Raises:
-      OSError: as of `check_file`, it has more bytes, or it cannot be read; in words.
+      OSError: as of `check_file`, or it cannot be read; in words.
     """
     with in_words(f"read {f'{what} {path}'.lstrip()}", remedy):
-        if (size := check_file(path)) > most_bytes:
-            told = f"it has {size:,} bytes, more than {most_bytes:,}"
-            raise OSError(errno.EFBIG, told, os.fspath(path))
+        check_file(path)
         try:
             return as_path(path).read_bytes()
         except MemoryError:

@@ -2,18 +2,21 @@
 
 import contextlib
 import hashlib
+import hmac
 import importlib.metadata
 import ipaddress
 import os
 import re
+import secrets
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
 
@@ -23,8 +26,11 @@ from jaxpar.hosts.agree import (
     DifferentError,
     SharedError,
     agree,
+    describe_processes,
+    in_process_0,
     say,
     tell_failure,
+    together,
     waiting,
 )
 from jaxpar.hosts.group import (
@@ -105,9 +111,12 @@ def start_processes() -> ProcessGroup | None:
     sys.excepthook = _leave_on_error
     _join(address, count, index, seconds, "deactivate" if group.launcher == "hand" else None)
     output.share_streams()
-    secret = hashlib.sha256(os.environ.get(SECRET, "").encode()).hexdigest()[:12]
-    facts = {"the number of processes": count, f"the hash of {SECRET}": secret, **program_facts()}
-    agree(facts, remedy="start all of them in the same way", last=True)
+    _check_secret(os.environ.get(SECRET, "").encode())
+    agree(
+        {"the number of processes": count, **program_facts()},
+        remedy="start all of them in the same way",
+        last=True,
+    )
     return group
 
 
@@ -169,6 +178,30 @@ def _check_port(bind_address: str) -> None:
     host, port = split_address(bind_address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     socket.create_server((host, int(port)), family=family).close()
+
+
+def _check_secret(secret: bytes) -> None:
+    """Raises in all processes if some have another secret; what they tell each other does not show it.
+
+    Raises:
+      DifferentError: names them.
+    """
+    drawn = in_process_0(secrets.token_hex)
+
+    def proof(who: object) -> str:
+        return hmac.digest(secret, f"{drawn} {who}".encode(), "sha256").hex()
+
+    def prove() -> list[Any]:
+        return [proof(jax.process_index())]
+
+    def judge(told: Mapping[int, list[Any]]) -> list[Any]:
+        others = [number for number, [said] in told.items() if said != proof(number)]
+        return [others, proof(others)]
+
+    others, of_process_0 = together(prove, judge)
+    if others or of_process_0 != proof([]):
+        who = describe_processes(others or [0])
+        raise DifferentError(f"another {SECRET} in {who}\nFix: set the same in all of them.")
 
 
 def program_facts() -> dict[str, str]:
