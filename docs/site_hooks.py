@@ -36,7 +36,6 @@ NOTEBOOKS = {
 PICTURES = {str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/*/*.svg")}
 PAGES |= NOTEBOOKS | {path: path for path in PICTURES}
 MODULES = {"jaxpar": "jaxpar/__init__.py", "lm": "jaxpar/tasks/lm/__init__.py"}
-MODULES |= {"images": "jaxpar/tasks/images/__init__.py"}
 MODULES |= {
     name: f"jaxpar/{name}/__init__.py" for name in ("nn", "pipeline", "planning", "analysis")
 }

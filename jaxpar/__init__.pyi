@@ -20,7 +20,7 @@ from jaxpar.mesh import simulate_devices as simulate_devices
 
 # A run; or its parts.
 from jaxpar.training.fit import fit as fit
-from jaxpar.training.start import Start as Start
+from jaxpar.training.weights import Start as Start
 from jaxpar.training.loaded import load_run as load_run
 from jaxpar.training.report import Report as Report
 from jaxpar.training.report import FitResult as FitResult
@@ -45,7 +45,6 @@ from jaxpar import pipeline as pipeline
 from jaxpar import planning as planning
 from jaxpar import analysis as analysis
 from jaxpar.tasks import lm as lm
-from jaxpar.tasks import images as images
 
 __version__: str
 __all__: list[str]

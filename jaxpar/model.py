@@ -71,20 +71,18 @@ def checked_sums(sums: Any, what: str) -> Sums:
     """
     if not isinstance(sums, Sums) or not isinstance(sums.metrics, Mapping):
         raise ValueError(
-            f"{what} returns {in_words(sums)}; return jaxpar.Sums(loss, weight, metrics): sums "
-            f"over the block, not means, and metrics as a dict; those of all blocks are added up, and then "
-            f"divided by the weight"
+            f"{what} returns {in_words(sums)}.\nFix: return jaxpar.Sums(loss, weight, metrics), of sums over "
+            f"the block, not means."
         )
     for key, number in sums.by_name.items():
         if not isinstance(number, float | int | np.generic | jax.Array) or jnp.ndim(number):
             raise ValueError(
-                f"{what} returns {in_words(number)} as {key!r} of its Sums; use a single number, "
-                f"such as jnp.sum({key})"
+                f"{what} returns {in_words(number)} as {key!r} of its Sums.\nFix: use jnp.sum({key})."
             )
         require(
             not jnp.iscomplexobj(number),
-            f"{what} returns {jnp.result_type(number)} as {key!r} of its Sums; it must be real. Fix: "
-            f"jnp.real({key}), or jnp.abs({key})",
+            f"{what} returns {jnp.result_type(number)} as {key!r} of its Sums.\n"
+            f"Fix: use jnp.real({key}), or jnp.abs({key}).",
         )
 
     # Sums of fewer digits would not count far: of bfloat16, ones add up to 256.
@@ -105,16 +103,13 @@ def check_variables(what: str, state: nnx.State) -> None:
     for path, leaf in nnx.to_flat_state(state):
         if isinstance(leaf, _CHANGING):
             raise ValueError(
-                f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which its calls change; "
-                f"`first`, `last` and layers are functions of parameters and inputs: use "
-                f"jaxpar.nn.dropout(x, rate, at) for dropout, and a norm over features, such as "
-                f"nnx.LayerNorm or nnx.RMSNorm, instead of one that remembers batches, or a layer that takes "
-                f"the statistics of some neighbouring rows (rows_together)"
+                f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which its calls change.\n"
+                f"Fix: use jaxpar.nn.dropout(x, rate, at), or a norm over features, such as nnx.LayerNorm."
             )
         require(
             not is_variable(leaf) or leaf.get_value() is not None,
-            f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__} of None. Fix: let the attribute "
-            f"itself be None",
+            f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__} of None.\n"
+            f"Fix: let the attribute itself be None.",
         )
 
 
@@ -275,8 +270,8 @@ class Stack(nnx.Module):
             if isinstance(maker, nnx.Module):
                 name = type(maker).__name__
                 raise ValueError(
-                    f"makers of a Stack: a {name} is a layer already; give functions that make one, such as "
-                    f"[lambda rngs: {name}(..., rngs=rngs)] * 8, so that each is made where it will lie"
+                    f"makers of a Stack: a {name} is a layer already.\n"
+                    f"Fix: give functions, such as [lambda rngs: {name}(..., rngs=rngs)] * 8."
                 )
             require_instance("a maker of a Stack", maker, Callable, use)
             check_takes(maker, ("rngs",), "a maker of a Stack", f"use {use}")
@@ -317,11 +312,11 @@ class Stack(nnx.Module):
             for number in range(len(self.kinds))
         ]
         found = [sorted(layer for layer in rows if layer >= 0) for rows in slots.rows]
-        if found != own:
-            raise ValueError(
-                f"slots with layers {found} in the stacks of their kinds; the stack has {own}: make slots "
-                f"of a placement of {len(self)} layers with kind_of={self.kind_of}"
-            )
+        require(
+            found == own,
+            f"slots with layers {found} in the stacks of their kinds; the stack has {own}.\n"
+            f"Fix: make slots of {len(self)} layers with kind_of={self.kind_of}.",
+        )
         self.slots = slots
         self._draw()
         self._source = None
@@ -423,9 +418,8 @@ def run_layer(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, .
         out = layer(carry, x, at)
         if not isinstance(out, tuple) or len(out) not in (2, 3):
             raise ValueError(
-                f"layer {name} returns {in_words(out)}; let its __call__ return (carry, y), or (carry, y, "
-                f"sums) if it adds to the loss, or wrap a module that returns y alone: "
-                f"jaxpar.nn.Stateless(module)"
+                f"layer {name} returns {in_words(out)}.\nFix: return (carry, y) or (carry, y, sums), or wrap "
+                f"a module that returns y alone: jaxpar.nn.Stateless(module)."
             )
         return (*out[:2], *(checked_sums(sums, f"layer {name}") for sums in out[2:]))
 
@@ -453,16 +447,12 @@ def run_layer(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, .
         after, y, *sums = run(carry, x, at._replace(batch=batch, row=row))
         for what, tree, dim in (("the carry that it returns", after, 0), ("its output", y, time)):
             for leaf in jax.tree.leaves(tree):
-                if leaf.shape[dim : dim + 1] != (size,):
-                    without_time = (
-                        "say time_major = False in a model without time, whose arrays are"
-                    )
-                    raise ValueError(
-                        f"layer {name} is called for {size} rows at a time (rows_together), and {what} has "
-                        f"the shape {list(leaf.shape)}; let its dim {dim} be these rows"
-                        + f", or {without_time} [rows, ...]"
-                        * time
-                    )
+                require(
+                    leaf.shape[dim : dim + 1] == (size,),
+                    f"layer {name} is called for {size} rows (rows_together), and {what} has the shape "
+                    f"{list(leaf.shape)}.\nFix: let dim {dim} be these rows, or say time_major = False in a "
+                    f"model without time.",
+                )
         return after, y, *sums
 
     first_rows = at.row + jnp.arange(0, jax.tree.leaves(x)[0].shape[time], size)
@@ -555,14 +545,13 @@ def traced_twice(what: str, make: Callable[[], Any]) -> tuple[Any, ClosedJaxpr]:
         if not same_value(*values):
             raise ValueError(
                 f"{what} has {name}={values[0]!r:.40}, and {values[1]!r:.40} where the same function makes "
-                f"it again. Fix: make it of rngs and fixed numbers; for layers that differ give a function "
-                f"each, such as functools.partial(make, depth=1)"
+                f"it again.\nFix: make it of rngs and fixed numbers, or give a function to each layer."
             )
     if found := difference(program, other_program):
         place = f" ({found.place})" if found.place else ""
         raise ValueError(
-            f"{what}{place}: {[*shapes][found.outputs[0]]} begins with other numbers each time it is made of "
-            f"one seed. Fix: draw it from rngs, such as jax.random.normal(rngs.params(), shape), not by NumPy"
+            f"{what}{place}: {[*shapes][found.outputs[0]]} begins with other numbers each time it is made.\n"
+            f"Fix: draw it from rngs, such as jax.random.normal(rngs.params(), shape)."
         )
     return module, program
 
@@ -584,21 +573,19 @@ def _structure(module: Any) -> _Kind:
     for path, leaf in nnx.to_flat_state(state):
         require(
             not is_key(leaf),
-            f"layer {name} has {'.'.join(map(str, path))}, a random key, which would be the same in every "
-            f"step. Fix: draw from at.key, or make the key in the call: jax.random.key(0)",
+            f"layer {name} has {'.'.join(map(str, path))}, a random key, the same in every step.\n"
+            f"Fix: draw from at.key, or make the key in the call: jax.random.key(0).",
         )
     size = getattr(module, "rows_together", None)
-    if size is not None and not (isinstance(size, int) and size > 0):
-        raise ValueError(
-            f"layer {name} has rows_together={size!r}; use a positive number of rows, or None where each "
-            f"row stands alone"
-        )
+    require(
+        size is None or (isinstance(size, int) and size > 0),
+        f"layer {name} has rows_together={size!r}.\nFix: use a positive number of rows, or None.",
+    )
     check_takes(
         module,
         ("carry", "x", "at"),
         f"layer {name}",
-        "write __call__(self, carry, x, at), which returns (carry, y); jaxpar.nn.Stateless(module) makes a "
-        "layer of a module without state, jaxpar.nn.Recurrent(cell) of a cell of Flax",
+        "write __call__(self, carry, x, at), or wrap it: jaxpar.nn.Stateless(module), .Recurrent(cell)",
     )
     shapes = tuple(
         (tuple(leaf.shape), np.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(state)
@@ -617,12 +604,11 @@ def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
 def check_rows_of_carry(kind: str, carry: Any, rows: int) -> None:
     """Raises a ValueError if an array of `initial_carry(rows)` of a kind of layers has not so many rows."""
     for path, leaf in jax.tree.leaves_with_path(carry):
-        if leaf.shape[:1] != (rows,):
-            raise ValueError(
-                f"layer {kind}: its initial_carry({rows}){jax.tree_util.keystr(path)} has the shape "
-                f"{list(leaf.shape)}; let it be [rows, ...], with as many rows as it is asked for: devices "
-                f"and microbatches have different numbers of them"
-            )
+        require(
+            leaf.shape[:1] == (rows,),
+            f"layer {kind}: its initial_carry({rows}){jax.tree_util.keystr(path)} has the shape "
+            f"{list(leaf.shape)}.\nFix: give [rows, ...], with as many rows as it is asked for.",
+        )
 
 
 def _initial_carry(layer: Any, kind: str, num_rows: int, rows: int) -> Any:
@@ -643,11 +629,11 @@ def _initial_carry(layer: Any, kind: str, num_rows: int, rows: int) -> Any:
 
     def annotate(stacked, dims):
         shape = stacked.shape[1:]
-        if len(dims) != len(shape):
-            raise ValueError(
-                f"layer {kind}: initial_carry({rows}) has an array of shape {shape} and dims {dims}; "
-                f"its first dim must be the {rows} rows, and each dim needs a name or None"
-            )
+        require(
+            len(dims) == len(shape),
+            f"layer {kind}: initial_carry({rows}) has an array of shape {shape} and dims {dims}.\n"
+            f"Fix: give each dim a name, or None.",
+        )
         metadata = {"out_sharding": (LAYERS, *dims), KIND: kind, "eager_sharding": False}
         return nnx.Variable(stacked, **metadata)
 

@@ -3,7 +3,6 @@
 Plain data: what needs JAX is imported where it is used.
 """
 
-import collections
 import dataclasses
 import difflib
 import hashlib
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from jaxpar.base.checks import check_fields, require_instance
+from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.files import read_file
 from jaxpar.base.loading import LOADED
 from jaxpar.config import Parallel, TrainConfig
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from jaxpar.training.weights import Weights
 
 # Those that come with jaxpar, by the name that a command line gives them: module and class.
-TASKS = {"lm": ("jaxpar.tasks.lm.task", "LM"), "images": ("jaxpar.tasks.images.task", "Images")}
+TASKS = {"lm": ("jaxpar.tasks.lm.task", "LM")}
 # Modules with commands of theirs, each in a table COMMANDS.
 COMMANDS_OF_TASKS = ("jaxpar.tasks.lm.commands",)
 
@@ -104,7 +103,7 @@ class Task:
 
     def make_model(self, rngs: "nnx.Rngs") -> Any:
         """The model; see `model.Model`."""
-        raise ValueError(f"task {self.name} has no make_model(self, rngs); write one")
+        raise ValueError(f"task {self.name} has no make_model(self, rngs).\nFix: write one.")
 
     def make_batches(self, split: str, seed: int | None = None) -> "Batches":
         """The batches of a split.
@@ -113,17 +112,19 @@ class Task:
           split: "train", "valid" or "test".
           seed: of their order; None for evaluation, where every row counts once.
         """
-        raise ValueError(f"task {self.name} has no make_batches(self, split, seed=None); write one")
+        raise ValueError(
+            f"task {self.name} has no make_batches(self, split, seed=None).\nFix: write one."
+        )
 
     def make_optimizer(self, num_steps: int) -> "optax.GradientTransformation":
         """The optimizer of a run of that many steps; gradients are clipped before it (`train.clip_norm`)."""
         from jaxpar import optimizer
 
-        if not hasattr(self, "optimizer"):
-            raise ValueError(
-                f"task {self.name} has neither make_optimizer(self, num_steps) nor a field "
-                f"optimizer: OptimizerConfig; write one"
-            )
+        require(
+            hasattr(self, "optimizer"),
+            f"task {self.name} has no optimizer.\n"
+            f"Fix: write make_optimizer(self, num_steps), or a field optimizer: OptimizerConfig.",
+        )
         config = getattr(self, "optimizer")  # noqa: B009 - a field of the user's
         return optimizer.make_optimizer(config, num_steps)
 
@@ -162,12 +163,11 @@ class Task:
     def example_batch(self) -> Any:
         """A batch of training on the host; all others have its shapes."""
         batches = self.make_batches("train", 0)
-        if not hasattr(batches, "batch"):
-            raise ValueError(
-                f"make_batches of task {self.name} returns a {type(batches).__name__}; return an object that "
-                f"has batch_size, num_windows and batch(step), such as jaxpar.ArrayBatches(arrays, "
-                f"batch_size, seed)"
-            )
+        require(
+            hasattr(batches, "batch"),
+            f"make_batches of task {self.name} returns a {type(batches).__name__}.\n"
+            f"Fix: return batches, such as jaxpar.ArrayBatches(arrays, batch_size, seed).",
+        )
         return batches.batch(0)
 
     def resolve(self) -> "Task":
@@ -237,7 +237,7 @@ def check_task(task: Any) -> None:
 
 
 def find_task(spec: str) -> type[Task]:
-    """The class of a task: "lm", "images", or one of yours as "path/to/file.py:Name".
+    """The class of a task: "lm", or one of yours as "path/to/file.py:Name".
 
     Raises:
       OSError: there is no such file.
@@ -249,11 +249,11 @@ def find_task(spec: str) -> type[Task]:
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py"):
         near = difflib.get_close_matches(spec, TASKS, n=1)
-        hint = f"did you mean {near[0]!r}? Use" if near else "use"
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         if Path(spec, "config.toml").is_file():
-            hint = f"{spec} is the folder of a run, whose settings --config {spec}/config.toml gives; use"
+            hint = f"; it is the folder of a run, for --config {spec}/config.toml."
         raise ValueError(
-            f"there is no task {spec!r}; {hint} {', '.join(TASKS)}, or one of yours as path/to/file.py:Name"
+            f"there is no task {spec!r}{hint}\nFix: use {', '.join(TASKS)}, or yours as path/to/file.py:Name."
         )
     path = Path(file).expanduser()
     source = read_file(path, f"the file of task {spec!r},", "give a file of Python")
@@ -267,22 +267,22 @@ def find_task(spec: str) -> type[Task]:
         for key, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, Task) and value is not Task
     ]
-    if name not in tasks:
-        raise ValueError(
-            f"{path} has no task {name!r}; it has {', '.join(tasks) or 'none'}: a task is a frozen "
-            f"dataclass that derives from jaxpar.Task"
-        )
+    require(
+        name in tasks,
+        f"{path} has no task {name!r}; it has {', '.join(tasks) or 'none'}.\n"
+        f"Fix: derive a frozen dataclass from jaxpar.Task.",
+    )
     task_class = getattr(module, name)
     own = {
         key
         for key, kind in inspect.get_annotations(task_class).items()
         if "ClassVar" not in str(kind)
     }
-    if own - {field.name for field in dataclasses.fields(task_class)}:
-        raise ValueError(
-            f"{path}: {name} has fields and is not a dataclass itself, so they are not options; write "
-            f"@dataclasses.dataclass(frozen=True) above it"
-        )
+    require(
+        own <= {field.name for field in dataclasses.fields(task_class)},
+        f"{path}: {name} has fields and is no dataclass.\n"
+        f"Fix: write @dataclasses.dataclass(frozen=True) above it.",
+    )
     return task_class
 
 
@@ -295,36 +295,18 @@ def spec_of(task: Task) -> str:
     return f"{file}:{type(task).__name__}" if file and Path(file).is_file() else task.name
 
 
-class _Source(NamedTuple):
-    """A module of a user's folder, and the text of its file as it was loaded."""
-
-    module: Any
-    file: Path
-    text: bytes
-
-
-# By folder and name: those of tasks, and those beside them that they import.
-_LOADED = collections.defaultdict[Path, dict[str, _Source]](dict)
-
-
 def _load(path: Path, source: bytes) -> Any:
-    """The module of a file; the same one as long as nothing changes that was loaded from its folder."""
-    folder, known = path.parent, _LOADED[path.parent]
-    if any(not own.file.is_file() or own.file.read_bytes() != own.text for own in known.values()):
-        for name in known:
-            if not name.startswith(FILE_OF_TASK):
-                sys.modules.pop(name, None)
-        known.clear()
-    name = f"{FILE_OF_TASK}{path.stem}_{hashlib.sha256(source).hexdigest()[:8]}"
-    if name in known:
-        return known[name].module
+    """The module of a file; the same one as long as the file does not change."""
+    digest = hashlib.sha256(bytes(path) + source).hexdigest()
+    name = f"{FILE_OF_TASK}{path.stem}_{digest[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    others = {*sys.modules} - {name}
     sys.modules[name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(folder))
+    sys.path.insert(0, str(path.parent))
     before = LOADED.set(path)
     try:
         spec.loader.exec_module(module)
@@ -333,9 +315,5 @@ def _load(path: Path, source: bytes) -> Any:
         raise ValueError(f"{path} fails when it is run: {type(error).__name__}: {error}") from error
     finally:
         LOADED.reset(before)
-        sys.path.remove(str(folder))
-    for name in {*sys.modules} - others:
-        file = Path(getattr(sys.modules[name], "__file__", None) or "")
-        if folder in file.parents and "site-packages" not in file.parts:
-            known[name] = _Source(sys.modules[name], file, file.read_bytes())
+        sys.path.remove(str(path.parent))
     return module

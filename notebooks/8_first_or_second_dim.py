@@ -17,6 +17,7 @@
 
 # %%
 import time
+from pathlib import Path
 
 import jax
 import matplotlib.pyplot as plt
@@ -28,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar
 from jaxpar import MeshConfig, Parallel
 from jaxpar.analysis import inspect_compiled, inspect_function
-from jaxpar.tasks.images import Images
+from jaxpar.task import find_task
 
 jaxpar.simulate_devices(8)
 mesh = MeshConfig(tensor=4, devices=(0, 1, 2, 3)).build()
@@ -194,15 +195,16 @@ plt.show()
 # ## The hybrid
 #
 # A network for images has convolutions below and dense layers above. So its convolutions split the batch and its dense layers the
-# weights, by the first dim, on the same devices ("one weird trick", arXiv:1404.5997). The task `images` has all three as rules.
+# weights, by the first dim, on the same devices ("one weird trick", arXiv:1404.5997). `examples/hybrid.py` has all three as rules.
 #
 # Time is measured on two devices, for the cores of a laptop, and two dense layers of 2,048. They share a memory, in which sending costs little. What
 # the hybrid saves here is the update: each device has half of the dense weights, and of their optimizer's state.
 
 # %%
+Digits = find_task(f"{Path(jaxpar.__file__).parents[1]}/examples/hybrid.py:Digits")
 sent = {}
 for strategy in ("hybrid", "model", "data"):
-    report = jaxpar.inspect_step(Images(strategy=strategy), "dp8")
+    report = jaxpar.inspect_step(Digits(strategy=strategy), "dp8")
     sent[strategy] = sum(total.sent_bytes for total in report.totals)
     ratio = sent[strategy] / sent["hybrid"]
     print(f"{strategy:>6}: each of 8 devices sends {sent[strategy]:>9,} bytes, {ratio:.1f} x")
@@ -212,7 +214,7 @@ assert 4 < sent["model"] / sent["hybrid"] < 5
 pair = Parallel(MeshConfig(data=2, devices=(0, 1)))
 steps, states, held = {}, {}, {}
 for strategy in ("data", "hybrid"):
-    task = Images(strategy=strategy, hidden_sizes=(2048, 2048))
+    task = Digits(strategy=strategy, widths=(2048, 2048))
     batch = task.example_batch()
     steps[strategy] = jaxpar.make_train_step(task, pair)
     states[strategy] = jaxpar.init_state(task, pair)

@@ -89,7 +89,7 @@ MAKERS = {
     "a class of their own": (local_class, None),
     "NumPy": (
         lambda: [lambda rngs: Layer(rngs=rngs, init=by_numpy)] * 3,
-        r"^layer Layer( \(test_again\.py, line \d+\))?: w begins with other numbers .*Fix: draw it from rngs",
+        r"^layer Layer( \(test_again\.py, line \d+\))?: w begins with other numbers .*\nFix: draw it from",
     ),
     "a counter": (
         lambda: [lambda rngs: Layer(rngs=rngs, depth=next(COUNT))] * 3,

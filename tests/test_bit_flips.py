@@ -24,7 +24,6 @@ from jaxpar.tasks.lm.task import VOCABULARY
 from jaxpar.tasks.lm.vocabulary import Vocabulary
 from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.weights import open_files
 
 # What Python and its libraries say of bytes that mean nothing to them.
 RAW = r"codec|Expecting|Extra data|delimiter|KeyError|control char|Traceback|'utf-8'|DATA_LOSS|_NOT_|INVALID"
@@ -73,11 +72,6 @@ def settings(path):
 PLAIN = {"settings": r"config\.toml", "metrics": r"metrics\.jsonl"}
 
 
-def weights(path):
-    found = open_files(path / "model.safetensors")
-    return {name: tensor.whole() for name, tensor in found.tensors.items()}, found.texts["words"]
-
-
 # All that is read of a run.
 READERS = {
     "settings": settings,
@@ -86,7 +80,6 @@ READERS = {
     "best": lambda path: whole_state(path, best=True),
     "metrics": lambda path: (RunFolder(path).check(), RunFolder(path).metrics())[1],
     "vocabulary": lambda path: Vocabulary.from_json(RunFolder(path).read(VOCABULARY)),
-    "weights": weights,
 }
 
 

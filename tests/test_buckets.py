@@ -347,18 +347,18 @@ def test_python_docs_have_little_padding():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_buckets": 0}, "num_buckets=0 is too small; use 1"),
-        ({"multiple": 0}, "multiple=0 is too small; use 1"),
-        ({"max_len": 0}, "max_len=0 is too small; use 1"),
-        ({"batch_size": -3}, "batch_size=-3 is too small; use 1"),
+        ({"num_buckets": 0}, "num_buckets=0 is too small"),
+        ({"multiple": 0}, "multiple=0 is too small"),
+        ({"max_len": 0}, "max_len=0 is too small"),
+        ({"batch_size": -3}, "batch_size=-3 is too small"),
         (
             {"max_len": 35},
             "max_len=35 does not divide by multiple=4\nFix: use max_len=32 or 36, or",
         ),
         ({"max_len": 3}, "max_len=3 does not divide by multiple=4\nFix: use max_len=4, or"),
-        ({"lengths_S": np.array([0, 0])}, "none of 2 sequences has a step; give one of 1"),
+        ({"lengths_S": np.array([0, 0])}, "none of 2 sequences has a step"),
         ({"lengths_S": np.array([], int)}, "none of 0 sequences has a step"),
-        ({"lengths_S": np.array([])}, "type float64; give one whole number"),
+        ({"lengths_S": np.array([])}, "type float64"),
     ],
 )
 def test_edges_that_cannot_be_chosen(changes, message):
@@ -370,12 +370,12 @@ def test_edges_that_cannot_be_chosen(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 0}, "batch_size=0 is too small; use 1"),
-        ({"seed": -1}, "seed=-1 is too small; use 0"),
+        ({"batch_size": 0}, "batch_size=0 is too small"),
+        ({"seed": -1}, "seed=-1 is too small"),
         ({"edges": ()}, r"edges=\(\) do not increase"),
-        ({"edges": (4, 4)}, r"edges=\(4, 4\) do not increase from 1 or more; use edges such as"),
+        ({"edges": (4, 4)}, r"edges=\(4, 4\) do not increase from 1 or more"),
         ({"edges": (0, 4)}, r"edges=\(0, 4\) do not increase"),
-        ({"sizes": [1, 0]}, "none of 2 sequences has a step; give one of 1"),
+        ({"sizes": [1, 0]}, "none of 2 sequences has a step"),
     ],
 )
 def test_arguments_out_of_range(changes, message):
@@ -387,7 +387,7 @@ def test_arguments_out_of_range(changes, message):
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (np.array([1, 2, 3]), "separator=0 is not one of the 3 tokens; give the token that ends"),
+        (np.array([1, 2, 3]), "separator=0 is not one of the 3 tokens"),
         (np.array([], np.int32), "separator=0 is not one of the 0 tokens"),
         (np.array([1, -1, 0]), "token -1 at position 1 is negative"),
         (np.zeros(3), "type float64"),
@@ -472,13 +472,14 @@ def test_sequences_of_any_task_in_buckets_are_exact_in_a_pipeline(tmp_path):
 
 def test_buckets_that_are_no_whole_chunks_are_refused():
     with pytest.raises(
-        ValueError, match=r"bucket_multiple=6 does not divide seq_len=64, .* use seq_len=60 or 66"
+        ValueError,
+        match=r"(?s)bucket_multiple=6 does not divide seq_len=64, .* use seq_len=60 or 66",
     ):
         dataclasses.replace(TASK, bucket_multiple=6)
     task = dataclasses.replace(TASK, bucket_multiple=2)
     with pytest.raises(
         ValueError,
-        match=r"bucket_multiple=2 is not made of the chunks of 4 .*; use bucket_multiple=4",
+        match=r"(?s)bucket_multiple=2 is not a multiple of the 4 .*use bucket_multiple=4",
     ):
         task.check(PARALLEL)
     task.check(jaxpar.Parallel())  # no chunks, no matter

@@ -12,7 +12,6 @@ from jaxpar.base.checks import check_fields, nearest_multiples
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
 from jaxpar.optimizer import learning_rate, make_optimizer
-from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
 
@@ -32,29 +31,18 @@ FIELDS = [
     (LM, {"hidden_size": 10**5000}, r"hidden_size=a number of 16610 bits: must be below 2\*\*63"),
     (LM, {"hidden_size": 2**30 + 1}, "hidden_size=1073741825: must be at most 1073741824"),
     (LM, {"vocab_size": 2**31}, "vocab_size=2147483648: must be at most 1073741824"),
-    (LM, {"num_layers": 10_001}, "num_layers=10001: must be at most 10000"),
+    (LM, {"num_layers": 10_001}, "num_layers=10001 must be at most 10000"),
     (
         LM,
         {"batch_size": 2**20, "seq_len": 2**9},
-        "batch_size=1048576 x seq_len=512 are more tokens",
+        "batch_size=1048576 x seq_len=512 are more than",
     ),
     (LM, {"dropout": 10**400}, r"dropout=a number of 1329 bits: must be below 2\*\*63"),
     (LM, {"dtype": "x" * 10**6}, r"dtype='x{20,30}\.\.\.x{20,30}': must be 'float32'"),
-    (
-        Images,
-        {"batch_size": 2**23},
-        r"batch_size=8388608 x image_shape=\(8, 8, 1\) are more numbers",
-    ),
-    (Images, {"channels": (2**31,)}, r"channels=\(2147483648,\): must be at most"),
     (Parallel, {"shares": (10**20, 1)}, r"shares=100000000000000000000: must be below 2\*\*63"),
     (OptimizerConfig, {"hold_steps": 2**31}, "hold_steps=2147483648: must be below 2147483648"),
     (TrainConfig, {"max_skipped": 2**31}, "max_skipped=2147483648: must be below 2147483648"),
     (LM, {"optimizer": "adam"}, "optimizer='adam': must be an OptimizerConfig"),
-    (
-        Images,
-        {"image_shape": (8, 8.0, 1)},
-        r"image_shape=\(8, 8\.0, 1\): must be a list of whole num",
-    ),
     (
         PipelineConfig,
         {"placement": 2},

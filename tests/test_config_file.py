@@ -8,7 +8,6 @@ import pytest
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Task, TrainConfig
 from jaxpar.config_file import default_settings, read_config, to_toml
 from jaxpar.task import Settings, find_task
-from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
 
 PLAIN = default_settings(LM)
@@ -63,8 +62,6 @@ def write(tmp_path, text):
     [
         SETTINGS,
         PLAIN,
-        default_settings(Images),
-        Settings(Images(channels=(4,)), Parallel("dp2tp2"), TrainConfig(seed=3)),
     ],
 )
 def test_written_settings_are_read_back(tmp_path, settings):
@@ -112,7 +109,6 @@ def test_what_a_file_leaves_out_is_as_in_the_base(tmp_path):
 
 
 def test_another_task_than_the_base_has_its_own_defaults(tmp_path, own):
-    assert read_config(write(tmp_path, 'task = "images"'), SETTINGS) == default_settings(Images)
     path = write(tmp_path, f'task = "{own}"\nwidths = [5]\n[optimizer]\nwarmup_steps = 3\n')
     task, parallel, train = read_config(path, SETTINGS)
     assert (task.widths, task.optimizer) == ((5,), OptimizerConfig("adam", 1e-2, warmup_steps=3))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxpar.base.parts import SPLITS
-from jaxpar.tasks.lm import corpus as corpora
 from jaxpar.tasks.lm.corpus import Corpus, load_corpus, unigram_perplexity
 from jaxpar.tasks.lm.vocabulary import EOS, UNK, Vocabulary
 
@@ -238,7 +236,9 @@ def test_a_word_without_an_end_is_refused(tmp_path, monkeypatch, level):
     monkeypatch.setattr("jaxpar.tasks.lm.vocabulary._LONGEST_WORD", 100)
     for split in SPLITS:
         (tmp_path / f"{split}.txt").write_text("a cat " + "x" * 200)
-    message = r"the text has 100 characters without a space or newline, after '.*x'; read it with --level ch"
+    message = (
+        r"the text has 100 characters without a space, after '.*x'\.\nFix: read it with --level ch"
+    )
     with pytest.raises(ValueError, match=message):
         load_corpus(tmp_path, level, 300)
     assert len(load_corpus(tmp_path, "char").train) == 207
@@ -255,7 +255,7 @@ def test_unigram_perplexity_is_the_formula():
 
 
 def test_unigram_perplexity_refuses_what_it_cannot_count():
-    with pytest.raises(ValueError, match="eval_ids has 0 tokens"):
+    with pytest.raises(ValueError, match="eval_ids has no tokens"):
         unigram_perplexity(np.array([0]), np.array([], np.int32), 3)
     with pytest.raises(ValueError, match="token 3 at position 0"):
         unigram_perplexity(np.array([0]), np.array([3]), 3)
@@ -267,7 +267,9 @@ def test_unigram_perplexity_refuses_what_it_cannot_count():
 
 
 def test_unknown_name_lists_the_names_and_the_nearest():
-    with pytest.raises(FileNotFoundError, match=r"'python-doc'.*python-source.*'python-docs'\?"):
+    with pytest.raises(
+        FileNotFoundError, match=r"(?s)'python-doc'.*python-source.*'python-docs'\?"
+    ):
         load_corpus("python-doc")
 
 
@@ -275,25 +277,29 @@ def test_unknown_path_names_a_near_file(tmp_path):
     (tmp_path / "shakespeare.txt").write_text("x\n", encoding="utf-8")
     with pytest.raises(FileNotFoundError, match=r"did you mean 'shakespeare.txt'\?"):
         load_corpus(tmp_path / "shakespear.txt")
-    with pytest.raises(FileNotFoundError, match=r"no corpus .*nowhere.*give one of these"):
+    with pytest.raises(FileNotFoundError, match=r"(?s)no corpus .*nowhere.*give a name"):
         load_corpus(tmp_path / "qq" / "nowhere")
 
 
 def test_missing_split_names_it_and_what_was_looked_for(tmp_path):
     write_splits(tmp_path, "ptb.{}.txt", train="a\n", test="a\n")
-    with pytest.raises(FileNotFoundError, match=r"it lacks ptb\.valid\.txt; looked for .*tokens"):
+    with pytest.raises(
+        FileNotFoundError, match=r"it lacks ptb\.valid\.txt\.\nFix: name its files .*tokens"
+    ):
         load_corpus(tmp_path)
 
 
 def test_folder_without_known_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match="none of its files is known; looked for ptb"):
+    with pytest.raises(
+        FileNotFoundError, match="none of its files is known\\.\nFix: name its files ptb"
+    ):
         load_corpus(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", " \n\n"])
 def test_empty_split_names_the_file(tmp_path, text):
     write_splits(tmp_path, "{}.txt", train="a\n", valid=text, test="a\n")
-    with pytest.raises(ValueError, match=rf"valid\.txt is empty \({len(text)} characters"):
+    with pytest.raises(ValueError, match=rf"valid\.txt is empty: {len(text)} characters"):
         load_corpus(tmp_path)
 
 
@@ -305,7 +311,7 @@ def test_short_file_names_its_lines(tmp_path):
 
 def test_file_with_an_empty_end_is_refused(tmp_path):
     (tmp_path / "x.txt").write_text("one\ntwo\n\nfour\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"x\.txt leaves valid empty: of its 4 lines"):
+    with pytest.raises(ValueError, match=r"x\.txt leaves valid empty: of 4 lines"):
         load_corpus(tmp_path / "x.txt")
 
 
@@ -344,22 +350,6 @@ def test_arguments_out_of_range():
 CHINESE = "我们今天去公园散步然后回家吃饭晚上看书学习新的东西\n明天早上我要去学校上课下午和朋友一起打篮球\n"
 
 
-def test_a_text_without_spaces_is_told_of(tmp_path, caplog):
-    path = tmp_path / "text.txt"
-    path.write_text(CHINESE * 30, encoding="utf-8")
-    load_corpus(path)
-    assert re.search(
-        r"hardly any spaces: its words have \d+ characters .* --level char, or", caplog.text
-    )
-    caplog.clear()
-    assert len(load_corpus(path, "char").train) > 30 * len(CHINESE) * 0.8
-    path.write_text("the cat sat on the mat\n" * 60)
-    load_corpus(path)
-    path.write_text(" ".join(CHINESE) * 30, encoding="utf-8")  # words are apart
-    load_corpus(path)
-    assert caplog.text == ""
-
-
 def test_subwords_cut_any_text_and_give_it_back(tmp_path):
     pytest.importorskip("tokenizers")
     path = tmp_path / "text.txt"
@@ -386,52 +376,13 @@ def test_subwords_cut_any_text_and_give_it_back(tmp_path):
     again = Vocabulary.load(tmp_path / "vocabulary.json")
     assert again == vocabulary
     np.testing.assert_array_equal(again.encode("the dog\n"), vocabulary.encode("the dog\n"))
-    with pytest.raises(ValueError, match="max_vocab=200 leaves no room for words; use 258 or more"):
+    with pytest.raises(
+        ValueError, match=r"max_vocab=200 leaves no room for words\.\nFix: use 258 or more"
+    ):
         load_corpus(path, "subword", 200)
 
 
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"needs the package tokenizers; pip install tokenizers"):
+    with pytest.raises(ValueError, match=r"needs a package\.\nFix: pip install tokenizers"):
         load_corpus("python-docs", "subword")
-
-
-def test_tokens_of_a_large_text_are_kept_until_it_changes(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(corpora, "LEAST_CACHED_BYTES", 1000)
-    monkeypatch.setattr(corpora, "MAX_CACHED", 3)
-    path, kept = tmp_path / "text.txt", tmp_path / "cache" / "jaxpar" / "corpora"
-    path.write_text("the cat sat on the mat\n" * 100)
-
-    def read(*args):
-        corpus = load_corpus(path, *args)
-        return corpus, {file.name for file in kept.iterdir()}
-
-    first, files = read()
-    assert len(files) == 1
-    reads = []
-    monkeypatch.setattr(Vocabulary, "learn", lambda *a, **k: reads.append(a))
-    again, files_again = read()
-    assert (reads, files_again) == ([], files)
-    assert again.vocabulary == first.vocabulary
-    for split in ("train", "valid", "test"):
-        np.testing.assert_array_equal(getattr(again, split), getattr(first, split))
-        assert getattr(again, split).dtype == np.int32
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(corpora, "LEAST_CACHED_BYTES", 1000)
-    monkeypatch.setattr(corpora, "MAX_CACHED", 3)
-    # A file that is damaged is made anew.
-    [file] = kept.iterdir()
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    np.testing.assert_array_equal(read()[0].train, first.train)
-    assert file.read_bytes() != content
-    # Another text, level or size of vocabulary is another file, and the oldest go.
-    assert len(read("char")[1]) == 2
-    assert len(read("word", 4)[1]) == 3
-    path.write_text("the cat sat on the hat\n" * 100)
-    changed, files = read()
-    assert "hat" in changed.vocabulary.words
-    assert len(files) == 3

@@ -27,7 +27,7 @@ from jaxpar.state import abstract_state
 from jaxpar.task import Settings
 from jaxpar.trace.counts import amount
 
-NAMES = ("lm", "gru", "transformer", "mixed", "images")
+NAMES = ("lm", "gru", "transformer", "mixed", "hybrid")
 # Of bytes that are sent over an axis: sums of the loss and of norms are left out.
 BYTES_ERROR = 0.35
 # What must be there by arithmetic is at most so much more than what the compiler finds room for.
@@ -53,7 +53,7 @@ def random_settings(name, seed):
     rng, task = random.Random(seed), task_of(name)
     sizes = [(d, s) for d in (1, 2, 4) for s in (1, 2, 3, 4) if 1 < d * s <= 8]
     mesh = MeshConfig(*rng.choice(sizes))
-    if name == "images":
+    if name == "hybrid":
         return Settings(task, Parallel(dataclasses.replace(mesh, stage=1)), TrainConfig())
     num_groups = 2 if mesh.stage == 2 and name != "transformer" and rng.random() < 0.3 else 1
     pipeline = PipelineConfig(

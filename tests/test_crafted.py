@@ -146,7 +146,6 @@ CRAFTED = {
     "layers without end": (nothing, [*TRAIN, "--num-layers", str(10**9)], "num_layers=1.*at most 10000"),
     "steps without end": (nothing, [*TRAIN, "--seq-len", str(10**9)], "batch_size=16 x seq_len=1000000000"),
     "words without end": (nothing, [*TRAIN, "--vocab-size", str(2**31)], "vocab_size=2147483648: must be at"),
-    "images without end": (nothing, ["train", "images", "--batch-size", str(10**9)], "batch_size=1000000000"),
     # Texts
     "a text in a pipe": (pipe("text/train.txt"), TRAIN, rf"cannot read \S*/text/train\.txt: {PIPE} Fix"),
     "a pipe for a text": (pipe("p"), [*TRAIN[:-1], "p"], rf"cannot read \S*/p: {PIPE}"),
@@ -159,14 +158,14 @@ CRAFTED = {
     "weights in a pipe": (pipe("w"), START, f"cannot read the weights w: {PIPE} Fix: give a safet"),
     "weights of 8 bits": (
         weights({"embedding.weight": tensor("F8_E4M3", 4, 4, size=16)}, 16), START,
-        r"w: embedding\.weight is of the type F8_E4M3, which NumPy does not have; convert it to F32 or BF16",
+        r"w: embedding\.weight has the type F8_E4M3, which NumPy lacks\. Fix: convert it to F32 or BF16",
     ),
-    "weights that are cut": (weights(EMBEDDING, 3), START, "w is not a safetensors file, or not all of it"),
+    "weights that are cut": (weights(EMBEDDING, 3), START, "w is not a whole safetensors file"),
     "a header without end": (
-        write("w", struct.pack("<Q", 2**60) + b"{}"), START, "w is not a safetensors file, or not all of it",
+        write("w", struct.pack("<Q", 2**60) + b"{}"), START, "w is not a whole safetensors file",
     ),
     "weights of 1e20 rows": (
-        weights({"embedding.weight": tensor("F32", 10**20, 4)}), START, "w is not a safet",
+        weights({"embedding.weight": tensor("F32", 10**20, 4)}), START, "w is not a whole safet",
     ),
     "words nested deeply": (weights(EMBEDDING, 4, words=DEEP), START, "'words' in its metadata is not a"),
     # Machines

@@ -366,10 +366,10 @@ def test_sharding_that_does_not_divide(spec, message):
 @pytest.mark.parametrize(
     ("num_tokens", "seed", "message"),
     [
-        (40, 0, "40 tokens .* need 41; use batch_size=7 or less, seq_len=4 or less, more"),
-        (6, 0, "6 tokens .* batch_size=8, seq_len=5, which need 41; use batch_size=1 or less, m"),
-        (1, None, "1 tokens .* batch_size=8, seq_len=5, which need 2; use more tokens"),
-        (0, 0, "0 tokens .* need 41; use more tokens"),
+        (40, 0, "40 tokens are fewer than the 41 that .* need"),
+        (6, 0, "6 tokens are fewer than the 41 that batch_size=8, seq_len=5"),
+        (1, None, "1 tokens are fewer than the 2 that batch_size=8, seq_len=5"),
+        (0, 0, "0 tokens are fewer than the 41 that"),
     ],
 )
 def test_text_that_is_too_short(num_tokens, seed, message):
@@ -377,24 +377,12 @@ def test_text_that_is_too_short(num_tokens, seed, message):
         TokenStreams(np.arange(num_tokens), batch_size=8, seq_len=5, seed=seed)
 
 
-@hypothesis.given(data=st.data())
-def test_sizes_that_the_error_proposes_work(data):
-    num_tokens = data.draw(st.integers(2, 50))
-    batch_size = data.draw(st.integers(1, num_tokens - 1))
-    seq_len = (num_tokens - 1) // batch_size
-    TokenStreams(np.arange(num_tokens), batch_size, seq_len, seed=0)
-    with pytest.raises(ValueError, match="use batch_size="):
-        TokenStreams(np.arange(num_tokens), num_tokens, seq_len=1, seed=0)
-    with pytest.raises(ValueError, match=f"seq_len={seq_len} or less"):
-        TokenStreams(np.arange(num_tokens), batch_size, seq_len + 1, seed=0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch_size": 0}, "batch_size=0 is too small; use 1"),
-        ({"seq_len": -2}, "seq_len=-2 is too small; use 1"),
-        ({"seed": -1}, "seed=-1 is too small; use 0"),
+        ({"batch_size": 0}, "batch_size=0 is too small\\.\nFix: use 1"),
+        ({"seq_len": -2}, "seq_len=-2 is too small\\.\nFix: use 1"),
+        ({"seed": -1}, "seed=-1 is too small\\.\nFix: use 0"),
         ({"tokens": np.zeros((2, 30), np.int32)}, r"shape \(2, 30\)"),
         ({"tokens": np.zeros(30)}, "type float64"),
         ({"tokens": np.array([0] * 9 + [-1] + [0] * 20)}, "token -1 at position 9 is negative"),

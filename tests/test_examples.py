@@ -43,7 +43,7 @@ SIZES = {
         "num_encoders": 3, "num_decoders": 2, "width": 16, "max_tokens": 11,
     },
     "mixed.py:Digits": {"num_convs": 2, "num_lstms": 3, "num_denses": 3, "width": 16},
-    "hybrid.py:Digits": {"width": 32},
+    "hybrid.py:Digits": {"widths": (32,)},
 }  # fmt: skip
 FORECAST, CHARACTERS, TRANSLATE, DIGITS, HYBRID = SIZES
 
@@ -462,8 +462,8 @@ def test_translation_refuses_chunks_of_time():
 
 def test_the_hybrid_sends_a_fifth_of_what_data_parallelism_sends():
     reports = [
-        inspect_step(make_task(HYBRID, dense=dense, width=512, batch_size=128), "dp8")
-        for dense in ("model", "data")
+        inspect_step(make_task(HYBRID, strategy=strategy, widths=(512,), batch_size=128), "dp8")
+        for strategy in ("hybrid", "data")
     ]
     hybrid, data = (sum(each.sent_bytes for each in own.collectives) for own in reports)
     assert hybrid < data / 5

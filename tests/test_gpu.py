@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -34,7 +35,7 @@ from jaxpar.planning import compare, estimate_step, find_machine
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
-from jaxpar.tasks.images import Images
+from jaxpar.task import find_task
 from jaxpar.tasks.lm.task import LM
 
 pytestmark = pytest.mark.gpu
@@ -97,8 +98,8 @@ def test_a_language_model_is_the_cpus(name):
 
 KINDS = [kind for kind in MAKERS if "wide" not in kind]
 PAIRS = zip(KINDS[::2], KINDS[1::2], strict=True)
-IMAGES = Images(
-    channels=(8, 16), hidden_sizes=(24, 16), dropout=0.3, batch_size=16,
+IMAGES = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")(
+    channels=(8, 16), widths=(24, 16), batch_size=16,
     optimizer=OptimizerConfig("sgd", warmup_steps=0),
 )  # fmt: skip
 MODELS = {**{" and ".join(kinds): Regress(kinds) for kinds in PAIRS}, "convolutions": IMAGES}

@@ -14,7 +14,6 @@ from lib.runs import start_by_hand
 from jaxpar import IteratorBatches
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import EndOfStreamError, windows
-from jaxpar.data.iterator import REMEMBERED, _decode, _encode
 from jaxpar.mesh import MeshConfig
 from jaxpar.rows import BATCHES
 from jaxpar.training.fit import fit
@@ -54,10 +53,10 @@ class Seekable:
         return self.batch(self.number - 1)
 
     def get_state(self):
-        return {"number": np.int64(self.number), "split": self.split.encode()}
+        return {"number": self.number, "split": self.split}
 
     def set_state(self, state):
-        assert state["split"] == self.split.encode()
+        assert state["split"] == self.split
         self.number = int(state["number"])
 
 
@@ -148,27 +147,28 @@ def test_a_stream_trains_as_the_same_arrays(whole, tmp_path, caplog):
     result = fit(Streamed(), TWO, train(tmp_path / "run", eval_every=4), quiet=True)
     assert (result.losses, result.evaluations) == (whole.losses, whole.evaluations)
     looked_at = range(1, BATCHES)  # their rows, before the run
-    assert [number for number in READ if number] == [*looked_at, *range(1, 10)]  # once each
+    assert [number for number in READ if number] == [
+        *looked_at,
+        *range(1, 11),
+    ]  # once each, and the next
     assert said(caplog) == []
     run = load_run(result.out_dir)
     assert run.evaluate("test").loss == pytest.approx(result.evaluations["test"].loss, rel=1e-5)
-    with pytest.raises(
-        ValueError, match="IteratorBatches does not tell how many batches there are"
-    ):
+    with pytest.raises(ValueError, match="IteratorBatches does not say how many batches it has"):
         run.predict("test", quiet=True)
 
 
 READS = r"read {} batches of a stream in \d+\.\d s to come to batch {}, counted from 0"
-BACK = r"the stream is read from its beginning, not from its position \(batch 3 is not the one .*"
+BACK = r"the stream is read from its beginning, not from its position \(batch 7 is not the one .*"
 
 
 @pytest.mark.parametrize(
     ("source", "read", "expected"),
     [
-        ("generated", [*range(1, 10)], [READS.format(3, 3)]),
-        ("Seekable", [*range(7 - REMEMBERED, 10)], []),
-        ("Stateful", [*range(7 - REMEMBERED, 10)], []),
-        ("Forgetful", [6, *range(1, 10)], [BACK, READS.format(3, 3)]),
+        ("generated", [*range(1, 11)], [READS.format(7, 7)]),
+        ("Seekable", [*range(7, 11)], []),
+        ("Stateful", [*range(7, 11)], []),
+        ("Forgetful", [10, *range(1, 11)], [BACK, READS.format(7, 7)]),
     ],
 )
 def test_a_resumed_run_goes_on_in_the_stream(whole, tmp_path, caplog, source, read, expected):
@@ -188,8 +188,8 @@ def test_a_resumed_run_goes_on_in_the_stream(whole, tmp_path, caplog, source, re
 def test_a_stream_that_has_changed_is_refused(tmp_path, monkeypatch, source):
     config = train(tmp_path / "run")
     fit(Streamed(source=source), TWO, config, report=Stop(5), overwrite=True)
-    monkeypatch.setattr(sys.modules[__name__], "CHANGED", [2])
-    with pytest.raises(ValueError, match=r"batch 2 is not the one that the checkpoint of step 5"):
+    monkeypatch.setattr(sys.modules[__name__], "CHANGED", [5])
+    with pytest.raises(ValueError, match=r"batch 5 is not the one that the checkpoint of step 5"):
         fit(Streamed(source=source), TWO, config, quiet=True, resume=True)
 
 
@@ -197,7 +197,7 @@ def test_a_stream_that_ends_ends_training_with_its_state_saved(whole, tmp_path, 
     config = train(tmp_path / "run", log_every=4)
     monkeypatch.setattr(sys.modules[__name__], "numbers", lambda split, first=0: range(first, 6))
     ended = (
-        r"the stream has ended after 6 batches, and batch 6, counted from 0, is to be read; .* The state of "
+        r"the stream has ended after 6 batches\.\nFix: .* The state of "
         r"step 6 is saved: go on with --resume"
     )
     with pytest.raises(EndOfStreamError, match=ended):
@@ -243,18 +243,18 @@ def test_the_last_batch_is_padded_with_rows_of_weight_0():
 
 
 WRONG = {
-    "a generator": (lambda: IteratorBatches(iter([rows(8)]), 8), "is read only once; give a function"),
+    "a generator": (lambda: IteratorBatches(iter([rows(8)]), 8), r"is read only once\.\nFix: give"),
     "no rows": (lambda: IteratorBatches(list, 0), "batch_size=0 is too small"),
-    "no iterable": ([], "make gives a int, which is no iterable; give a function"),
-    "pairs": ([(1, 2)], "batch 0 of the stream is a tuple; let it be a dict of arrays"),
-    "texts": ([rows(8, text=["a"] * 8)], r"batch\['text'\] of the stream is of type <U1; leave out"),
+    "no iterable": ([], r"make gives a int, which is no iterable\.\nFix: give a"),
+    "pairs": ([(1, 2)], r"batch 0 of the stream is a tuple\.\nFix: give a dict of arrays"),
+    "texts": ([rows(8, text=["a"] * 8)], r"batch\['text'\] of the stream has the type <U1\.\nFix: leave out"),
     "larger": ([rows(9)], r"batch 0 of the stream has \[9\] rows, and batch_size=8"),
     "unequal": ([rows(8, y=np.ones(7))], r"batch 0 of the stream has \[7, 8\] rows, and batch_size=8"),
     "empty": ([rows(0)], r"batch 0 of the stream has \[0\] rows"),
-    "smaller": ([rows(8), rows(5), rows(8)], "batch 1 .* 5 rows, .*, but another one follows; only the last"),
+    "smaller": ([rows(8), rows(5), rows(8)], "batch 1 .* 5 rows, .*, and is not the last"),
     "a type": ([rows(8), rows(8, np.int32)], r"batch 1 .* rows of {'x': 'int32\[2\]', .* 'float32\[2\]'"),
-    "a name": ([rows(8), rows(8, y=np.ones(8))], "batch 1 .* let all batches have the same arrays"),
-    "an end": ([rows(8)], "has ended after 1 batches, and batch 1, counted from 0, is to be read"),
+    "a name": ([rows(8), rows(8, y=np.ones(8))], r"batch 1 .*\nFix: give all batches the same arrays"),
+    "an end": ([rows(8)], r"has ended after 1 batches\.\nFix: let it repeat"),
 }  # fmt: skip
 
 
@@ -270,25 +270,8 @@ def test_what_is_no_stream_of_equal_batches_is_refused(wrong):
 def test_a_stream_that_begins_otherwise_each_time_is_refused(source, tmp_path):
     MADE.clear()
     task = Streamed(source=source)
-    with pytest.raises(
-        ValueError, match=r"split 'train': the stream begins with another batch when"
-    ):
+    with pytest.raises(ValueError, match=r"split 'train': batch\(0\) has other rows when it is"):
         fit(task, TWO, train(tmp_path / "run"), quiet=True)
-
-
-def test_positions_are_read_as_they_were_written():
-    state = {
-        "a": (1, [2.5, None, True]),
-        3: b"\0x",
-        "rng": np.arange(6, dtype=np.uint8).reshape(2, 3),
-    }
-    again = _decode(json.loads(json.dumps(_encode(state))))
-    np.testing.assert_array_equal(again.pop("rng"), state.pop("rng"))
-    assert again == state
-    with pytest.raises(
-        ValueError, match=r"holds a Stop, which is not saved; .* reads from the beginning"
-    ):
-        _encode([Stop(3)])
 
 
 STREAMS = """
@@ -303,7 +286,7 @@ from jaxpar.training.fit import fit
 
 config = test_iterator.train(sys.argv[1])
 print(fit(test_iterator.Streamed(), "dp2", config, quiet=True).losses)
-test_iterator.CHANGED += [8] * jax.process_index()
+test_iterator.CHANGED += [8, 9, 10] * jax.process_index()
 try:
     fit(test_iterator.Streamed(), "dp2", config, quiet=True, overwrite=True)
 except ValueError as error:
@@ -322,10 +305,10 @@ def test_processes_read_one_stream_and_tell_if_they_do_not(whole, tmp_path):
         for process in processes:
             process.kill()
     for printed, _ in ends:
-        assert len(printed.splitlines()) == 2, ends
-        losses, error = printed.splitlines()
+        assert len(printed.splitlines()) == 3, ends
+        losses, error, _ = printed.splitlines()
         assert json.loads(losses) == pytest.approx(whole.losses, rel=1e-5)
-        assert re.match("processes 0 and 1 have read other data as rows 0 to 15 of batch 8;", error)
+        assert re.match("the processes do not agree: batch 10 is [0-9a-f]{16} in process 0,", error)
 
 
 # ---- real packages ----
@@ -411,9 +394,9 @@ class Opened(Regress):
     ("source", "skips"),
     [
         ("grain", False),
-        ("grain_loader", False),
+        ("grain_loader", True),
         ("datasets", False),
-        ("torch", False),
+        ("torch", True),
         ("plain_torch", True),
     ],
 )
@@ -425,4 +408,4 @@ def test_pipelines_of_other_packages_are_resumed(source, skips, tmp_path, caplog
     assert said(caplog) == []
     resumed = fit(task, TWO, ends[1], quiet=True, resume=True)
     assert stopped.losses + resumed.losses == whole.losses
-    assert [text.partition(" batches")[0] for text in said(caplog)] == ["read 3"] * skips
+    assert [text.partition(" batches")[0] for text in said(caplog)] == ["read 7"] * skips

@@ -78,7 +78,7 @@ def test_layers_of_any_kind_learn_a_batch_by_heart(layer):
 
 
 def test_what_other_layers_than_lstm_cannot_do_is_refused():
-    with pytest.raises(ValueError, match=r"forget_bias=0\.5: layer='rglru' has no forget gate"):
+    with pytest.raises(ValueError, match=r"forget_bias=0\.5: layer='rglru' has no forget bias"):
         dataclasses.replace(TASK, layer="rglru", forget_bias=0.5)
 
 
@@ -165,17 +165,17 @@ def test_a_vocabulary_that_the_text_does_not_fit_is_refused(text):
 
     with pytest.raises(ValueError, match=r"vocab_size=2 is less than .*'; leave it out$"):
         with_sizes(2).make_batches("train", 0)
-    with pytest.raises(ValueError, match=r"vocab_size=5 is less than the 11 words .* max_vocab=5"):
+    with pytest.raises(ValueError, match=r"vocab_size=5 is less than the 11 words"):
         with_sizes(5).make_batches("train", 0)
     with pytest.raises(ValueError, match="num_words=10 is less than the 11 words of corpus"):
         with_sizes(384, 10).make_batches("train", 0)
     with pytest.raises(
-        ValueError, match=r"vocab_size=96 has rows that are not words: .* has 11, .*num_words=11"
+        ValueError, match=r"(?s)vocab_size=96 has rows that are not words: .* has 11.*num_words=11"
     ):
         with_sizes(96).make_batches("train", 0)
     for sizes in ((11,), (96, 11), (96, 20)):
         assert with_sizes(*sizes).make_batches("train", 0).num_windows > 0
-    with pytest.raises(ValueError, match="num_words=12 is more than vocab_size=11; use"):
+    with pytest.raises(ValueError, match="num_words=12 is more than vocab_size=11"):
         with_sizes(11, 12)
 
 
@@ -251,7 +251,7 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
     [
         ({"num_layers": 0}, "num_layers=0: must be positive"),
         ({"hidden_size": -4}, "hidden_size=-4: must be positive"),
-        ({"embed_size": 17}, "embed_size=17 is larger than hidden_size=16; use embed_size=16"),
+        ({"embed_size": 17}, "embed_size=17 is larger than hidden_size=16"),
         ({"tie_embedding": True}, "tie_embedding needs embed_size=8 equal to hidden_size=16; set"),
         ({"vocab_size": 0, "num_words": None}, "vocab_size=0: must be positive"),
         ({"num_words": 0}, "num_words=0: must be positive"),
@@ -276,7 +276,7 @@ def test_fields_that_cannot_be(changes, message):
 def test_a_model_of_no_known_vocabulary_is_refused():
     task = dataclasses.replace(TASK, vocab_size=None, num_words=None)
     for use in (task.example_batch, lambda: task.make_model(nnx.Rngs(0))):
-        with pytest.raises(ValueError, match="vocab_size=None: set it, or let `resolve`"):
+        with pytest.raises(ValueError, match="vocab_size=None is not known yet"):
             use()
 
 

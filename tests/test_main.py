@@ -299,13 +299,12 @@ def test_inspect_prints_a_table_or_json(text, tmp_path, monkeypatch, capsys):
 
 
 HELP = {
-    (): ["train TASK", "evaluate", "TASK is lm (a language model), images", "COMMAND --help"],
+    (): ["train TASK", "evaluate", "TASK is lm (a language model)", "COMMAND --help"],
     ("train",): ["train TASK [-h]", "--mesh SHAPE", "--train.num-steps INT", "TASK is lm", "train lm --help"],
     ("train", "lm"): [
         "train lm [-h]", "--hidden-size INT units of each layer. (default: 192)", "--mesh SHAPE",
         "--optimizer.learning-rate FLOAT", "--pipeline.num-chunks INT", "--fsdp", "--devices",
     ],
-    ("train", "images"): ["--channels [INT [INT ...]]", "--strategy", "(default: 300)"],
     ("train", "--resume"): ["train TASK"],
     ("plan", "lm"): ["--machine {None}|STR", "--memory", "--hidden-size INT"],
     ("inspect", "lm"): ["--compare", "--machine {None}|STR", "--mesh SHAPE"],

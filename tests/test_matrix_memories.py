@@ -319,14 +319,12 @@ def test_windows_after_one_another_are_one_window(name):
 
 @pytest.mark.parametrize("kind", [MLSTM, GatedDeltaNet])
 def test_heads_that_do_not_divide_the_width_are_refused(kind):
-    with pytest.raises(ValueError, match=r"num_heads=4 does not divide width=6: each head has"):
+    with pytest.raises(ValueError, match=r"num_heads=4 does not divide width=6"):
         kind(6, rngs=nnx.Rngs(0))
 
 
 def test_options_of_other_layers_are_refused():
-    with pytest.raises(
-        ValueError, match=r"forget_bias=0\.5: layer='mlstm' has no forget gate with one"
-    ):
+    with pytest.raises(ValueError, match=r"forget_bias=0\.5: layer='mlstm' has no forget bias"):
         LM(layer="mlstm", forget_bias=0.5)
     with pytest.raises(
         ValueError, match=r"drop_connect=0\.5: layer='gated_delta' has no recurrent"

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,7 @@ from jaxpar.nn import Stateless, named_param
 from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state, release
 from jaxpar.step import batch_sharding, make_train_step
-from jaxpar.task import Settings
-from jaxpar.tasks.images.task import Images
+from jaxpar.task import Settings, find_task
 from jaxpar.tasks.lm.model import LanguageModel
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
@@ -207,14 +207,14 @@ def test_the_first_module_is_named(setup):
 
 @pytest.mark.parametrize("strategy", ["data", "hybrid"])
 def test_a_network_for_images_is_halted_too(strategy):
-    task = Images(
-        channels=(4, 4), hidden_sizes=(8,), strategy=strategy, batch_size=8, optimizer=RATE
-    )
+    Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
+    sizes = {"channels": (4, 4), "widths": (8,), "batch_size": 8}
+    task = Digits(strategy=strategy, **sizes, optimizer=RATE)
     settings = Settings(task, Parallel(MeshConfig(2, devices=(0, 1))), TrainConfig())
     mesh = settings.parallel.mesh.build()
     step = make_train_step(*settings, mesh)
     rng = np.random.default_rng(0)
-    images, labels = rng.random((8, 8, 8, 1), np.float32), rng.integers(0, 10, 8, np.int32)
+    images, labels = rng.random((8, 8, 8), np.float32), rng.integers(0, 10, 8, np.int32)
     batch = {"image": images, "label": labels, "weight": np.ones(8, np.float32)}
     batch = place(batch, settings, mesh)
     for parameter, where in (("convs/1/bias", "convs.1"), ("dense/0/kernel", "dense.0")):

@@ -192,10 +192,6 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
             "cannot write no/a.svg: No such file or directory",
         ),
         (["curves", "-o", "a.png"], "plot curves needs runs"),
-        (
-            ["schedule", "images", "--mesh", "pp2"],
-            "use stage=1, and data and tensor for all devices",
-        ),
         (["curves", "nowhere", "-o", "a.png"], "nowhere"),
         (["memory", "lm", "--meshes", "dp3x"], "mesh 'dp3x': must be axes and sizes"),
     ],

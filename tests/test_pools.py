@@ -25,8 +25,8 @@ from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.training.by_layer import by_layer, from_layers, with_parameters
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.nonfinite import find_origin
-from jaxpar.training.start import Start, find_weights
 from jaxpar.training.summary import describe_ends, describe_pools
+from jaxpar.training.weights import Start, find_weights
 
 TRAIN = TrainConfig(num_steps=9, clip_norm=0.5)
 KINDS = ("gru", "wide 60", "wide 20", "gru")

@@ -1,10 +1,10 @@
 """Predictions: for every row of the data, in its order, what one device gives; kills lose none."""
 
 import dataclasses
-import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,12 @@ from jaxpar.cli.main import main
 from jaxpar.nn import Stateless
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
+from jaxpar.task import find_task
 from jaxpar.tasks.lm.model import LanguageModel
 from jaxpar.training.evaluate import in_batches
 
 slow = pytest.mark.slow
+Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
 READ = {
     "stream": TASK,
     "packed": dataclasses.replace(TASK, packed=True),
@@ -192,42 +194,26 @@ def test_a_folder_has_what_the_memory_has(tmp_path):
     np.testing.assert_array_equal(outside["log_likelihood"], inside["log_likelihood"])
     loaded = np.load(tmp_path / "new/log_likelihood.npy")
     np.testing.assert_array_equal(loaded, inside["log_likelihood"])
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {
-        "log_likelihood.npy", "predictions.json",
-    }  # fmt: skip
-    again = predicted(TASK, MESHES["dp4"], out=tmp_path / "new")  # nothing is left to do
-    np.testing.assert_array_equal(again["log_likelihood"], inside["log_likelihood"])
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["log_likelihood.npy"]
+    with pytest.raises(
+        FileExistsError, match=r"new/log_likelihood\.npy exists already\.\nFix: rem"
+    ):
+        predicted(TASK, MESHES["dp4"], out=tmp_path / "new")
 
 
-@pytest.mark.law
-@pytest.mark.parametrize("mesh", ["all axes", "dp4"])
-def test_an_interrupted_prediction_goes_on_from_its_carry_on_any_mesh(mesh, tmp_path):
-    tokens = np.tile(text_of(), 4)
-    batches = TASK.batches_of(tokens, SEPARATOR)
-    inside = predicted(TASK, MESHES["all axes"], batches)["log_likelihood"]
+def test_an_interrupted_prediction_leaves_nothing(tmp_path):
+    batches = TASK.batches_of(text_of(), SEPARATOR)
     whole = batches.batch
 
     def stop(step, rows=slice(None)):
-        if step == 6:
+        if step == 2:
             raise KeyboardInterrupt
         return whole(step, rows)
 
     batches.batch = stop
     with pytest.raises(KeyboardInterrupt):
-        predicted(TASK, MESHES["all axes"], batches, out=tmp_path)
-    assert json.loads((tmp_path / "predictions.json").read_text())["finished"] == 3
-    assert (tmp_path / "carry-3").is_dir()
-    read = []
-
-    def watched(step, rows=slice(None)):
-        read.append(step)
-        return whole(step, rows)
-
-    batches.batch = watched
-    found = predicted(TASK, MESHES[mesh], batches, out=tmp_path)["log_likelihood"]
-    np.testing.assert_allclose(found, inside, rtol=1e-5, atol=1e-6)
-    assert min(read[1:]) == 3  # the first is looked at to know the data
-    assert not [*tmp_path.glob("carry-*")]
+        predicted(TASK, MESHES["dp4"], batches, out=tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 # A task that kills its process where a file says so.
@@ -285,44 +271,28 @@ def command(folder, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_what_was_killed_ends_with_the_same_files(num_processes, trained):
-    out = f"out{num_processes}"
+def test_two_processes_write_the_same_files(trained):
     launch = ["launch", "--processes", "2", "--", "predict", "--mesh", "dp2"]
-    run = [*(launch if num_processes == 2 else ["predict"]), "run", "test", "--out", out]
     (trained / "kill").write_text("SIGKILL")
-    assert command(trained, *run).returncode != 0
-    found = json.loads((trained / out / "predictions.json").read_text())
-    assert found["finished"] == 7
-    assert np.isnan(np.load(trained / out / "next.npy")).any()
+    assert command(trained, *launch, "run", "test", "--out", "two").returncode != 0
     (trained / "kill").unlink()
-    assert command(trained, *run).returncode == 0
-    whole, after = (np.load(trained / name / "next.npy") for name in ("whole", out))
+    assert not (trained / "two/next.npy").exists()
+    assert command(trained, *launch, "run", "test", "--out", "two").returncode == 0
+    whole, two = (np.load(trained / name / "next.npy") for name in ("whole", "two"))
     assert whole.shape == (400, 4)
     assert not np.isnan(whole).any()
-    if num_processes == 1:
-        assert (trained / out / "next.npy").read_bytes() == (
-            trained / "whole/next.npy"
-        ).read_bytes()
-    np.testing.assert_allclose(after, whole, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(two, whole, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_ends_a_prediction_after_a_batch_and_says_how_it_goes_on(name, trained):
-    run = ["predict", "run", "test", "--out", name]
+def test_a_signal_ends_a_prediction_after_a_batch(name, trained):
     (trained / "kill").write_text(name)
-    done = command(trained, *run)
+    done = command(trained, "predict", "run", "test", "--out", name)
     (trained / "kill").unlink()
     assert done.returncode == 128 + getattr(signal, name)
-    told = f"stopped after 13 of 20 batches, which are in {name}; the same again goes on there\n"
-    assert done.stderr.endswith(told)
-    assert json.loads((trained / name / "predictions.json").read_text())["finished"] == 13
-    assert command(trained, *run).returncode == 0
-    assert (trained / name / "next.npy").read_bytes() == (trained / "whole/next.npy").read_bytes()
-    again = command(trained, *run)
-    assert (again.returncode, again.stdout) == (0, f"{name}/next.npy: float32[400, 4]\n")
-    assert again.stderr == f"{name} was complete already; nothing is predicted again\n"
+    assert done.stderr.endswith("stopped after 13 of 20 batches; no prediction is kept\n")
+    assert not [*(trained / name).iterdir()]
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path):
@@ -426,13 +396,6 @@ def test_a_run_predicts_its_splits_and_other_texts(text_run, text, tmp_path, cap
     )
     assert f"{out}/log_likelihood.npy: float32[{len(found)}]" in capsys.readouterr().out
     np.testing.assert_allclose(np.load(out / "log_likelihood.npy"), found, rtol=1e-5, atol=1e-6)
-    with pytest.raises(
-        ValueError,
-        match=r"out holds other predictions: their data is valid, and test is asked for; give another",
-    ):
-        text_run.predict("test", out, quiet=True)
-    with pytest.raises(ValueError, match=r"their batch_size is 16, and 8 is asked for; "):
-        text_run.predict("valid", out, quiet=True, batch_size=8)
 
 
 CALLS = {
@@ -487,7 +450,7 @@ def test_a_size_that_changes_the_model_is_refused():
 
 def test_images_have_probabilities():
     pytest.importorskip("sklearn")
-    task = jaxpar.images.Images(channels=(4, 4), hidden_sizes=(8,), batch_size=64, dropout=0.5)
+    task = Digits(channels=(4, 4), widths=(8,), batch_size=64)
     one, many = (
         predicted(task, parallel, task.make_batches("test"))["probabilities"]
         for parallel in ("dp1", Parallel(MeshConfig(data=2, tensor=2)))
@@ -497,12 +460,11 @@ def test_images_have_probabilities():
     np.testing.assert_allclose(one, many, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("task", [TASK, jaxpar.images.Images()])
-def test_a_split_that_is_not_there_is_refused(task):
+def test_a_split_that_is_not_there_is_refused():
     with pytest.raises(
         ValueError, match=r"there is no split 'tset'\.\nFix: use one of train, valid, test"
     ):
-        task.make_batches("tset")
+        TASK.make_batches("tset")
 
 
 # ---- what is refused ----
@@ -556,29 +518,6 @@ def test_a_model_that_does_not_say_what_it_predicts_is_refused():
 
     with pytest.raises(ValueError, match=r"model Silent has no method predict"):
         predicted(Other(), "dp1", Rows().make_batches("test"))
-
-
-def test_folders_of_something_else_are_refused(tmp_path):
-    task = Rows()
-    batches = task.make_batches("test")
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used/thesis.txt").touch()
-    with pytest.raises(
-        FileExistsError, match=r"used holds thesis\.txt, and no predictions; give an empty"
-    ):
-        predicted(task, "dp1", batches, out=tmp_path / "used")
-    predicted(task, "dp1", batches, out=tmp_path / "done")
-    with pytest.raises(
-        ValueError,
-        match=r"done holds other predictions: their checksum of the first batch is .*; give",
-    ):
-        predicted(
-            task, "dp1", jaxpar.ArrayBatches({"x": -batches.arrays["x"]}, 8), out=tmp_path / "done"
-        )
-    path = tmp_path / "done/predictions.json"
-    path.write_text(path.read_text().replace('"finished": 3', '"finished": 2'))
-    with pytest.raises(ValueError, match=r"predictions\.json is not what was written"):
-        predicted(task, "dp1", batches, out=tmp_path / "done")
 
 
 def test_a_state_of_training_is_not_gone_on_with():

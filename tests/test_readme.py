@@ -206,7 +206,7 @@ def test_commands_of_the_readme_and_of_pages_run(names, made, tmp_path):
     pages = ("README.md", *(f"docs/{name}.md" for name in names))
     for command in dict.fromkeys(tuple(command) for page in pages for command in commands(page)):
         # Which other tests run; a machine's compiler may not be there.
-        if {"images", "curves", "--compare", "--machine"} & {*command} or (
+        if {"curves", "--compare", "--machine"} & {*command} or (
             command[0] == "launch" and "--print" not in command
         ):
             continue
@@ -305,7 +305,7 @@ def test_options_in_the_text_exist(tmp_path):
 
 
 HELPS = (
-    ["train", "lm"], ["train", "images"], ["train", f"{ROOT}/recipes/awd.py:AWD"], ["plan", "lm"],
+    ["train", "lm"], ["train", f"{ROOT}/recipes/awd.py:AWD"], ["plan", "lm"],
     ["train", f"{ROOT}/examples/long_context.py:LongContext"],
     ["train", f"{ROOT}/examples/experts.py:Experts"],
     ["train", f"{ROOT}/examples/hybrid.py:Digits"],
@@ -378,7 +378,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     """Of all pages, with a reference of every public name."""
     run("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site", cwd=ROOT)
     page = (tmp_path / "site/api/jaxpar/index.html").read_text()
-    modules = {"nn", "pipeline", "planning", "analysis", "lm", "images"}
+    modules = {"nn", "pipeline", "planning", "analysis", "lm"}
     for name in {*jaxpar.__all__} - modules:
         assert re.search(rf'id="jaxpar\.(\w+\.)*{name}"', page), name
     for module in modules:

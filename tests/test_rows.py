@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -36,7 +37,7 @@ from jaxpar.step import (
     make_train_step,
     value_and_grad,
 )
-from jaxpar.tasks.images.task import Images
+from jaxpar.task import find_task
 from jaxpar.tasks.lm.task import LM
 from recipes.awd import AWD
 
@@ -489,7 +490,7 @@ SMALL = {
         *(slow(LM(**SMALL, layer=name)) for name in ("gru", "rglru", "mingru", "slstm", "mlstm")),
         slow(LM(**SMALL | {"batch_size": 2})),
         slow(LM(**SMALL | {"embed_size": 8}, num_buckets=2)),
-        slow(Images()),
+        slow(find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")()),
         *(slow(Regress((kind,))) for kind in [*MAKERS][:4]),
         *(slow(Regress((kind,))) for kind in [*MAKERS][4:]),
         Regress(freeze="dense"),

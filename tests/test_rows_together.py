@@ -135,7 +135,7 @@ def test_a_number_of_rows_is_a_number():
     class Wrong(Norm):
         rows_together = "all"
 
-    with pytest.raises(ValueError, match=r"layer Wrong has rows_together='all'; use a positive"):
+    with pytest.raises(ValueError, match=r"layer Wrong has rows_together='all'"):
         Stack([lambda rngs: Wrong(rngs=rngs)], rngs=nnx.Rngs(0))
 
 

@@ -102,13 +102,13 @@ def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(r
         ({"temperature": float("nan")}, r"temperature=nan: use a finite temperature"),
         ({"temperature": float("inf")}, r"temperature=inf: use a finite temperature"),
         ({"temperature": -1.0}, r"temperature=-1\.0: .* no negative number"),
-        ({"length": 0}, r"length=0 is too small; use 1 or more"),
-        ({"length": -3}, r"length=-3 is too small; use 1 or more"),
+        ({"length": 0}, r"length=0 is too small"),
+        ({"length": -3}, r"length=-3 is too small"),
         ({"end": "the cat"}, r"end='the cat' is 2 tokens of the run's vocabulary; use one"),
-        ({"top_k": -1}, r"top_k=-1 is too small; use 0 or more"),
+        ({"top_k": -1}, r"top_k=-1 is too small"),
         ({"top_p": 0.0}, r"top_p=0\.0 is not a probability above 0; use 1 for all words"),
-        ({"seed": -1}, r"seed=-1 is too small; use 0 or more"),
-        ({"prompt": "the cst"}, r"'cst' is not among the 11 words; nearest are 'sat', 'cat'"),
+        ({"seed": -1}, r"seed=-1 is too small"),
+        ({"prompt": "the cst"}, r"(?s)'cst' is not among the 11 words.*use 'sat', 'cat'"),
     ],
 )
 def test_numbers_and_words_that_cannot_be_are_refused(run, options, message):
@@ -117,11 +117,13 @@ def test_numbers_and_words_that_cannot_be_are_refused(run, options, message):
 
 
 def test_prompts_that_cannot_be_are_refused(run):
-    with pytest.raises(ValueError, match="num_tokens=0 is too small; use 1 or more"):
+    with pytest.raises(ValueError, match="num_tokens=0 is too small"):
         drawn(run, np.array([], np.int32))
-    with pytest.raises(ValueError, match="token 11 at position 1 is outside the vocabulary of 11"):
+    with pytest.raises(
+        ValueError, match=r"token 11 at position 1 of the \w+ is outside the vocabulary of 11"
+    ):
         drawn(run, np.array([0, 11]))
-    with pytest.raises(ValueError, match="num_prompts=0 is too small; use 1 or more"):
+    with pytest.raises(ValueError, match="num_prompts=0 is too small"):
         sample(run.out_dir, [])
 
 

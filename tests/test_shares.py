@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -17,8 +18,9 @@ from jaxpar.planning import propose_shares, time_steps
 from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state
 from jaxpar.step import make_train_step
-from jaxpar.tasks.images import Images
+from jaxpar.task import find_task
 
+Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
 MODEL_4 = dataclasses.replace(MODEL, num_layers=4)
 NO_MASKS = dataclasses.replace(MODEL_4, dropout=0.0)  # half of a program to compile
 
@@ -169,7 +171,7 @@ def test_shares_of_extreme_times_are_shares(seconds):
 
 
 def test_any_task_can_be_timed():
-    task = Images(channels=(4,), hidden_sizes=(8,), batch_size=16)
+    task = Digits(channels=(4,), widths=(8,), batch_size=16)
     [[seconds]] = time_steps([Setup.of(task, "dp2tp4")], 1, num_steps=1)
     assert seconds > 0
 

@@ -42,8 +42,7 @@ from jaxpar.training import weights
 from jaxpar.training.by_layer import kind_of
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.start import find_weights
-from jaxpar.training.weights import in_ranges, open_files, outgoing, write_weights
+from jaxpar.training.weights import find_weights, in_ranges, open_files, outgoing, write_weights
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -182,7 +181,7 @@ def test_many_tensors_are_in_several_files_with_an_index(tmp_path, monkeypatch):
     name = min(described["weight_map"])
     wrong = {
         r"is not an index of safetensors files": {"weight_map": {name: "../model"}},
-        r"do not belong together, they differ in ": {"weight_map": {name: names[0]}},
+        r"does not belong to its files: they differ in ": {"weight_map": {name: names[0]}},
         r"cannot read the weights .*/none": {"weight_map": {name: "none"}},
     }
     for message, content in wrong.items():
@@ -194,18 +193,6 @@ def test_many_tensors_are_in_several_files_with_an_index(tmp_path, monkeypatch):
         ValueError, match=r"holds both model\.safetensors and model\.safetensors\.index"
     ):
         open_files(tmp_path)
-
-
-def test_a_file_of_several_that_changed_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "LIMIT_BYTES", 4000)
-    *files, index = write(tmp_path / "model.safetensors", MIXED, ONE)
-    content = bytearray(files[1].read_bytes())
-    content[-1] ^= 1
-    files[1].write_bytes(content)
-    with pytest.raises(
-        ValueError, match=rf"{files[1].name} is damaged: it is not what was exported"
-    ):
-        open_files(index)
 
 
 def test_numbers_of_16_bits_are_asked_for(tmp_path):
@@ -221,7 +208,9 @@ def test_numbers_of_16_bits_are_asked_for(tmp_path):
 
 def test_other_types_are_told(tmp_path):
     tensors = {"a": weights.Outgoing((1,), np.dtype(np.complex64), lambda: None)}
-    with pytest.raises(ValueError, match="a is of the type complex64, which safetensors does not"):
+    with pytest.raises(
+        ValueError, match="a has the type complex64, which safetensors files cannot"
+    ):
         write_weights(tmp_path / "a", tensors, {})
 
 
@@ -357,7 +346,7 @@ def test_what_is_evaluated_is_exported(tmp_path, run):
     task = Copies(kinds=MIXED.kinds)
     begun = fit(task, ONE, train(tmp_path / "run"), start=run.out_dir, quiet=True)
     with pytest.raises(
-        ValueError, match="evaluates other parameters than it trains; write them to"
+        ValueError, match=r"evaluates other parameters than it trains\.\nFix: start"
     ):
         find_weights(Setup.of(MIXED, ONE, train(None)), Start(str(begun.out_dir)))
     loaded = load_run(begun.out_dir)
@@ -392,13 +381,8 @@ def test_names_of_neighbouring_layers_are_one():
 OTHER = "a zebra ran to the mat\nthe cat sat\n"
 
 
-@dataclasses.dataclass(frozen=True)
-class FrozenWords(lm.LM):
-    frozen = nnx.PathContains("embedding")
-
-
 @pytest.mark.parametrize("mesh", ["dp1", "pp2tp2"])
-def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path, caplog):
+def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path):
     """The others of the new text are drawn; and what was of the old one alone is told."""
     folder = tmp_path / "other"
     folder.mkdir()
@@ -435,18 +419,6 @@ def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path, 
                 np.testing.assert_array_equal(
                     np.take(here[name], row, axis), expected, err_msg=word
                 )
-    assert caplog.text == ""
-    fixed = Setup.of(FrozenWords(**vars(task)), on(mesh), TrainConfig(num_steps=4))
-    find_weights(fixed, start := Start(str(first.out_dir)))
-    assert (
-        "embedding.table is frozen, and 1 of its words are new: their rows are drawn" in caplog.text
-    )
-    caplog.clear()
-    same = Setup.of(
-        dataclasses.replace(fixed.task, corpus=str(text), vocab_size=None, num_words=None)
-    )
-    find_weights(same, start)
-    assert caplog.text == ""
 
 
 def tensors_of(state, setup):
@@ -508,7 +480,7 @@ import jax
 import jaxpar
 from jaxpar.hosts.distributed import start_processes
 from jaxpar.setup import Setup
-from jaxpar.training.start import find_weights
+from jaxpar.training.weights import find_weights
 from wide import Wide
 
 def memory(name):

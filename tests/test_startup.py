@@ -82,12 +82,10 @@ TOLD = {
     "plna": (2, "no command 'plna'\nFix: use plan."),
     "train --help": (0, "--train.num-steps INT"),
     "train lm --help": (0, "--hidden-size INT"),
-    "train images --help": (0, "--channels [INT [INT ...]]"),
     "plot schedule lm --help": (0, "--meshes"),
     "export --help": (0, "--torch"),
     "train lm --hiden-size 3": (2, "--hidden-size INT"),
     "train lm --hidden-size wide": (2, "--hidden-size"),
-    "train images --chanels 3": (2, "--channels [INT [INT ...]]"),
     "plan lm --mesh dp2": (2, "--mesh, dp2"),
     "inspect lm --mesh dp2,": (2, "mesh 'dp2,'"),
     "train": (2, "train needs a task"),
@@ -137,14 +135,14 @@ def test_what_is_printed_to_be_copied_says_how_it_was_started(tmp_path):
 
 def test_plain_data_needs_no_jax():
     """Options, also where a user finds them, and the table of what jaxpar offers."""
-    names = "jaxpar.MeshConfig, jaxpar.Parallel, jaxpar.Task, jaxpar.lm.LM, jaxpar.images.Images"
+    names = "jaxpar.MeshConfig, jaxpar.Parallel, jaxpar.Task, jaxpar.lm.LM"
     code = f"import sys, jaxpar; {names}; dir(jaxpar); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {*done.stdout.split()} & HEAVY
 
 
 def test_all_that_is_offered_is_there():
-    for package in (jaxpar, jaxpar.lm, jaxpar.images):
+    for package in (jaxpar, jaxpar.lm):
         assert {*package.__all__} <= {*dir(package)}
         for name in package.__all__:
             assert getattr(package, name) is getattr(package, name)
@@ -159,7 +157,7 @@ AT_ONCE = 0.6  # of the CPU time of `import jax`
 
 def test_help_and_mistakes_take_a_fraction_of_the_import_of_jax(folder):
     """0.16 to 0.4 where nothing else runs; the best of some rounds, for a core may be shared."""
-    commands = ("--help", "--version", "train lm --hiden-size 3", "train images --help")
+    commands = ("--help", "--version", "train lm --hiden-size 3")
 
     def cpu_seconds(*command):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

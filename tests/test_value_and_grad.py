@@ -230,7 +230,7 @@ def test_what_needs_an_optimizer_says_so_before_it_is_traced(what, tmp_path, mon
 
     monkeypatch.setattr("jaxpar.step.make_forward", traced)
     monkeypatch.setattr("jaxpar.training.fit.check_rows_alone", traced)
-    with pytest.raises(ValueError, match="task Bare has neither make_optimizer"):
+    with pytest.raises(ValueError, match="task Bare has no optimizer"):
         NEEDS_ONE[what](tmp_path)
     assert not list(tmp_path.iterdir())
 

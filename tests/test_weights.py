@@ -25,8 +25,7 @@ from jaxpar.tasks.lm.weights import _from_torch, to_torch
 from jaxpar.training.evaluate import evaluate
 from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.start import find_weights
-from jaxpar.training.weights import Rows, Tensor, Weights, open_files
+from jaxpar.training.weights import Rows, Tensor, Weights, find_weights, open_files
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -193,7 +192,7 @@ WORDS = ["<eos>", "a", "cat", "dog", "mat", "on", "ran", "sat", "the", "to", "<u
 def test_layers_that_torch_does_not_have_are_refused(text, tmp_path):
     task = dataclasses.replace(TASK, layer="rglru", num_layers=1, corpus=str(text))
     fit(task, ONE, make_train(tmp_path / "run"), quiet=True)
-    with pytest.raises(ValueError, match=r"this task has layer='rglru'; leave out --torch"):
+    with pytest.raises(ValueError, match=r"layer='rglru': PyTorch has .*\nFix: leave out --torch"):
         load_run(tmp_path / "run").export(tmp_path / "model.safetensors", torch=True)
     assert not (tmp_path / "model.safetensors").exists()
 
@@ -262,30 +261,30 @@ def without(*names):
 
 FILES = {
     "a layer is missing": (
-        without("lstm.weight_ih_l0"), r"has no lstm\.weight_ih_l0, which belongs to lstm\.weight_hh_l0",
+        without("lstm.weight_ih_l0"), r"has lstm\.weight_hh_l0 and no lstm\.weight_ih_l0",
     ),
     "half a layer": (
-        without("lstm.weight_hh_l1"), r"has lstm\.bias_hh_l1, .*weight_ih_l1, for which the model has no pl",
+        without("lstm.weight_hh_l1"), r"has lstm\.bias_hh_l1, .*weight_ih_l1, which the model lacks",
     ),
     "projections": (
-        lambda t: t | {"lstm.weight_hr_l0": t["head.weight"]}, r"has lstm\.weight_hr_l0, for which the model",
+        lambda t: t | {"lstm.weight_hr_l0": t["head.weight"]}, r"has lstm\.weight_hr_l0, which the model",
     ),
     "three gates": (
         lambda t: {n: a[:24] if "_l" in n else a for n, a in t.items()},
-        r"weight_ih_l0 is 24, and 32 would fit 4 gates of 8 units; give an LSTM of one direction",
+        r"weight_ih_l0 has the wrong size for 4 gates of 8 units, 32x6\.\nFix: give an LSTM of one direction",
     ),
     "a GRU": (
         lambda t: {n.replace("lstm", "gru"): a for n, a in t.items()},
-        r"holds layer='gru', the task has layer='lstm'; use --layer gru",
+        r"layer='lstm': .* holds layer='gru'\.\nFix: use --layer gru",
     ),
     "whole numbers": (
         lambda t: t | {"head.bias": t["head.bias"].astype(np.int32)},
-        r"head\.bias of .* is of the type int32, the model's is float32; convert it",
+        r"head\.bias of .* has the type int32, and the model's has float32\.\nFix: convert it",
     ),
     "wider than the layers": (
         lambda _: foreign(E=12), r"embedding\.table is 14x12 there and 384x6 here; layers\.0\.w_x is 12x4",
     ),
-    "fewer rows than words": (lambda _: foreign(V=11), r"12 words, 12 different ones, and has 11 rows"),
+    "fewer rows than words": (lambda _: foreign(V=11), r"12 words \(12 different\) for 11 rows"),
 }  # fmt: skip
 
 
@@ -300,13 +299,9 @@ def test_files_of_another_model_are_refused(name, text, tmp_path):
 def test_layers_of_several_heads_are_none_of_torch(text, tmp_path):
     save(tmp_path / "model.safetensors", foreign(), WORDS)
     task = dataclasses.replace(FOREIGN, num_heads=2)
-    with pytest.raises(
-        ValueError, match=r"PyTorch's names, whose layers have one head; .*=2; leave"
-    ):
+    with pytest.raises(ValueError, match=r"has other sizes than the model: .*layers\.0\.w_h is"):
         started(tmp_path / "model.safetensors", text, task)
-    with pytest.raises(
-        ValueError, match=r"PyTorch's layers have one head, .*=2; leave out --torch"
-    ):
+    with pytest.raises(ValueError, match=r"num_heads=2: PyTorch has .*\nFix: leave out --torch"):
         to_torch({}, dataclasses.replace(task, vocab_size=384))
 
 
@@ -314,18 +309,18 @@ def test_vocabularies_that_do_not_fit_are_refused(text, tmp_path):
     path = tmp_path / "model.safetensors"
     save(path, foreign())
     with pytest.raises(
-        ValueError, match="does not tell the words of its rows; write them into its"
+        ValueError, match="does not name the words of its rows\\.\nFix: save it with"
     ):
         started(path, text, FOREIGN)
     save(path, foreign(), [*WORDS, "a"])
-    with pytest.raises(ValueError, match=r"13 words, 12 different ones"):
+    with pytest.raises(ValueError, match=r"13 words \(12 different\)"):
         started(path, text, FOREIGN)
 
 
 def test_a_head_of_its_own_is_not_tied(text, tmp_path):
     path, tied = tmp_path / "model.safetensors", dataclasses.replace(TASKS["tied"], embed_size=8)
     save(path, foreign(E=8), WORDS)
-    with pytest.raises(ValueError, match=r"has a head\.weight of its own, and tie_embedding is on"):
+    with pytest.raises(ValueError, match=r"tie_embedding=True: .* has a head\.weight of its own"):
         started(path, text, tied)
 
 
@@ -335,7 +330,7 @@ def test_broken_files_are_refused(tmp_path):
         open_files(path)
     save(path, foreign())
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"not a safetensors file, or not all of it"):
+    with pytest.raises(ValueError, match=r"is not a whole safetensors file"):
         open_files(path)
 
 
@@ -353,16 +348,16 @@ def tensor(dtype, *shape, at=0, size=0):
 # What a header says, and what follows it.
 CRAFTED = {
     **{
-        dtype: ({"embedding.weight": tensor(dtype, 4, 4, size=16)}, bytes(16), f"is of the type {dtype}, wh")
+        dtype: ({"embedding.weight": tensor(dtype, 4, 4, size=16)}, bytes(16), f"has the type {dtype}, which")
         for dtype in ("F8_E4M3", "F8_E5M2", "F8_E8M0")
     },
     "a longer header": ({}, b"", "header too large", 2**60),
-    "no header": ({}, b"", "not a safetensors file, or not all of it", 0),
-    "deep": (b'{"a": ' * 100_000, b"", "not a safetensors file, or not all of it"),
+    "no header": ({}, b"", "is not a whole safetensors file", 0),
+    "deep": (b'{"a": ' * 100_000, b"", "is not a whole safetensors file"),
     "huge": ({"embedding.weight": tensor("F32", 10**19, 4)}, b"", "overflow computing buffer size"),
-    "metadata": ({"__metadata__": {"words": 3}}, b"", "not a safetensors file, or not all of it"),
+    "metadata": ({"__metadata__": {"words": 3}}, b"", "is not a whole safetensors file"),
     "complex": (
-        {"embedding.weight": tensor("C64", 1, 1, size=8)}, bytes(8), "is of the type C64, which NumPy",
+        {"embedding.weight": tensor("C64", 1, 1, size=8)}, bytes(8), "has the type C64, which NumPy",
     ),
 }  # fmt: skip
 
@@ -391,23 +386,10 @@ def test_a_pipe_is_no_file_of_weights(tmp_path):
         open_files(path)
 
 
-def test_a_file_that_changed_since_it_was_exported_is_refused(run, text, tmp_path):
+def test_words_that_are_no_list_are_refused(run, text, tmp_path):
     path = tmp_path / "model.safetensors"
-    with safetensors.safe_open(run.out_dir / path.name, "np") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    others = {
-        "value": ({**tensors, "head.bias": tensors["head.bias"] + 1}, metadata),
-        "word": (tensors, {**metadata, "words": metadata["words"].replace("cat", "cow")}),
-        "name": ({name.replace("ih_l0", "hh_l9"): tensors[name] for name in tensors}, metadata),
-    }
-    for other in others.values():
-        safetensors.numpy.save_file(other[0], path, other[1])
-        with pytest.raises(
-            ValueError, match=r"is damaged: it is not what was exported; export it again"
-        ):
-            open_files(path)
-    del metadata["jaxpar_sha256"]
-    safetensors.numpy.save_file(tensors, path, {**metadata, "words": '{"a"'})
+    tensors = safetensors.numpy.load_file(run.out_dir / path.name)
+    safetensors.numpy.save_file(tensors, path, {"words": '{"a"'})
     with pytest.raises(ValueError, match=r"'words' in its metadata is not a JSON list of strings"):
         started(path, text, TASKS[run.out_dir.name])
 

@@ -3,7 +3,8 @@
 python -m benchmarks.machines.compile              # all of them, ten minutes on two cores
 python -m benchmarks.machines.compile v5e:2x4      # those of one machine
 
-It needs `pip install 'jaxpar[tpu,cuda13,images]'`, and JAX_PLATFORMS=cpu where it would find other devices.
+It needs `pip install 'jaxpar[tpu,cuda13]' scikit-learn`, and JAX_PLATFORMS=cpu where it would find other
+devices.
 """
 
 import argparse

@@ -4,7 +4,7 @@ python -m benchmarks.machines.ticks     # a v5e:2x4; three minutes on two cores
 
 Each instruction of a program for TPUs carries the cycles that its compiler expects. An idle tick runs what is
 in the body of the loop over ticks, outside of the branches of units. It needs `pip install
-'jaxpar[tpu,images]'`.
+'jaxpar[tpu]' scikit-learn`.
 """
 
 import dataclasses

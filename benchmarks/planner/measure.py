@@ -23,7 +23,6 @@ from jaxpar.planning import describe, plan
 from jaxpar.planning.running import time_steps
 from jaxpar.setup import Setup
 from jaxpar.task import Task, find_task
-from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -48,7 +47,7 @@ MODELS = {
     "gru": lambda: example("forecaster.py:Forecast", width=192),
     "transformer": lambda: example("transformer.py:Characters", width=128),
     "mixed": lambda: example("mixed.py:Digits", width=192),
-    "images": lambda: Images(batch_size=192, dropout=0.0, optimizer=SGD),
+    "images": lambda: example("hybrid.py:Digits", batch_size=192),
 }
 QUICKEST, ROUNDS, STEPS = 6, 15, 4
 

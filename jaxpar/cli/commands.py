@@ -16,7 +16,7 @@ from jaxpar.task import Settings, Task
 
 if TYPE_CHECKING:
     from jaxpar import planning
-    from jaxpar.training.start import Start
+    from jaxpar.training.weights import Start
 
 # Pictures of a task's step, and those that need no task.
 PICTURES = ("schedule", "timeline", "strategies", "memory", "bytes")
@@ -69,7 +69,7 @@ class RunOptions(TaskOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Train(RunOptions):
-    r"""Trains a model and evaluates it: a language model, one of images, or yours.
+    r"""Trains a model and evaluates it: a language model, or yours.
 
     Ctrl-C stops it after the current step, with its state saved; --resume continues. --mesh auto plans, and
     takes the mesh and pipeline that are quickest here. The exit code is 0 at the end, 2 after a mistake of
@@ -130,7 +130,7 @@ class Train(RunOptions):
 
     def _start(self) -> "Start | None":
         """The weights to begin with."""
-        from jaxpar.training.start import Start
+        from jaxpar.training.weights import Start
 
         if self.start is None:
             if self.start_rename or self.start_leave:
@@ -285,9 +285,8 @@ class Export(TrainedOptions):
 class Predict(BatchOptions):
     """Writes what a trained model predicts for each row of some data, in the order of the data.
 
-    A model says what that is by its method predict: a language model gives the log-likelihood of each token,
-    one of images the probability of each class. Each is a file NAME.npy. If it is stopped, the same command
-    goes on. On one device, or on any --mesh.
+    A model says what that is by its method predict: a language model gives the log-likelihood of each token.
+    Each is a file NAME.npy. On one device, or on any --mesh.
 
     Attributes:
       data: a split, such as test, or what else the task's make_batches knows; of a language model also a

@@ -3,7 +3,7 @@
     train | plan | inspect TASK       plot KIND TASK
     evaluate | sample | export RUN_DIR       predict RUN_DIR DATA
 
-TASK is lm, images, or path/to/file.py:Name, a task of your own. Its fields are options: `train TASK --help`
+TASK is lm, or path/to/file.py:Name, a task of your own. Its fields are options: `train TASK --help`
 lists them.
 """
 

@@ -17,7 +17,7 @@ from jaxpar.config_file import default_settings
 from jaxpar.mesh import MeshConfig
 from jaxpar.task import COMMANDS_OF_TASKS, Task
 
-TASKS = "lm (a language model), images (a network of convolutions), or path/to/file.py:Name, one of your own"
+TASKS = "lm (a language model), or path/to/file.py:Name, one of your own"
 
 
 def read_command(argv: Sequence[str]) -> Command:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxpar.base.checks import require
 from jaxpar.data.order import DrawnBatches, Places
 from jaxpar.data.shuffle import Shuffle
 
@@ -29,11 +30,11 @@ class ArrayBatches(DrawnBatches):
 
     def __init__(self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int | None = None):
         super().__init__(arrays, batch_size, seed)
-        if seed is not None and batch_size > self.length:
-            raise ValueError(
-                f"batch_size={batch_size} is more than the {self.length} rows there are; use "
-                f"{self.length} or less"
-            )
+        require(
+            seed is None or batch_size <= self.length,
+            f"batch_size={batch_size} is more than the {self.length} rows.\n"
+            f"Fix: use {self.length} or less.",
+        )
         whole, rest = divmod(self.length, batch_size)
         self.num_windows = whole + (seed is None and rest > 0)
 

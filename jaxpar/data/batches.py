@@ -121,8 +121,8 @@ def check_numbers(batch: Any) -> None:
         if not of_kept.min <= least <= most <= of_kept.max:
             number = most if most > of_kept.max else least
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has {number}, which would be another number on devices, "
-                f"where it is {kept}; use ids counted from 0, or JAX_ENABLE_X64=1"
+                f"batch{jax.tree_util.keystr(path)} has {number}, which {kept} on devices cannot hold.\n"
+                f"Fix: use ids counted from 0, or JAX_ENABLE_X64=1."
             )
 
 

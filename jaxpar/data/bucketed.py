@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.base.checks import check_divides
+from jaxpar.base.checks import check_divides, require
 from jaxpar.base.parts import LENGTHS, STARTS
 from jaxpar.data.order import Places, check_at_least
 from jaxpar.data.sequences import SequenceBatches, check_lengths
@@ -129,11 +129,9 @@ class BucketedBatches(SequenceBatches):
     ):
         super().__init__(arrays, lengths, batch_size, seed, starts)
         edges = tuple(edges)
-        if not edges or edges[0] < 1 or any(np.diff(edges) < 1):
-            raise ValueError(
-                f"edges={edges} do not increase from 1 or more; use edges such as those of "
-                f"choose_edges"
-            )
+        increase = bool(edges) and edges[0] >= 1 and all(np.diff(edges) >= 1)
+        message = f"edges={edges} do not increase from 1 or more.\nFix: use choose_edges."
+        require(increase, message)
         self.edges = edges
         sequence_P, first_P, self._lengths_P = _cut(self.lengths_S, edges[-1])
         self._starts_P = self.starts_S[sequence_P] + first_P

@@ -5,8 +5,7 @@ for again is kept, or read again: from a position that the source has told, or e
 Dims: B batch rows.
 """
 
-import base64
-import importlib
+import contextlib
 import json
 import logging
 import time
@@ -20,11 +19,7 @@ from jaxpar.base.parts import WEIGHT, check_parts
 from jaxpar.data.batches import EndOfStreamError
 from jaxpar.data.order import check_at_least
 
-REMEMBERED = 4  # batches before a checkpoint that a resumed run reads again, to compare them
-_USE = (
-    "give a function that makes the iterator anew, each time with the same batches, such as "
-    "IteratorBatches(lambda: read(seed), batch_size)"
-)
+_USE = "Fix: give a function that opens the stream anew, such as lambda: read(seed)."
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +33,10 @@ class IteratorBatches:
     before, batches need a scalar `starts`, which is False then. Each batch is copied before the next one is
     read, so the iterator may fill the same arrays again.
 
-    A resumed run goes on from the position that the source saves: by `get_state` and `set_state` of the
-    iterator, as Grain has them, or by `state_dict` and `load_state_dict` of what `make` returns, as of
-    `datasets` and of PyTorch's StatefulDataLoader. Where there is none, or it leads to other batches than
-    before, batches are read from the beginning and left out; a warning says so, and how long it took.
+    A resumed run goes on from the position that the source saves, if JSON can hold it: by `get_state` and
+    `set_state` of the iterator, as Grain has them, or by `state_dict` and `load_state_dict` of what `make`
+    returns, as of `datasets`. Where there is none, or it leads to other batches than before, batches are read
+    from the beginning and left out; a warning says so, and how long it took.
 
     Args:
       make: called for each pass; gives an iterable of dicts of arrays [B, ...], the same ones each time.
@@ -55,7 +50,7 @@ class IteratorBatches:
     num_windows = None  # known at the end alone
 
     def __init__(self, make: Callable[[], Iterable[Mapping[str, Any]]], batch_size: int):
-        require(callable(make), f"make={make!r} is read only once; {_USE}")
+        require(callable(make), f"make={make!r} is read only once.\n{_USE}")
         check_at_least(1, batch_size=batch_size)
         self.batch_size, self._make = batch_size, make
         self._source: Any = None
@@ -87,7 +82,7 @@ class IteratorBatches:
         self._forget()
 
     def position(self, step: int) -> str | None:
-        """Where the source was before a batch, one of the last `REMEMBERED` or kept; for `seek`."""
+        """Where the source was before a batch, one that is kept; for `seek`."""
         return self._positions.get(step)
 
     def seek(self, position: str) -> None:
@@ -98,7 +93,7 @@ class IteratorBatches:
         """
         number, state = json.loads(position)
         try:
-            self._open(_decode(state), number)
+            self._open(state, number)
         except Exception as error:
             self._iterator = None
             raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -116,7 +111,7 @@ class IteratorBatches:
             self._source.load_state_dict(state)
         require(
             isinstance(self._source, Iterable),
-            f"make gives a {type(self._source).__name__}, which is no iterable; {_USE}",
+            f"make gives a {type(self._source).__name__}, which is no iterable.\n{_USE}",
         )
         self._iterator = iter(self._source)
         if state is not None and not hasattr(self._source, "load_state_dict"):
@@ -129,8 +124,8 @@ class IteratorBatches:
             batch = next(self._iterator)
         except StopIteration:
             raise EndOfStreamError(
-                f"the stream has ended after {self._next} batches, and batch {self._next}, counted from 0, "
-                f"is to be read; for training let it repeat its data, or take so many steps"
+                f"the stream has ended after {self._next} batches.\n"
+                f"Fix: let it repeat its data, or take fewer steps."
             ) from None
         self._kept[self._next] = self._checked(batch)
         self._next += 1
@@ -144,97 +139,55 @@ class IteratorBatches:
             state = self._iterator.get_state()
         else:
             return None
-        return None if state is None else json.dumps([self._next, _encode(state)])
+        with contextlib.suppress(TypeError):
+            return None if state is None else json.dumps([self._next, state])
+        return None
 
     def _forget(self) -> None:
         oldest = self._next - 1 if self._kept_from is None else self._kept_from
         for old in [number for number in self._kept if number < oldest]:
             del self._kept[old]
-        for old in [n for n in self._positions if n < min(oldest, self._next - REMEMBERED)]:
-            del self._positions[old]
+            self._positions.pop(old, None)
 
     def _checked(self, batch: Any) -> dict[str, np.ndarray]:
         """A batch with its weight, padded if it is the last one and smaller."""
         number, B = self._next, self.batch_size
         require(
             isinstance(batch, Mapping),
-            f"batch {number} of the stream is a {type(batch).__name__}; let it be a dict of arrays by name, "
-            f'such as {{"x": x, "label": label}}',
+            f"batch {number} of the stream is a {type(batch).__name__}.\n"
+            f'Fix: give a dict of arrays, such as {{"x": x, "label": label}}.',
         )
         arrays = {str(name): np.array(leaf) for name, leaf in batch.items()}
         for name, array in arrays.items():
             require(
                 array.dtype.kind not in "OSUM",
-                f"batch[{name!r}] of the stream is of type {array.dtype}; leave out what is no array of "
-                f"numbers",
+                f"batch[{name!r}] of the stream has the type {array.dtype}.\n"
+                f"Fix: leave out what is no array of numbers.",
             )
         check_parts(arrays, "of the stream")
         sizes = {len(array) for array in arrays.values() if array.ndim}
         if len(sizes) != 1 or not 0 < (size := max(sizes)) <= B:
             raise ValueError(
-                f"batch {number} of the stream has {sorted(sizes)} rows, and batch_size={B}; let all of its "
-                f"arrays have {B}"
+                f"batch {number} of the stream has {sorted(sizes)} rows, and batch_size={B}.\n"
+                f"Fix: give all of its arrays {B} rows."
             )
         arrays.setdefault(WEIGHT, np.ones(size, np.float32))
         kinds = {name: f"{a.dtype}{list(a.shape[1:])}" for name, a in arrays.items()}
         self._kinds = self._kinds or kinds
-        if kinds != self._kinds:
-            raise ValueError(
-                f"batch {number} of the stream has rows of {kinds}, the first had {self._kinds}; let all "
-                f"batches have the same arrays"
-            )
+        require(
+            kinds == self._kinds,
+            f"batch {number} of the stream has rows of {kinds}, the first had {self._kinds}.\n"
+            f"Fix: give all batches the same arrays.",
+        )
         if size == B:
             return arrays
         require(
             next(self._iterator, None) is None,
-            f"batch {number} of the stream has {size} rows, and batch_size={B}, but another one follows; "
-            f"only the last may be smaller: leave out such batches (drop_remainder, drop_last)",
+            f"batch {number} of the stream has {size} rows, and batch_size={B}, and is not the last.\n"
+            f"Fix: leave out smaller batches (drop_remainder, drop_last).",
         )
         return {name: self._padded(name, a) if a.ndim else a for name, a in arrays.items()}
 
     def _padded(self, name: str, array: np.ndarray) -> np.ndarray:
         more = np.repeat(array[:1], self.batch_size - len(array), 0)
         return np.concatenate([array, np.zeros_like(more) if name == WEIGHT else more])
-
-
-def _encode(state: Any) -> Any:
-    """A source's state as JSON has it: what JSON has not, or would change, is a list with its kind first.
-
-    Raises:
-      ValueError: something in it is of another kind.
-    """
-    if state is None or isinstance(state, bool | int | float | str):
-        return state
-    if isinstance(state, Mapping):
-        return ["dict", *([_encode(key), _encode(value)] for key, value in state.items())]
-    if isinstance(state, list | tuple):
-        return ["list" if isinstance(state, list) else "tuple", *map(_encode, state)]
-    if isinstance(state, bytes):
-        return ["bytes", base64.b64encode(state).decode()]
-    array = np.asarray(state)
-    if array.dtype != object:
-        package = type(state).__module__.partition(".")[0]
-        content = base64.b64encode(array.tobytes()).decode()
-        return ["array", package, array.dtype.str, array.shape, content]
-    raise ValueError(
-        f"the position of the stream holds a {type(state).__name__}, which is not saved; let it be made of "
-        f"numbers, texts, bytes, arrays, lists and dicts, or hide it, (batch for batch in source): a resumed "
-        f"run then reads from the beginning"
-    )
-
-
-def _decode(state: Any) -> Any:
-    if not isinstance(state, list):
-        return state
-    kind, *parts = state
-    if kind == "dict":
-        return {_decode(key): _decode(value) for key, value in parts}
-    if kind == "bytes":
-        return base64.b64decode(parts[0])
-    if kind == "array":
-        package, dtype, shape, content = parts
-        array = np.frombuffer(base64.b64decode(content), dtype).reshape(shape).copy()
-        if package == "torch":
-            return importlib.import_module("torch").from_numpy(array)
-        return array
-    return (tuple if kind == "tuple" else list)(map(_decode, parts))

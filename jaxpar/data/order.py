@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxpar.base.checks import require_instance
+from jaxpar.base.checks import require, require_instance
 from jaxpar.base.parts import PARTS, RESETS, WEIGHT, check_part
 
 
@@ -81,8 +81,7 @@ class DrawnBatches:
         Raises:
           ValueError: step is negative.
         """
-        if step < 0:
-            raise ValueError(f"step={step} is negative; the first batch is step 0")
+        require(step >= 0, f"step={step} is negative.\nFix: begin with step 0.")
         epoch, window = divmod(step, self.num_windows)
         return self.window(self._drawn(epoch), window, rows)
 
@@ -111,10 +110,8 @@ def checked_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
     )
     found = {name: _as_array(name, array) for name, array in arrays.items()}
     lengths = {name: len(array) for name, array in found.items()}
-    if len(set(lengths.values())) != 1:
-        raise ValueError(
-            f"arrays of {lengths} rows; give one or more, all with the same number of rows"
-        )
+    are_alike = len(set(lengths.values())) == 1
+    require(are_alike, f"arrays of {lengths} rows.\nFix: give arrays of as many rows each.")
     return found
 
 
@@ -127,22 +124,15 @@ def _as_array(name: str, array: Any) -> Any:
         found = np.empty(len(array), object)
         found[:] = array
     if not np.ndim(found):
-        raise ValueError(f"arrays[{name!r}]={array!r} has no rows; give an array of rows")
+        raise ValueError(f"arrays[{name!r}]={array!r} has no rows.\nFix: give an array of rows.")
     of_objects = isinstance(found, np.ndarray) and found.dtype.kind == "O"
     if not (of_objects and all(isinstance(row, list | tuple | np.ndarray) for row in found)):
         return found  # other objects are told of the batch
     lengths = [len(row) for row in found]
-    if len(set(lengths)) == 1:
-        raise ValueError(
-            f"arrays[{name!r}] has rows of unequal shapes; give an array of rows of one shape, such as "
-            f"padded ones"
-        )
-    shown = ", ".join(map(str, lengths[:4])) + ", ..." * (len(lengths) > 4)
+    what = "shapes" if len(set(lengths)) == 1 else "lengths"
     raise ValueError(
-        f"arrays[{name!r}] has {len(lengths)} sequences of unequal lengths ({shown}), and rows are of one; "
-        f"lay them one after the other, np.concatenate({name}), and give their lengths to "
-        f"jaxpar.data.packed.PackedBatches, or to jaxpar.data.bucketed.BucketedBatches for layers that do "
-        f"not heed resets"
+        f"arrays[{name!r}] has {len(lengths)} rows of unequal {what}.\nFix: pad them, or give "
+        f"np.concatenate({name}) and their lengths to jaxpar.data.packed.PackedBatches."
     )
 
 
@@ -154,5 +144,4 @@ def check_at_least(least: int, **values: int) -> None:
     """
     for name, value in values.items():
         require_instance(name, value, int | np.integer, "a whole number")
-        if value < least:
-            raise ValueError(f"{name}={value} is too small; use {least} or more")
+        require(value >= least, f"{name}={value} is too small.\nFix: use {least} or more.")

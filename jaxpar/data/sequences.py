@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxpar.base.checks import require
 from jaxpar.data.order import DrawnBatches
 
 
@@ -32,23 +33,20 @@ class SequenceBatches(DrawnBatches):
         self.lengths_S = lengths_S = check_lengths(lengths)
         if starts is None:
             starts = np.cumsum(lengths_S) - lengths_S
-            if (total := int(lengths_S.sum())) != self.length:
-                raise ValueError(
-                    f"arrays of {self.length} steps for sequences of {total} steps in all; give as many in "
-                    f"each array"
-                )
+            total = f"arrays of {self.length} steps for sequences of {lengths_S.sum()} steps in all"
+            require(lengths_S.sum() == self.length, f"{total}.\nFix: give as many in each.")
         self.starts_S = starts_S = np.asarray(starts)
-        if len(starts_S) != len(lengths_S):
-            raise ValueError(
-                f"{len(starts_S)} starts for {len(lengths_S)} lengths; give one of each for every sequence"
-            )
+        require(
+            len(starts_S) == len(lengths_S),
+            f"{len(starts_S)} starts for {len(lengths_S)} lengths.\nFix: give one for every sequence.",
+        )
         ends_S = starts_S + lengths_S + self.lookahead
         outside_S = (lengths_S > 0) & ((starts_S < 0) | (ends_S > self.length))
         if outside_S.any():
             which = int(np.argmax(outside_S))
             raise ValueError(
                 f"sequence {which} of {lengths_S[which]} steps begins at step {starts_S[which]} of "
-                f"{self.length}; it must lie within the arrays"
+                f"{self.length}.\nFix: let it end within the arrays."
             )
 
     def to_text(self) -> str:
@@ -63,15 +61,12 @@ def check_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
       ValueError: they are no whole numbers, one is negative, or all are 0.
     """
     lengths_S = np.asarray(lengths)
-    if lengths_S.ndim != 1 or not np.issubdtype(lengths_S.dtype, np.integer):
-        raise ValueError(
-            f"lengths of shape {lengths_S.shape} and type {lengths_S.dtype}; give one whole number for "
-            f"each sequence"
-        )
-    if (lengths_S < 0).any():
-        raise ValueError(f"a length of {lengths_S.min()}; lengths must not be negative")
-    if not lengths_S.any():
-        raise ValueError(
-            f"none of {len(lengths_S)} sequences has a step; give one of 1 step or more"
-        )
+    require(
+        lengths_S.ndim == 1 and np.issubdtype(lengths_S.dtype, np.integer),
+        f"lengths of shape {lengths_S.shape} and type {lengths_S.dtype}.\n"
+        f"Fix: give one whole number for each sequence.",
+    )
+    nothing = f"none of {len(lengths_S)} sequences has a step.\nFix: give one of 1 step or more."
+    require(bool(lengths_S.any()), nothing)
+    require(lengths_S.min() >= 0, f"a length of {lengths_S.min()}.\nFix: give 0 or more.")
     return lengths_S.astype(np.int64)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxpar.base.checks import require_instance
+from jaxpar.base.checks import require, require_instance
 from jaxpar.base.parts import LENGTHS, STARTS
 from jaxpar.data.order import DrawnBatches, Places, check_at_least
 
@@ -55,24 +55,18 @@ class SeriesBatches(DrawnBatches):
         super().__init__(arrays, batch_size, seed)
         check_at_least(1, seq_len=seq_len)
         require_instance("warmup", warmup, int | np.integer, "a whole number")
-        if warmup < 0 or (warmup and seed is not None):
-            raise ValueError(
-                f"warmup={warmup} with seed={seed}: it is 0 in training, whose streams go on from window to "
-                f"window, and 0 or more without a seed"
-            )
+        require(
+            warmup == 0 or (warmup > 0 and seed is None),
+            f"warmup={warmup} with seed={seed}.\nFix: use 0 in training, and 0 or more without a seed.",
+        )
         num_steps = self.length - self.lookahead
-        needed, ways = warmup + 1, {}
-        if seed is not None:
-            needed = batch_size * seq_len
-            ways = {"batch_size": num_steps // seq_len, "seq_len": num_steps // batch_size}
-        if num_steps < needed:
-            remedies = [f"{name}={size} or less" for name, size in ways.items() if size > 0]
-            more = f", warmup={warmup}" * bool(warmup)
-            raise ValueError(
-                f"{self.length} {self.unit} are too few for batch_size={batch_size}, seq_len={seq_len}"
-                f"{more}, which need {needed + self.lookahead}; use "
-                f"{', '.join([*remedies, f'more {self.unit}'])}"
-            )
+        needed = warmup + 1 if seed is None else batch_size * seq_len
+        require(
+            num_steps >= needed,
+            f"{self.length} {self.unit} are fewer than the {needed + self.lookahead} that "
+            f"batch_size={batch_size}, seq_len={seq_len} and warmup={warmup} need.\n"
+            f"Fix: use smaller ones, or more {self.unit}.",
+        )
         self.seq_len, self.warmup = seq_len, warmup
         # Stream b has the steps from bounds[b] to bounds[b + 1]; lengths differ by one at most.
         self._bounds = warmup + np.arange(batch_size + 1) * (num_steps - warmup) // batch_size

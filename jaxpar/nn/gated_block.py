@@ -61,7 +61,7 @@ class GatedBlock(nnx.Module):
         self.layer, H = layer, layer.width
         require(
             layer.inputs == H,
-            f"inputs={layer.inputs} of a layer of width={H}: a GatedBlock adds its inputs to its outputs. "
+            f"inputs={layer.inputs} of a layer of width={H}: a GatedBlock adds its inputs to its outputs.\n"
             f"Fix: use inputs={H}, or the layer without a block.",
         )
         self.gate = kernel_param(rngs, (H, H), (INPUT, HIDDEN), init)

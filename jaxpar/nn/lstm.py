@@ -21,6 +21,7 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, HIDDEN
+from jaxpar.base.checks import require
 from jaxpar.base.trees import vary_like
 from jaxpar.nn.hidden import ForgetGate, GateParams
 from jaxpar.nn.linear import sum_of_outer_products, transposable
@@ -230,8 +231,6 @@ def extend(x: jax.Array, width: int) -> jax.Array:
     """
     if x.shape[-1] == width:
         return x
-    if x.shape[-1] > width:
-        raise ValueError(
-            f"inputs of width {x.shape[-1]} are wider than width={width}; use width={x.shape[-1]} or more"
-        )
+    wider = f"inputs of width {x.shape[-1]} are wider than width={width}"
+    require(x.shape[-1] <= width, f"{wider}.\nFix: use width={x.shape[-1]} or more.")
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])

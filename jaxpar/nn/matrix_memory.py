@@ -74,8 +74,8 @@ class MatrixMemory(Recurrence):
         """
         require(
             num_heads > 0 and width % num_heads == 0,
-            f"num_heads={num_heads} does not divide width={width}: each head has an equal part of the units; "
-            f"use another num_heads, or a width that it divides",
+            f"num_heads={num_heads} does not divide width={width}.\n"
+            f"Fix: use another num_heads, or a width that it divides.",
         )
         self.width, self.inputs, self.dropout = width, inputs or width, dropout
         self.num_heads, self.head_size = num_heads, width // num_heads

@@ -41,8 +41,8 @@ class RGLRU(LinearRecurrence):
         super().__init__(width, rngs=rngs, **options)
         require(
             self.inputs == width,
-            f"inputs={self.inputs} of an RG-LRU of width={width}: its inputs are added to its state, unit by "
-            f"unit; use inputs={width}, or a linear layer before it",
+            f"inputs={self.inputs} of an RG-LRU of width={width}: it adds inputs to its state.\n"
+            f"Fix: use inputs={width}, or a linear layer before it.",
         )
         dtype = jnp.dtype(jnp.float32)
         kept = jax.random.uniform(rngs.params(), (width,), dtype, LEAST_KEPT, MOST_KEPT)

@@ -84,7 +84,7 @@ def abstract_by_layer(target: Any, layout: Layout) -> dict[str, jax.ShapeDtypeSt
             shape = (sum(layer >= 0 for layer in rows), *array.shape[1:])
             sharding = _without_layers(array)
             array = jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
-        require(name not in arrays, f"two arrays are called {name}. Fix: use keys without '/'")
+        require(name not in arrays, f"two arrays are called {name}.\nFix: use keys without '/'.")
         arrays[name] = array
 
     _each(target, layout, take)
@@ -247,19 +247,18 @@ def _rows(name: str, leaf: Any, rows_of: Mapping[str, Rows]) -> Rows | None:
     if kind is None:
         return None
     rows, is_stacked = rows_of[kind], LAYERS in dims_of(leaf)
-    if is_stacked and leaf.shape[0] != len(rows):
-        raise ValueError(
-            f"{name} has {leaf.shape[0]} rows of layers, the placement with layers {rows} in them needs "
-            f"{len(rows)}; give the task and the placement that the state was made with"
-        )
+    require(
+        not is_stacked or leaf.shape[0] == len(rows),
+        f"{name} has {leaf.shape[0]} rows of layers, and the placement {len(rows)}.\n"
+        f"Fix: give the task and placement that the state was made with.",
+    )
     if -1 not in rows and list(rows) == sorted(rows):
         return None
-    if not is_stacked:
-        raise ValueError(
-            f"{name} has the shape {leaf.shape}: optimizer state with other dims than its parameter cannot "
-            f"be stored by layer, as placement and schedule ask for with layers {rows}; place as many layers "
-            f"on every stage, in one group, or use another optimizer"
-        )
+    require(
+        is_stacked,
+        f"{name} has the shape {leaf.shape}: optimizer state with other dims than its parameter cannot be "
+        f"stored by layer.\nFix: place as many layers on each stage, or use another optimizer.",
+    )
     return rows
 
 

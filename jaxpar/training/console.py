@@ -27,7 +27,7 @@ from jaxpar.training.stage_table import stage_table
 from jaxpar.training.summary import summarize
 
 if TYPE_CHECKING:
-    from jaxpar.training.start import Taken
+    from jaxpar.training.weights import Taken
 
 
 class ConsoleReport(Report):

@@ -1,11 +1,11 @@
 """What identifies the data of a run: checksums of batches, row by row, which are the same on every mesh.
 
 Before a run every process reads batch 0 of each split whole and in two halves. So data that are not a
-function of step and rows are found, and processes, or a resumed run, with other data. Of later batches each
-process hashes the rows that it reads; a checkpoint holds the sums of the last ones, which a resumed run reads
-again.
+function of step and rows are found, and processes, or a resumed run, with other data. A checkpoint holds the
+checksum of the batch that a resumed run reads next.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -20,8 +20,8 @@ from jaxpar.base.checks import check_takes, require
 from jaxpar.base.files import checksum
 from jaxpar.base.parts import SPLITS
 from jaxpar.data.batches import Batches, EndOfStreamError, check_numbers
-from jaxpar.data.iterator import REMEMBERED, IteratorBatches
-from jaxpar.hosts.agree import DifferentError, Together
+from jaxpar.data.iterator import IteratorBatches
+from jaxpar.hosts.agree import DifferentError, Together, differences
 from jaxpar.setup import Setup
 from jaxpar.step import check_batch_shape
 from jaxpar.training.evaluate import CheckedBatches
@@ -65,44 +65,33 @@ def _read_twice(setup: Setup, split: str) -> str:
     what = f"the batch of {type(source).__name__}"
     check_takes(source.batch, ("step", "rows"), what, "write batch(self, step, rows=slice(None))")
     batches, B = CheckedBatches(setup, source), source.batch_size
-    require(batches.num_windows != 0, "no batch; give more rows, or smaller batches")
+    message = "the data have no batch.\nFix: give more rows, or smaller batches."
+    require(batches.num_windows != 0, message)
     batch = batches.batch(0)
     check_numbers(batch)
     check_batch_shape(setup.layout, batch)
-    if isinstance(source, IteratorBatches):
-        _check_reads_again(source, batch)
     whole, halves = hash_rows(batch, 0), 0
+    if isinstance(source, IteratorBatches):
+        source.restart()
     for start, stop in ((0, B // 2), (B // 2, B)) if B > 1 else ((0, 1),):
-        part = batches.batch(0, slice(start, stop))
+        try:
+            part = batches.batch(0, slice(start, stop))
+        except EndOfStreamError:  # of an iterator that is read only once
+            break
         rows = {len(leaf) for leaf in jax.tree.leaves(part) if np.ndim(leaf)}
-        if rows != {stop - start}:
-            raise ValueError(
-                f"batch(0, slice({start}, {stop})) has {sorted(rows)} rows, not {stop - start}; "
-                f"return these rows of the batch alone"
-            )
-        halves += hash_rows(part, start)
-    if whole != halves % _MODULUS:
-        raise ValueError(
-            "batch(0) has other rows when it is read again in two halves; every device reads its "
-            "own rows, and a resumed run reads batches again, so batch(step, rows) must depend on these two "
-            "alone: use arrays (jaxpar.ArrayBatches, SeriesBatches) and draw from "
-            "np.random.default_rng([seed, step]), or give an iterator to jaxpar.IteratorBatches"
+        require(
+            rows == {stop - start},
+            f"batch(0, slice({start}, {stop})) has {sorted(rows)} rows.\n"
+            f"Fix: return these {stop - start} rows of the batch alone.",
         )
-    return _as_text(whole)
-
-
-def _check_reads_again(source: IteratorBatches, batch: Any) -> None:
-    """Raises if a stream does not begin with this batch when it is read from the beginning again."""
-    source.restart()
-    try:
-        is_same = hash_rows(source.batch(0), 0) == hash_rows(batch, 0)
-    except EndOfStreamError:
-        is_same = False
+        halves += hash_rows(part, start)
     require(
-        is_same,
-        "the stream begins with another batch when it is read again, as a resumed run or the next evaluation "
-        "does; let make open it anew, with the order of its data drawn from a seed",
+        whole == halves % _MODULUS,
+        "batch(0) has other rows when it is read again, as a resumed run reads it.\n"
+        "Fix: draw from np.random.default_rng([seed, step]), or use jaxpar.ArrayBatches, or "
+        "jaxpar.IteratorBatches with a make that begins again.",
     )
+    return _as_text(whole)
 
 
 def describe_array(array: np.ndarray) -> dict[str, Any]:
@@ -132,7 +121,7 @@ def hash_rows(batch: Any, start: int) -> int:
 
 
 class HashedBatches(CheckedBatches):
-    """Batches that remember the checksums of the rows that this process has read last.
+    """Batches of a run, which say what the next one is, so that a resumed run can compare it.
 
     Args:
       settings: by which they are cut, as of `describe_data`.
@@ -141,39 +130,28 @@ class HashedBatches(CheckedBatches):
     def __init__(self, setup: Setup, batches: Batches, settings: str):
         super().__init__(setup, batches)
         self.settings = settings
-        self._stream = batches if isinstance(batches, IteratorBatches) else None
-        self._read: dict[int, dict[str, int]] = {}
         self._together = Together()
-
-    def batch(self, step: int, rows: slice = slice(None)) -> Any:
-        """See `CheckedBatches`."""
-        read = batch = super().batch(step, rows)
-        start, stop, _ = rows.indices(self.batch_size)
-        if self._stream is not None:  # every process reads all rows
-            read, start, stop = self._stream.batch(step), 0, self.batch_size
-        parts, part = self._read.setdefault(step, {}), f"{start} to {stop - 1}"
-        if self._stream is None or part not in parts:
-            parts[part] = hash_rows(read, start)
-        for old in sorted(self._read)[:-REMEMBERED]:
-            del self._read[old]
-        return batch
+        self._stream = batches if isinstance(batches, IteratorBatches) else None
 
     def checksums(self, step: int) -> dict[str, str]:
-        """Those of the last batches before a step, by their numbers. All processes call it.
+        """That of the batch of a step, by its number; none where a stream has ended. All processes call it.
 
         Raises:
-          DifferentError: processes that read the same rows have read other data.
+          DifferentError: processes have read other data.
         """
-        read = {str(each): parts for each, parts in sorted(self._read.items()) if each < step}
-        sums, problem = self._together.exchange(read, _add_up)
-        if problem:
-            raise DifferentError(f"{problem}; give all processes the same data")
+        sums = {}
+        with contextlib.suppress(EndOfStreamError):
+            sums = {str(step): _as_text(hash_rows(self.batch(step), 0))}
+        found = {f"batch {number}": text for number, text in sums.items()}
+        if differ := self._together.exchange(found, differences):
+            raise DifferentError(
+                f"the processes do not agree: {differ}.\nFix: give all processes the same data."
+            )
         return sums
 
     def position(self, step: int) -> str | None:
-        """Where a stream was before the first of those batches; None if it cannot tell, or is none."""
-        first = min((each for each in self._read if each < step), default=step)
-        return None if self._stream is None else self._stream.position(first)
+        """Where a stream was before a batch; None if it cannot tell, or is none."""
+        return None if self._stream is None else self._stream.position(step)
 
     def keep_from(self, step: int) -> None:
         """Batches from this step on may be asked for again, and of those before none."""
@@ -181,7 +159,7 @@ class HashedBatches(CheckedBatches):
             self._stream.keep_from(step)
 
     def check(self, sums: Mapping[str, str], what: str, position: str | None = None) -> None:
-        """Reads batches again, and compares.
+        """Reads the batch again, and compares.
 
         Args:
           sums: as of `checksums`.
@@ -193,39 +171,20 @@ class HashedBatches(CheckedBatches):
         if self._stream is not None and position is not None:
             try:
                 self._stream.seek(position)
-                self._compare(sums, what)
+                return self._compare(sums, what)
             except ValueError as error:
-                _log.warning(
-                    "the stream is read from its beginning, not from its position (%s)", error
-                )
+                told = "the stream is read from its beginning, not from its position (%s)"
+                _log.warning(told, str(error).partition("\n")[0])
                 self._stream.restart()
-            else:
-                return
-        self._compare(sums, what)
+        return self._compare(sums, what)
 
     def _compare(self, sums: Mapping[str, str], what: str) -> None:
         for step, expected in sums.items():
-            if _as_text(hash_rows(super().batch(int(step)), 0)) != expected:
-                raise ValueError(
-                    f"batch {step} is not the one that {what} was trained on: the data have changed; bring "
-                    f"them back, or start another run"
-                )
-
-
-def _add_up(told: Mapping[int, Mapping[str, Mapping[str, int]]]) -> tuple[dict[str, str], str]:
-    """The checksums of batches, by those of rows that processes have read; and where these differ."""
-    known: dict[str, dict[str, tuple[int, int]]] = {}
-    for process, read in told.items():
-        for step, parts in read.items():
-            for rows, found in parts.items():
-                first, same = known.setdefault(step, {}).setdefault(rows, (process, found))
-                if found != same:
-                    who = f"processes {first} and {process}"
-                    return {}, f"{who} have read other data as rows {rows} of batch {step}"
-    return {
-        step: _as_text(sum(found for _, found in parts.values()) % _MODULUS)
-        for step, parts in known.items()
-    }, ""
+            require(
+                _as_text(hash_rows(self.batch(int(step)), 0)) == expected,
+                f"batch {step} is not the one that {what} goes on with: the data have changed.\n"
+                f"Fix: restore them, or start another run.",
+            )
 
 
 def _as_text(checksum: int) -> str:

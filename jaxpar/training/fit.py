@@ -44,7 +44,7 @@ from jaxpar.training.run_folder import (
     next_run_folder,
     texts_of,
 )
-from jaxpar.training.start import Start, find_weights
+from jaxpar.training.weights import Start, find_weights
 from jaxpar.training.writing import check_storable
 
 _log = logging.getLogger(__name__)

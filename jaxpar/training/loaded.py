@@ -92,17 +92,15 @@ class LoadedRun:
         Args:
           data: a split of the run's data, such as "test", or batches of your own.
           out: a folder, for more than the memory holds: each output is a file NAME.npy there, written as it
-            is predicted. A prediction that was killed goes on there if it is asked for again. None keeps all
-            in memory; several processes need a folder that all of them see.
+            is predicted. None keeps all in memory; several processes need a folder that all of them see.
           quiet: shows no progress bar.
           sizes: fields of the task that shall differ from training, such as batch_size=1.
         Returns:
           arrays by name; those of a folder are memory-mapped.
         Raises:
-          ValueError: the model has no `predict`, or it mixes rows; batches do not fit the task; the folder
-            has other predictions.
-          OSError: the data cannot be read, or the folder not be written.
-          KeyboardInterrupt: SIGINT or SIGTERM has ended it after a batch; in a folder it goes on from there.
+          ValueError: the model has no `predict`, or it mixes rows; or batches do not fit the task.
+          OSError: the data cannot be read, or the folder not be written, or it has such files.
+          KeyboardInterrupt: SIGINT or SIGTERM has ended it after a batch; no prediction is kept.
         """
         use = "a split, such as 'test', or batches, such as jaxpar.ArrayBatches(arrays, batch_size)"
         require_instance("data", data, str | Batches, use)
@@ -113,10 +111,7 @@ class LoadedRun:
             setup, state = in_batches(setup, state, **sizes)
         run = dataclasses.replace(self, setup=setup, state=state)
         batches = run.batches(data) if isinstance(data, str) else data
-        name = data if isinstance(data, str) else type(data).__name__
-        known = {"run": self.folder.data()["run"], "folder": str(self.folder)}
-        of = {**known, "step": self.step, "data": name}
-        return predict(setup, state, batches, out, of=of, quiet=quiet)
+        return predict(setup, state, batches, out, quiet=quiet)
 
     def batches(self, data: str) -> Batches:
         """The batches of a split of the run's data, in the order of evaluation.

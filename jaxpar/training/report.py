@@ -19,7 +19,7 @@ from jaxpar.training.progress import Evaluation, Progress, Skipped, format_numbe
 from jaxpar.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from jaxpar.training.start import Taken
+    from jaxpar.training.weights import Taken
 
 _log = logging.getLogger(__name__)
 

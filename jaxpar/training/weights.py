@@ -1,25 +1,29 @@
-"""Weights in files, for any task: safetensors, with the names of the model's own tree.
+"""Weights in files and runs: what `export` writes, and what a run begins with (`fit(start=...)`).
 
     embedding.table   layers.0.w_x   layers.1.w_x   head.kernel
 
-Layers stand one by one, by their number in the whole stack. More than `LIMIT_BYTES` are in several files
-and an index, as Hugging Face's tools write and read them:
+Files are safetensors, with the names of the model's own tree. Layers stand one by one, by their number in the
+whole stack. More than `LIMIT_BYTES` are in several files and an index, as Hugging Face's tools write and read
+them:
 
     model-00001-of-00002.safetensors   model-00002-of-00002.safetensors   model.safetensors.index.json
 
 Files are written and read in parts: a host never has more than its own part of the model and one tensor.
+Nothing is lost in silence: each tensor of a start has a place in the model, or is named as left out.
 """
 
 import collections
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import io
+import itertools
 import json
 import math
+import os
+import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,20 +33,36 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.files import check_file, in_words, read_file, read_json, whole_file
+from jaxpar.base.bucket import as_path, in_bucket
+from jaxpar.base.checks import check_fields, require, require_instance
+from jaxpar.base.display import format_names, format_shape
+from jaxpar.base.files import (
+    check_file,
+    check_path,
+    in_words,
+    read_file,
+    read_json,
+    whole_file,
+    write_file,
+)
 from jaxpar.base.keys import is_key
+from jaxpar.base.output import PROGRAM
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.layout import Layout
-from jaxpar.sharding import array_of, axes_of_spec, to_spec
+from jaxpar.mesh import release_freed_memory
+from jaxpar.model import made
+from jaxpar.setup import Setup
+from jaxpar.sharding import array_of, axes_of_spec, named_leaves, to_spec
+from jaxpar.state import TrainState, abstract_state, draw_variables, state_of
 from jaxpar.training.by_layer import each_by_name, kind_of
+from jaxpar.training.run_folder import RunFolder
 
 LIMIT_BYTES = 5 * 10**9  # of a file
-SHA256 = "jaxpar_sha256"  # in a file's metadata: of the whole file, this hash all zeros
-_NO_HASH = "0" * 64
-_READ_BYTES = 1 << 20
+_LEAVE = "leave it out (--start-leave PATTERN)"
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -50,6 +70,9 @@ _DTYPES = {
     "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
+
+
+# ---- names ----
 
 
 def named_rows(tree: Any, layout: Layout) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
@@ -78,6 +101,24 @@ def names_of_rows(name: str, leaf: Any, layout: Layout) -> tuple[str, ...]:
     return tuple(f"{stack}.{n}.{inner}" if n >= 0 else "" for n in rows)
 
 
+def in_ranges(names: Iterable[str]) -> list[str]:
+    """Names of tensors, those of neighbouring layers as one: layers.0-3.w_x."""
+    layers = collections.defaultdict[str, list[int]](list)
+    for name in names:
+        number = re.match(r"[^.]+\.(\d+)\.", name)
+        key = f"{name[: number.start(1)]}{{}}{name[number.end(1) :]}" if number else name
+        layers[key].append(int(number[1]) if number else 0)
+    return [key.format(",".join(_ranges(numbers))) for key, numbers in layers.items()]
+
+
+def _ranges(numbers: Iterable[int]) -> Iterator[str]:
+    """Whole numbers, neighbours as one: 0-3, 5."""
+    of_run = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    for _, run in of_run:
+        first, *others = (number for _, number in run)
+        yield f"{first}-{others[-1]}" if others else str(first)
+
+
 # ---- out ----
 
 
@@ -92,6 +133,11 @@ class Outgoing(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     gather: Callable[[], np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        """As it is written."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def outgoing(trees: Sequence[Any], layout: Layout) -> dict[str, Outgoing]:
@@ -144,39 +190,33 @@ def write_weights(
     if len(files) == 1:
         return [path]
     described = {
-        "metadata": {"total_size": sum(map(_num_bytes, wanted.values()))},
+        "metadata": {"total_size": sum(tensor.num_bytes for tensor in wanted.values())},
         "weight_map": {name: file.name for file, part in files.items() for name in sorted(part)},
     }
-
-    def write_index() -> None:
-        with whole_file(index) as file:
-            file.write_text(json.dumps(described, indent=2) + "\n")
-
-    in_process_0(write_index)
+    in_process_0(lambda: write_file(index, f"{json.dumps(described, indent=2)}\n".encode()))
     return [*files, index]
 
 
 def _as_dtype(name: str, tensor: Outgoing, dtype: str | None) -> Outgoing:
     if dtype is not None and jnp.issubdtype(tensor.dtype, jnp.floating):
         tensor = tensor._replace(dtype=jnp.dtype(dtype))
-    if tensor.dtype not in _CODES:
-        raise ValueError(f"{name} is of the type {tensor.dtype}, which safetensors does not have")
+    require(
+        tensor.dtype in _CODES,
+        f"{name} has the type {tensor.dtype}, which safetensors files cannot hold.\n"
+        f"Fix: store it as another type.",
+    )
     return tensor
-
-
-def _num_bytes(tensor: Outgoing) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _split(path: Path, tensors: Mapping[str, Outgoing]) -> dict[Path, dict[str, Outgoing]]:
     """Which tensors are in which file."""
     parts, size = [dict[str, Outgoing]()], 0
     for name, tensor in tensors.items():
-        if parts[-1] and size + _num_bytes(tensor) > LIMIT_BYTES:
+        if parts[-1] and size + tensor.num_bytes > LIMIT_BYTES:
             parts.append({})
             size = 0
         parts[-1][name] = tensor
-        size += _num_bytes(tensor)
+        size += tensor.num_bytes
     if len(parts) == 1:
         return {path: parts[0]}
     numbers = (f"-{n:05}-of-{len(parts):05}" for n in range(1, len(parts) + 1))
@@ -186,40 +226,29 @@ def _split(path: Path, tensors: Mapping[str, Outgoing]) -> dict[Path, dict[str, 
 
 def _write_file(path: Path, tensors: Mapping[str, Outgoing], texts: Mapping[str, str]) -> None:
     """Process 0 writes; the others take part in what it gathers, and hear of its errors."""
-    opened: list[tuple[io.BufferedWriter, Any]] = []
+    opened: list[io.BufferedWriter] = []
     with contextlib.ExitStack() as stack:
 
         def begin() -> None:
-            file = stack.enter_context(stack.enter_context(whole_file(path)).open("wb"))
-            header = _header(tensors, texts)
-            file.write(header)
-            opened.append((file, hashlib.sha256(header)))
+            opened.append(stack.enter_context(stack.enter_context(whole_file(path)).open("wb")))
+            opened[0].write(_header(tensors, texts))
 
         def add(array: np.ndarray, dtype: np.dtype) -> None:
-            file, sha256 = opened[0]
             content = np.ascontiguousarray(array.astype(dtype, copy=False)).reshape(-1)
-            sha256.update(content.view(np.uint8).data)
-            file.write(content.view(np.uint8).data)
-
-        def end() -> None:
-            file, sha256 = opened[0]
-            file.seek(_header(tensors, texts).index(_NO_HASH.encode()))
-            file.write(sha256.hexdigest().encode())
-            stack.close()
+            opened[0].write(content.view(np.uint8).data)
 
         in_process_0(begin)
         for tensor in tensors.values():
-            array = tensor.gather()
-            in_process_0(functools.partial(add, array, tensor.dtype))
-        in_process_0(end)
+            in_process_0(functools.partial(add, tensor.gather(), tensor.dtype))
+        in_process_0(stack.close)
 
 
 def _header(tensors: Mapping[str, Outgoing], texts: Mapping[str, str]) -> bytes:
-    """What such a file begins with, without its hash, which comes before any other text."""
-    described: dict[str, Any] = {"__metadata__": {SHA256: _NO_HASH, "format": "pt", **texts}}
+    """What such a file begins with."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt", **texts}}
     at = 0
     for name, tensor in tensors.items():
-        end = at + _num_bytes(tensor)
+        end = at + tensor.num_bytes
         described[name] = {
             "dtype": _CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [at, end]
         }  # fmt: skip
@@ -249,19 +278,18 @@ def _pick(stack: jax.Array, row: jax.Array, sharding: NamedSharding) -> jax.Arra
         mine = jax.lax.dynamic_index_in_dim(part, here, keepdims=False)  # any, if it is elsewhere
         if not axes:
             return mine
-        number = jnp.uint8 if mine.dtype == bool else f"uint{8 * mine.dtype.itemsize}"
-        bits = jax.lax.bitcast_convert_type(mine, number) if mine.dtype != bool else mine
-        bits = jnp.where((here >= 0) & (here < len(part)), bits.astype(number), 0)
-        bits = jax.lax.psum(bits, axes)  # of whole numbers: -0.0 stays what it is
+        is_here = (here >= 0) & (here < len(part))
         if mine.dtype == bool:
-            return bits.astype(bool)
+            return jax.lax.psum((mine & is_here).astype(jnp.uint8), axes).astype(bool)
+        bits = jax.lax.bitcast_convert_type(mine, f"uint{8 * mine.dtype.itemsize}")
+        bits = jax.lax.psum(jnp.where(is_here, bits, 0), axes)  # so -0.0 stays what it is
         return jax.lax.bitcast_convert_type(bits, mine.dtype)
 
     specs = {"in_specs": (sharding.spec, P()), "out_specs": to_spec(others)}
     return jax.shard_map(pick, mesh=sharding.mesh, **specs)(stack, row)
 
 
-# ---- in ----
+# ---- in: where weights lie ----
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,9 +340,8 @@ class Weights:
       source: what they are of, in words.
       tensors: by their names.
       texts: that came with them, such as a file's metadata, by their names.
-      rows: for a tensor of which rows are taken, by its name: the dim that they are along, and for each row
-        of the model the one that it takes, -1 for none.
-      num_new: how many of these rows are of words, or the like, that the source lacks.
+      rows: for a tensor, of no layer, of which rows are taken, by its name: the dim that they are along, and
+        for each row of the model the one that it takes, -1 for none.
       note: what is to be said of that.
     """
 
@@ -322,14 +349,19 @@ class Weights:
     tensors: Mapping[str, Tensor]
     texts: Mapping[str, str]
     rows: Mapping[str, tuple[int, np.ndarray]] = dataclasses.field(default_factory=dict)
-    num_new: int = 0
     note: str = ""
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """What a tensor gives."""
+        shape = list(self.tensors[name].shape)
+        if name in self.rows:
+            dim, chosen = self.rows[name]
+            shape[dim] = len(chosen)
+        return tuple(shape)
 
 
 def open_files(path: Path) -> Weights:
     """The weights of a safetensors file, of an index of such files, or of a folder that has one of the two.
-
-    Files with the hash of `write_weights` are read once, by the processes in turns.
 
     Raises:
       OSError: a file cannot be read.
@@ -338,43 +370,42 @@ def open_files(path: Path) -> Weights:
     path = _in_folder(path) if path.is_dir() else path
     places = _read_index(path) if path.suffix == ".json" else {}
     files = sorted({path.with_name(name) for name in places.values()}) if places else [path]
-    opened = {file: _open(file) for file in files}
-    mine = files[jax.process_index() :: jax.process_count()]
-    together(lambda: _check_hashes({file: opened[file][1] for file in mine}))
-    tensors, texts = dict[str, Tensor](), dict[str, str]()
-    for file, (found, told) in opened.items():
-        texts |= told
-        tensors |= found
-        listed = {name for name, its_file in places.items() if its_file == file.name}
-        if places and listed != {*found}:
-            differ = sorted(listed ^ {*found})
-            raise ValueError(
-                f"{path} and {file} do not belong together, they differ in {', '.join(differ[:3])}; bring "
-                f"back the files as they were"
-            )
+    tensors, texts, found = dict[str, Tensor](), dict[str, str](), dict[str, str]()
+    for file in files:
+        own, told = _open(file)
+        tensors, texts = {**tensors, **own}, {**texts, **told}
+        found |= dict.fromkeys(own, file.name)
+    if places and places != found:
+        differ = sorted(name for name in {**places, **found} if places.get(name) != found.get(name))
+        raise ValueError(
+            f"{path} does not belong to its files: they differ in {', '.join(differ[:3])}.\n"
+            f"Fix: restore the files as they were."
+        )
     return Weights(str(path), tensors, texts)
 
 
 def _in_folder(folder: Path) -> Path:
     names = "model.safetensors", "model.safetensors.index.json"
     found = [folder / name for name in names if (folder / name).is_file()]
-    if len(found) != 1:
-        raise ValueError(
-            f"{folder} holds {'both ' if found else 'no run, and neither '}"
-            f"{(' and ' if found else ' nor ').join(names)}; give the folder of a run, or a file"
-        )
+    require(
+        len(found) == 1,
+        f"{folder} holds {'both' if found else 'no run and none of'} {' and '.join(names)}.\n"
+        f"Fix: give the folder of a run, or a file.",
+    )
     return found[0]
 
 
 def _read_index(path: Path) -> dict[str, str]:
     content = read_file(path, "the index", "give that of safetensors files")
+    places: Any = None
     with contextlib.suppress(ValueError):
         places = read_json(content).get("weight_map")
-        if isinstance(places, dict) and places:
-            texts = all(isinstance(name, str) for name in places.values())
-            if texts and all(name == Path(name).name for name in places.values()):
-                return places
-    raise ValueError(f"{path} is not an index of safetensors files; give one, or a file")
+    is_index = isinstance(places, dict) and all(
+        isinstance(name, str) and name == Path(name).name for name in places.values()
+    )
+    message = f"{path} is not an index of safetensors files.\nFix: give one, or a safetensors file."
+    require(is_index and bool(places), message)
+    return places
 
 
 def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -386,23 +417,22 @@ def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                 pass  # its header is right
         except safetensors.SafetensorError as error:
             raise ValueError(
-                f"{path} is not a safetensors file, or not all of it: {error}"
+                f"{path} is not a whole safetensors file: {error}.\nFix: export it again."
             ) from error
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
     texts, tensors = header.pop("__metadata__", None) or {}, {}
     for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(
-                f"{path}: {name} is of the type {entry['dtype']}, which NumPy does not have; convert it to "
-                f"F32 or BF16"
-            )
+        require(
+            entry["dtype"] in _DTYPES,
+            f"{path}: {name} has the type {entry['dtype']}, which NumPy lacks.\n"
+            f"Fix: convert it to F32 or BF16.",
+        )
         shape, dtype = tuple(entry["shape"]), np.dtype(_DTYPES[entry["dtype"]])
         at = 8 + length + entry["data_offsets"][0]
-        tensors[name] = Tensor(
-            Rows.of_one(shape, dtype, functools.partial(_map, path, at, shape, dtype))
-        )
+        make = functools.partial(_map, path, at, shape, dtype)
+        tensors[name] = Tensor(Rows.of_one(shape, dtype, make))
     return tensors, texts
 
 
@@ -413,42 +443,320 @@ def _map(path: Path, at: int, shape: tuple[int, ...], dtype: np.dtype) -> np.nda
     return np.memmap(path, dtype, "r", at, shape or (1,)).reshape(shape)
 
 
-def _check_hashes(texts: Mapping[Path, Mapping[str, str]]) -> None:
-    """Raises if a file has a hash that is not its own.
+def _open_run(setup: Setup, folder: RunFolder) -> Weights:
+    """The newest state of a run, its layers by their numbers."""
+    task = folder.settings().task
+    folder.check()
+    require(
+        not task.evaluates_others,
+        f"the task of the run in {folder} evaluates other parameters than it trains.\n"
+        f"Fix: start from a file, by {PROGRAM} export {folder} -o model.safetensors.",
+    )
+    step, arrays = folder.checkpoints(setup).stored()
+    model = nnx.eval_shape(lambda: made(task.make_model, 0))
+    stack, variables = model.layers, dict(named_leaves(nnx.state(model), "/"))
+    tensors: dict[str, Tensor] = {}
+    for name, array in arrays.items():
+        first, *rest = name.split("/")[1:]
+        own = variables.get("/".join((first, *rest)))
+        if own is not None and is_key(array_of(own)):
+            continue
+        dtype = np.dtype(array.dtype.numpy_dtype)
+        if first == "layers" and rest[0] in stack.kinds:
+            kinds = enumerate(stack.kinds[kind] for kind in stack.kind_of)
+            numbers = [number for number, kind in kinds if kind == rest[0]]
+            stored = Rows(array.shape, dtype, functools.partial(_read_rows, array))
+            for row, number in enumerate(numbers):
+                tensors[".".join((first, str(number), *rest[1:]))] = Tensor(stored, row)
+        else:
+            stored = Rows((1, *array.shape), dtype, functools.partial(_read_one, array))
+            tensors[".".join((first, *rest))] = Tensor(stored)
+    texts = {name: folder.read(name) for name in folder.data()["files"]}
+    return Weights(f"{folder} after step {step}", tensors, texts)
 
-    Args:
-      texts: of the metadata of each file.
+
+def _read_rows(array: Any, rows: Sequence[int], index: tuple[Any, ...]) -> np.ndarray:
+    return array.oindex[rows, *index].read().result()
+
+
+def _read_one(array: Any, _: Sequence[int], index: tuple[Any, ...]) -> np.ndarray:
+    return array.oindex[index].read().result()[None]
+
+
+# ---- in: what a run begins with ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    r"""Weights that a run begins with, instead of drawn ones; without optimizer state, steps and data.
+
+    Patterns are regular expressions of Python, for whole names: r"layers\.[45]\..*".
+
+    Attributes:
+      path: a safetensors file, the index of several, a folder with model.safetensors or its index; or the
+        folder of a run, of which the newest state is taken, and which may be in a bucket.
+      rename: pairs of a pattern for names of the source, and the name instead, which may have groups of the
+        pattern: ((r"encoder\.(.*)", r"embedding.\1"),). The first pattern that matches counts.
+      leave: patterns for names of the source, before they are renamed, that are left out.
     """
-    for path, known in ((path, told[SHA256]) for path, told in texts.items() if SHA256 in told):
-        sha256 = hashlib.sha256()
-        with path.open("rb") as file:
-            begin = file.read(8)
-            header = file.read(struct.unpack("<Q", begin)[0])
-            sha256.update(begin + header.replace(known.encode(), _NO_HASH.encode(), 1))
-            while part := file.read(_READ_BYTES):
-                sha256.update(part)
-        if sha256.hexdigest() != known:
-            raise ValueError(
-                f"{path} is damaged: it is not what was exported; export it again. If another program has "
-                f"changed it, have it leave {SHA256} out of the metadata"
-            )
+
+    path: str
+    rename: tuple[tuple[str, str], ...] = ()
+    leave: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        check_fields(self)
+        check_path("start", self.path, of_run=True)
+        for pattern, replacement in (*((pattern, "") for pattern in self.leave), *self.rename):
+            try:
+                re.compile(pattern).sub(replacement, "")
+            except (re.error, IndexError) as error:
+                raise ValueError(
+                    f"start: {pattern!r} as {replacement!r} is not a valid pattern: {error}.\n"
+                    rf"Fix: write a regular expression, such as 'layers\.[45]\..*', and groups it has."
+                ) from None
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """All of them."""
+        return *self.leave, *(old for old, _ in self.rename)
+
+    @classmethod
+    def of(cls, start: "Start | str | PathLike[str] | None") -> "Start | None":
+        """What `fit` is given: a path is a start without patterns."""
+        if isinstance(start, str | PathLike):
+            return cls(os.fspath(start))
+        use = "a path, or jaxpar.Start(path, rename=..., leave=...)"
+        require_instance("start", start, Start | None, use)
+        return start
+
+    def to_json(self) -> dict[str, Any]:
+        """For the run's folder, wherever it is read from."""
+        return {**dataclasses.asdict(self), "path": str(as_path(self.path).absolute())}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any] | None) -> "Start | None":
+        """The start that `to_json` gave, if there is one."""
+        if content is None:
+            return None
+        return cls(**{**content, "rename": tuple(map(tuple, content["rename"]))})
+
+    def new_name(self, name: str) -> str | None:
+        """What a tensor of the source is called in the model; None if it is left out."""
+        if any(re.fullmatch(pattern, name) for pattern in self.leave):
+            return None
+        for pattern, replacement in self.rename:
+            if found := re.fullmatch(pattern, name):
+                return found.expand(replacement)
+        return name
 
 
-def in_ranges(names: Sequence[str]) -> list[str]:
-    """Names of tensors, those of neighbouring layers as one: layers.0-3.w_x."""
-    layers = collections.defaultdict[tuple[str, str], list[int]](list)
-    for name in names:
-        first, *rest = name.split(".", 2)
-        is_layer = len(rest) == 2 and rest[0].isdecimal()
-        layers[(first, rest[1]) if is_layer else (name, "")].append(int(rest[0]) if is_layer else 0)
-    found = []
-    for (first, inner), numbers in layers.items():
-        runs: list[list[int]] = []
-        for number in sorted(numbers):
-            if runs and runs[-1][-1] == number - 1:
-                runs[-1].append(number)
-            else:
-                runs.append([number])
-        texts = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-        found.append(f"{first}.{','.join(texts)}.{inner}" if inner else first)
-    return found
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """Weights that have their places, of which none is read yet.
+
+    Attributes:
+      weights: those that are taken, by the model's names.
+      sources: the names that they had, where these are others.
+      new: parameters that are drawn.
+      left: names of the source that are left out.
+      variables: parameters and other variables of the model, as shapes.
+    """
+
+    setup: Setup
+    weights: Weights
+    sources: Mapping[str, str]
+    new: tuple[str, ...]
+    left: Mapping[str, tuple[int, ...]]
+    variables: Mapping[str, jax.ShapeDtypeStruct]
+
+    def to_rows(self) -> list[tuple[str, str, str, str]]:
+        """What is taken, new and left out: (which of them, names, shape, what is to be said)."""
+        groups = collections.defaultdict[tuple[str, str, str, str, bool], list[str]](list)
+
+        def add(what: str, name: str, shape: tuple[int, ...], note: str = "") -> None:
+            key = re.sub(r"^(\w+)\.\d+\.", r"\1.*.", name)
+            groups[what, key, format_shape(shape), note, name in self.sources].append(name)
+
+        for name, tensor in self.weights.tensors.items():
+            own = self.variables[name]
+            notes = [f"{tensor.dtype} as {own.dtype}"] if tensor.dtype != own.dtype else []
+            notes += [self.weights.note] if name in self.weights.rows else []
+            add("taken", name, own.shape, "; ".join(notes))
+        for name in self.new:
+            add("new", name, self.variables[name].shape)
+        for name, shape in self.left.items():
+            add("left out", name, shape)
+        rows = []
+        for (what, _, shape, note, is_renamed), names in groups.items():
+            if is_renamed:
+                before = ", ".join(in_ranges(self.sources[name] for name in names))
+                note = "; ".join(filter(None, [f"was {before}", note]))
+            rows.append((what, ", ".join(in_ranges(names)), shape, note))
+        return rows
+
+    def state(self) -> TrainState:
+        """The state before the first step, on its devices; each process reads what its devices need.
+
+        Raises:
+          OSError: the weights cannot be read; in all processes.
+        """
+        target = abstract_state(self.setup)
+        found = self.weights.tensors.keys() - self.weights.rows
+        whole = {
+            variable
+            for tree in (target.params, target.frozen)
+            for variable, _, names in named_rows(tree, self.setup.layout)
+            if found.issuperset(filter(None, names))
+        }
+        trees = draw_variables(self.setup, without=whole)
+        trees = together(lambda: [self._filled(tree) for tree in trees])
+        release_freed_memory()
+        return state_of(self.setup, *trees)
+
+    def _filled(self, tree: nnx.State) -> nnx.State:
+        """Variables with the values that are taken; the old ones are gone."""
+        layout = self.setup.layout
+
+        def fill(name: str, leaf: Any) -> jax.Array | None:
+            names = enumerate(names_of_rows(name, leaf, layout))
+            taken = [(row, name) for row, name in names if name in self.weights.tensors]
+            if not taken:
+                return None
+            array, is_stacked = array_of(leaf), kind_of(leaf) is not None
+            parts = [self._fill(shard, taken, is_stacked) for shard in array.addressable_shards]
+            return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+        return each_by_name(tree, layout, fill, ".")
+
+    def _fill(self, shard: Any, taken: list[tuple[int, str]], is_stacked: bool) -> jax.Array:
+        """A device's part with the tensors of these names in these rows, or as the whole of it."""
+        part, index = shard.data, shard.index
+        if not is_stacked:
+            part, index = part[None], (slice(None), *index)
+        first = index[0].start or 0
+        stored = collections.defaultdict[int, dict[int, str]](dict)
+        for row, name in taken:
+            if 0 <= row - first < len(part):
+                stored[id(self.weights.tensors[name].rows)][row - first] = name
+        for names in stored.values():
+            part = _put(part, np.array([*names]), self._read(part, [*names.values()], index[1:]))
+        return part if is_stacked else part[0]
+
+    def _read(self, part: jax.Array, names: list[str], index: tuple[slice, ...]) -> np.ndarray:
+        """What a device needs of tensors that are rows of one stored array."""
+        wanted: list[Any] = [*index]
+        into: list[Any] = [slice(None)] * len(index)
+        if is_part := names[0] in self.weights.rows:
+            dim, chosen = self.weights.rows[names[0]]
+            mine = chosen[index[dim]]
+            into[dim] = np.flatnonzero(mine >= 0)
+            wanted[dim] = mine[into[dim]]
+        tensors = [self.weights.tensors[name] for name in names]
+        values = tensors[0].rows.read([tensor.row for tensor in tensors], tuple(wanted))
+        if is_part:
+            drawn = np.array(part)
+            drawn[:, *into] = values
+            values = drawn
+        return np.array(values, part.dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(part: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+    """The array with other values in some rows, where it lay."""
+    return part.at[rows].set(values)
+
+
+def find_weights(setup: Setup, start: Start) -> Taken:
+    """What a run takes from a start; nothing is read but names and shapes.
+
+    Raises:
+      OSError: there are no such files, or no such run.
+      ValueError: a tensor has no place in the model, another shape, or a type that cannot become the
+        model's; a pattern matches no name; or nothing is taken.
+    """
+    folder = RunFolder(start.path)
+    is_run = folder.config_path.exists() or in_bucket(folder.path)
+    weights = _open_run(setup, folder) if is_run else open_files(folder.path)
+    renamed, left = _new_names(start, weights)
+    tensors = {new: weights.tensors[name] for new, name in renamed.items()}
+    weights = setup.task.take_weights(dataclasses.replace(weights, tensors=tensors))
+    state, variables = abstract_state(setup), dict[str, jax.ShapeDtypeStruct]()
+    for _, leaf, own in (
+        each for tree in (state.params, state.frozen) for each in named_rows(tree, setup.layout)
+    ):
+        shape = leaf.shape if kind_of(leaf) is None else leaf.shape[1:]
+        variables |= dict.fromkeys(filter(None, own), jax.ShapeDtypeStruct(shape, leaf.dtype))
+    _check_places(weights, variables)
+    tensors = {name: weights.tensors[name] for name in variables if name in weights.tensors}
+    return Taken(
+        setup,
+        dataclasses.replace(weights, tensors=tensors),
+        {new: name for new, name in renamed.items() if new != name},
+        tuple(n for n, one in variables.items() if one.size and n not in tensors),
+        left,
+        variables,
+    )
+
+
+def _new_names(start: Start, weights: Weights) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """The names in the source by those in the model; and the shapes of what is left out.
+
+    Raises:
+      ValueError: a pattern matches no name, or two tensors get one.
+    """
+    for pattern in start.patterns:
+        require(
+            any(re.fullmatch(pattern, name) for name in weights.tensors),
+            f"start: {pattern!r} matches no tensor of {weights.source}.\n"
+            f"Fix: match some of {_some(weights.tensors)}.",
+        )
+    renamed, left = dict[str, str](), dict[str, tuple[int, ...]]()
+    for name, tensor in weights.tensors.items():
+        new = start.new_name(name)
+        if new is None:
+            left[name] = tensor.shape
+            continue
+        require(
+            new not in renamed,
+            f"start: {renamed.get(new)} and {name} of {weights.source} would both be {new}.\n"
+            f"Fix: rename one of them, or leave it out.",
+        )
+        renamed[new] = name
+    return renamed, left
+
+
+def _check_places(weights: Weights, variables: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises if a tensor has no place in the model, or does not fit it; or there is none."""
+    if homeless := [name for name in weights.tensors if name not in variables]:
+        raise ValueError(
+            f"{weights.source} has {_some(homeless)}, which the model lacks; it has "
+            f"{_some(variables)}.\nFix: {_LEAVE}, or rename it (--start-rename PATTERN=NAME)."
+        )
+    require(
+        bool(weights.tensors),
+        f"start: nothing of {weights.source} is taken.\nFix: leave out less, or drop start.",
+    )
+    shapes = [
+        f"{name} is {format_shape(shape)} there and {format_shape(variables[name].shape)} here"
+        for name, shape in ((name, weights.shape_of(name)) for name in weights.tensors)
+        if shape != tuple(variables[name].shape)
+    ]
+    require(
+        not shapes,
+        f"{weights.source} has other sizes than the model: {'; '.join(shapes[:3])}.\n"
+        f"Fix: change the model's sizes, or {_LEAVE}.",
+    )
+    for name, tensor in weights.tensors.items():
+        own = variables[name].dtype
+        both_float = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (tensor.dtype, own))
+        require(
+            both_float or tensor.dtype == own,
+            f"{name} of {weights.source} has the type {tensor.dtype}, and the model's has {own}.\n"
+            f"Fix: convert it, or {_LEAVE}.",
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    """Names of tensors, of many the first."""
+    return format_names(in_ranges(names))

@@ -7,7 +7,6 @@ from pathlib import Path
 from jaxpar.planning import Machine
 from jaxpar.planning.machine import SHEETS
 from jaxpar.task import find_task
-from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -21,8 +20,6 @@ def task_of(name):
     """Five models, of sizes at which memory is worth a thought."""
     if name == "lm":
         return LM(4, 128, 128, vocab_size=1920, batch_size=32, seq_len=16, dropout=0.1)
-    if name == "images":
-        return Images(batch_size=64)
     if name == "mlstm":
         return LM(2, 32, 32, vocab_size=384, batch_size=32, seq_len=16, layer="mlstm")
     spec, sizes = {
@@ -32,6 +29,7 @@ def task_of(name):
             {"width": 128, "batch_size": 32, "seq_len": 32},
         ),
         "mixed": ("mixed.py:Digits", {"width": 128, "batch_size": 64, "num_convs": 3}),
+        "hybrid": ("hybrid.py:Digits", {"batch_size": 64}),
     }[name]
     return find_task(f"{EXAMPLES}/{spec}")(**sizes)
 

@@ -17,40 +17,29 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import logging
 import os
 import re
 import sys
 import sysconfig
 import typing
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import xxhash
 
-from jaxpar.base.checks import require_instance
-from jaxpar.base.files import cache_folder, read_text, whole_file
+from jaxpar.base.checks import require, require_instance
+from jaxpar.base.files import read_text
 from jaxpar.base.parts import SPLITS
 from jaxpar.tasks.lm.vocabulary import SUBWORD, Vocabulary, check_tokens
 
 Level = Literal["auto", "word", "char", "subword"]
-
-_log = logging.getLogger(__name__)
 
 NAMES = ("python-docs", "python-source")
 LAYOUTS = ("ptb.{}.txt", "wiki.{}.tokens", "{}.txt")  # the first that a folder has is taken
 SOURCE_CHARS = 2_000_000
 LEAST_VOCAB = 3  # <unk>, <eos> and a word
 LEAST_SUBWORDS = 258  # <unk>, <eos> and the 256 bytes, of which all is made
-# Letters that words between spaces have at most on average; and in scripts that are written without spaces.
-LONGEST_MEAN_WORD, LONGEST_MEAN_CJK_WORD = 15, 4
-_WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
-# A text of fewer bytes is read as quickly as its tokens; of others, so many are kept.
-LEAST_CACHED_BYTES, MAX_CACHED = 2_000_000, 8
-_CORPORA, _CACHE_VERSION = "corpora", 2
 
 _RULE = re.compile(r"[-+=*~^]{4,}")  # under headings, around tables
 
@@ -83,9 +72,6 @@ def load_corpus(
     The words of the user's files stand between spaces and stay as they are. "subword" learns pieces of words
     from train (byte-level BPE, arXiv:1508.07909), of which every text is made, also one without spaces.
 
-    The tokens of a large text are kept in the user's cache folder, and found again as long as neither it nor
-    the arguments change.
-
     Args:
       name_or_path: "python-docs", "python-source", or a folder or file of UTF-8 text.
       level: "word", "char", "subword", or "auto": characters for python-source, words for all others.
@@ -98,11 +84,11 @@ def load_corpus(
     """
     require_instance("corpus", name_or_path, str | os.PathLike, f"{', '.join(NAMES)}, or a path")
     name = os.fspath(name_or_path)
-    if level not in typing.get_args(Level):
-        raise ValueError(f"level={level!r} is unknown; use {', '.join(typing.get_args(Level))}")
+    levels = typing.get_args(Level)
+    require(level in levels, f"level={level!r} is unknown.\nFix: use {', '.join(levels)}.")
     least = LEAST_SUBWORDS if level == SUBWORD else LEAST_VOCAB
-    if max_vocab < least:
-        raise ValueError(f"max_vocab={max_vocab} leaves no room for words; use {least} or more")
+    message = f"max_vocab={max_vocab} leaves no room for words.\nFix: use {least} or more."
+    require(max_vocab >= least, message)
     if level == "auto":
         level = "char" if name == "python-source" else "word"
     tokenizer = {"char": "chars", "subword": SUBWORD}.get(
@@ -110,17 +96,10 @@ def load_corpus(
     )
     own = dict(zip(NAMES, (_docs_paragraphs, _source_paragraphs), strict=True))
     texts = _spread(own[name]()) if name in own else _user_texts(name)
-    key = _key(texts, level, tokenizer, max_vocab)
-    if key is not None and (corpus := _cached(key, name, level)) is not None:
-        return corpus
     min_count = 2 if name in NAMES else 1
     vocabulary = Vocabulary.learn(texts["train"], tokenizer, max_vocab, min_count)
     tokens = {split: vocabulary.encode(texts[split]) for split in SPLITS}
-    _warn_of_long_words(name, tokenizer, texts["train"])
-    corpus = Corpus(name, level, vocabulary, **tokens)
-    if key is not None:
-        _keep(key, corpus)
-    return corpus
+    return Corpus(name, level, vocabulary, **tokens)
 
 
 def unigram_perplexity(train_ids: np.ndarray, eval_ids: np.ndarray, vocab_size: int) -> float:
@@ -133,69 +112,11 @@ def unigram_perplexity(train_ids: np.ndarray, eval_ids: np.ndarray, vocab_size: 
       ValueError: eval_ids is empty, or a token is outside the vocabulary.
     """
     train_ids, eval_ids = np.asarray(train_ids), np.asarray(eval_ids)
-    if not eval_ids.size:
-        raise ValueError("eval_ids has 0 tokens; perplexity needs one or more")
+    require(eval_ids.size > 0, "eval_ids has no tokens.\nFix: give one or more.")
     check_tokens(train_ids, vocab_size)
     check_tokens(eval_ids, vocab_size)
     counts_V = np.bincount(train_ids.astype(np.int64), minlength=vocab_size) + 1
     return float(np.exp(-np.mean(np.log(counts_V / counts_V.sum())[eval_ids])))
-
-
-def _warn_of_long_words(name: str, tokenizer: str, text: str) -> None:
-    """Says so if the words between spaces are whole lines, as of a language without spaces."""
-    if tokenizer != "spaces":
-        return
-    start = text[:100_000].split()
-    letters = "".join(start)
-    mean = len(letters) / max(len(start), 1)
-    is_cjk = len(_WITHOUT_SPACES.findall(letters)) > 0.2 * len(letters)
-    if mean > (LONGEST_MEAN_CJK_WORD if is_cjk else LONGEST_MEAN_WORD):
-        _log.warning(
-            "corpus %r has hardly any spaces: its words have %.0f characters on average; read it with "
-            "--level char, or --level subword",
-            name, mean,
-        )  # fmt: skip
-
-
-# ---- tokens that are kept ----
-
-
-def _key(texts: Mapping[str, str], level: str, tokenizer: str, max_vocab: int) -> str | None:
-    """The name of what is kept of texts; None if they are read too quickly to be kept."""
-    contents = [texts[split].encode() for split in SPLITS]
-    if sum(map(len, contents)) < LEAST_CACHED_BYTES:
-        return None
-    what = _CACHE_VERSION, level, tokenizer, max_vocab, *map(xxhash.xxh3_128_digest, contents)
-    return xxhash.xxh3_128_hexdigest(repr(what).encode())
-
-
-def _cached(key: str, name: str, level: str) -> Corpus | None:
-    """What was kept under a key; None if there is nothing, or it is damaged."""
-    try:
-        path = cache_folder() / _CORPORA / f"{key}.npz"
-        with np.load(path, allow_pickle=False) as file:  # a zip file, which has checksums
-            vocabulary = Vocabulary.from_json(bytes(file["vocabulary"]))
-            return Corpus(name, level, vocabulary, **{split: file[split] for split in SPLITS})
-    except (OSError, zipfile.BadZipFile, ValueError, KeyError, TypeError):
-        return None
-
-
-def _keep(key: str, corpus: Corpus) -> None:
-    """Keeps the tokens of a corpus, where there is a folder for it, and removes the oldest."""
-    try:
-        folder = cache_folder() / _CORPORA
-        folder.mkdir(parents=True, exist_ok=True)
-        text = corpus.vocabulary.to_json()
-        with whole_file(folder / f"{key}.npz") as path, path.open("wb") as file:
-            np.savez(
-                file, vocabulary=np.frombuffer(text.encode(), np.uint8),
-                **{split: getattr(corpus, split) for split in SPLITS},
-            )  # fmt: skip
-        kept = sorted(folder.glob("*.npz"), key=lambda path: path.stat().st_mtime)
-        for path in kept[:-MAX_CACHED]:
-            path.unlink(missing_ok=True)
-    except OSError:  # no home, or no space: it is read anew each time
-        return
 
 
 def _spread(paragraphs: Iterable[str]) -> dict[str, str]:
@@ -225,7 +146,7 @@ def _source_paragraphs() -> Iterator[str]:
             yield from (part.strip("\n") + "\n\n" for part in text.split("\n\n") if part.strip())
     if not num_chars:
         raise FileNotFoundError(
-            f"{folder} holds no source of the standard library; use python-docs or your own text"
+            f"{folder} holds no source of the standard library.\nFix: use python-docs, or your own text."
         )
 
 
@@ -234,26 +155,25 @@ def _user_texts(name: str) -> dict[str, str]:
     if not path.exists():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, [*NAMES, *beside], n=1)
-        raise FileNotFoundError(
-            f"no corpus {name!r}: it is neither a name ({', '.join(NAMES)}) nor a path that "
-            f"exists; {f'did you mean {near[0]!r}?' if near else 'give one of these'}"
-        )
+        hint = f"did you mean {near[0]!r}?" if near else "give a name or a path."
+        known = f"neither a name ({', '.join(NAMES)}) nor a path that exists"
+        raise FileNotFoundError(f"no corpus {name!r}: it is {known}.\nFix: {hint}")
     if path.is_dir():
         return {split: _read_text(file) for split, file in _split_files(path).items()}
     lines = [f"{line}\n" for line in _read_text(path).removesuffix("\n").split("\n")]
     num_lines = len(lines)
-    if num_lines < 3:
-        raise ValueError(
-            f"{path} is too short: {num_lines} lines do not split into train, valid and test; give "
-            f"3 or more (better 20), or a folder with {', '.join(map('{}.txt'.format, SPLITS))}"
-        )
+    require(
+        num_lines >= 3,
+        f"{path} is too short: {num_lines} lines do not split into train, valid and test.\n"
+        f"Fix: give 3 lines or more (better 20), or a folder with {', '.join(map('{}.txt'.format, SPLITS))}.",
+    )
     held_out = max(1, num_lines // 20)
     ends = itertools.pairwise([0, num_lines - 2 * held_out, num_lines - held_out, num_lines])
     texts = {split: "".join(lines[a:b]) for split, (a, b) in zip(SPLITS, ends, strict=True)}
     if empty := [split for split in SPLITS if not texts[split].strip()]:
         raise ValueError(
-            f"{path} leaves {empty[0]} empty: of its {num_lines} lines, the last {held_out} are "
-            f"for test and {held_out} before them for valid; remove empty lines"
+            f"{path} leaves {empty[0]} empty: of {num_lines} lines, the last {held_out} are for test, and "
+            f"{held_out} before them for valid.\nFix: remove empty lines."
         )
     return texts
 
@@ -269,15 +189,13 @@ def _split_files(folder: Path) -> dict[str, Path]:
             found.append(f"it lacks {' and '.join(missing)}")
     wanted = " or ".join(layout.format("{train,valid,test}") for layout in LAYOUTS)
     raise FileNotFoundError(
-        f"{folder} is not a corpus: {'; '.join(found) or 'none of its files is known'}; "
-        f"looked for {wanted}"
+        f"{folder} is not a corpus: {'; '.join(found) or 'none of its files is known'}.\n"
+        f"Fix: name its files {wanted}."
     )
 
 
 def _read_text(path: Path) -> str:
     text = read_text(path)
-    if not text or text.isspace():
-        raise ValueError(
-            f"{path} is empty ({len(text)} characters, all of them white space); give a text"
-        )
+    blank = f"{path} is empty: {len(text)} characters of white space.\nFix: give a text."
+    require(bool(text.strip()), blank)
     return text if text.endswith("\n") else text + "\n"

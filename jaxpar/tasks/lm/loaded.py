@@ -61,7 +61,7 @@ class TextRun(LoadedRun):
             return super().batches(data)
         if not Path(data).expanduser().exists():
             raise FileNotFoundError(
-                f"{data} is neither a split ({', '.join(SPLITS)}) nor a file of text; give one of these"
+                f"{data} is neither a split ({', '.join(SPLITS)}) nor a file.\nFix: give one of these."
             )
         tokens = self.vocabulary.encode(read_text(Path(data).expanduser()))
         num_unknown = int((tokens == self.vocabulary.words.index(UNK)).sum())
@@ -158,8 +158,7 @@ def load_text_run(
     task = RunFolder(run_dir).settings().task
     if not isinstance(task, LM):
         raise ValueError(
-            f"the run in {run_dir} is of the task {spec_of(task)}; give one of the task lm, or look "
-            f"at this one in Python: jaxpar.load_run({str(run_dir)!r}).params"
+            f"the run in {run_dir} is of the task {spec_of(task)}.\nFix: give a run of the task lm."
         )
     run = load_run(run_dir, mesh, best=best)
     assert isinstance(run, TextRun)

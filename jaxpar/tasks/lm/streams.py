@@ -154,8 +154,8 @@ def line_places(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndar
     separators = np.flatnonzero(tokens == separator)
     if not separators.size:
         raise ValueError(
-            f"separator={separator} is not one of the {len(tokens)} tokens; give the token that "
-            f"ends a line, such as the id of <eos>"
+            f"separator={separator} is not one of the {len(tokens)} tokens.\n"
+            f"Fix: give the token that ends a line, such as the id of <eos>."
         )
     bounds = np.unique(np.concatenate([[0], separators, [len(tokens) - 1]]))
     return bounds[:-1], np.diff(bounds)
@@ -170,13 +170,13 @@ def check_text(tokens: np.ndarray) -> np.ndarray:
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(
-            f"tokens of shape {tokens.shape} and type {tokens.dtype} are not text; "
-            f"give integers in one dim"
+            f"tokens of shape {tokens.shape} and type {tokens.dtype} are not text.\n"
+            f"Fix: give integers in one dim."
         )
     if tokens.size and tokens.min() < 0:
         position = int(np.argmax(tokens < 0))
         raise ValueError(
-            f"token {tokens[position]} at position {position} is negative and would be ignored "
-            f"as a target; encode the text with a vocabulary"
+            f"token {tokens[position]} at position {position} is negative.\n"
+            f"Fix: encode the text with a vocabulary."
         )
     return tokens

@@ -131,59 +131,62 @@ class LM(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        require(
-            self.num_layers <= MOST_LAYERS,
-            f"num_layers={self.num_layers}: must be at most {MOST_LAYERS}",
+        message = (
+            f"num_layers={self.num_layers} must be at most {MOST_LAYERS}.\nFix: use fewer layers."
         )
+        require(self.num_layers <= MOST_LAYERS, message)
         require_sizes(
             self, "num_layers", "hidden_size", "embed_size", "max_vocab", "batch_size", "seq_len",
             "bucket_multiple", "vocab_size", "num_words", "num_heads",
         )  # fmt: skip
         require(
             self.batch_size * self.seq_len <= MOST_TOKENS,
-            f"batch_size={self.batch_size} x seq_len={self.seq_len} are more tokens in a batch than "
-            f"{MOST_TOKENS}; use fewer rows or steps",
+            f"batch_size={self.batch_size} x seq_len={self.seq_len} are more than {MOST_TOKENS} tokens.\n"
+            f"Fix: use fewer rows or steps.",
         )
         require_rate(self, "dropout")
         require_not_negative(self, "init_range")
         require(
             self.layer in FORGETFUL or self.forget_bias == 1.0,
-            f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with one bias of "
-            f"its own; leave it out, or use layer='lstm' or 'slstm'",
+            f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget bias.\n"
+            f"Fix: leave it out, or use layer='lstm' or 'slstm'.",
         )
         require(
             self.layer in HEADS or self.num_heads in (None, 1),
-            f"num_heads={self.num_heads}: layer={self.layer!r} has no recurrent matrix that heads could be "
-            f"blocks of; leave it out, or use layer={' or '.join(map(repr, HEADS))}",
+            f"num_heads={self.num_heads}: layer={self.layer!r} has no recurrent matrix to cut.\n"
+            f"Fix: leave it out, or use layer={' or '.join(map(repr, HEADS))}.",
         )
         check_divides("hidden_size", self.hidden_size, {"num_heads": self.heads})
         require(
             self.num_words is None or self.num_words <= (self.vocab_size or self.num_words),
-            f"num_words={self.num_words} is more than vocab_size={self.vocab_size}; use a vocab_size of "
-            f"{self.num_words} or more, or leave it out",
+            f"num_words={self.num_words} is more than vocab_size={self.vocab_size}.\n"
+            f"Fix: use vocab_size={self.num_words} or more, or leave it out.",
         )
         first, *_, last = self.widths
         require(
             self.embed_size <= first,
-            f"embed_size={self.embed_size} is larger than hidden_size={first}; "
-            f"use embed_size={first} or less",
+            f"embed_size={self.embed_size} is larger than hidden_size={first}.\n"
+            f"Fix: use embed_size={first} or less.",
         )
         require(
             not self.tie_embedding or self.embed_size == last,
-            f"tie_embedding needs embed_size={self.embed_size} equal to hidden_size={last}; set "
-            f"embed_size={last}, or tie_embedding off",
+            f"tie_embedding needs embed_size={self.embed_size} equal to hidden_size={last}.\n"
+            f"Fix: use embed_size={last}, or leave tie_embedding out.",
         )
-        require(self.corpus != "", "corpus='' names no text; use python-docs, or a file or folder")
+        require(
+            self.corpus != "",
+            "corpus='' names no text.\nFix: use python-docs, or a file or folder.",
+        )
         require_not_negative(self, "num_buckets")
         require(
             self.num_buckets == 0 or self.seq_len % self.bucket_multiple == 0,
             f"bucket_multiple={self.bucket_multiple} does not divide seq_len={self.seq_len}, the longest "
-            f"bucket; use seq_len={nearest_multiples(self.seq_len, self.bucket_multiple)}",
+            f"bucket.\nFix: use seq_len={nearest_multiples(self.seq_len, self.bucket_multiple)}.",
         )
         require(
             not (self.packed and self.num_buckets),
-            f"packed and num_buckets={self.num_buckets} are two ways to read lines; use num_buckets=0, or "
-            f"leave packed out",
+            f"packed and num_buckets={self.num_buckets} are two ways to read lines.\n"
+            f"Fix: use num_buckets=0, or leave packed out.",
         )
 
     @property
@@ -213,11 +216,11 @@ class LM(Task):
         Raises:
           ValueError: vocab_size is None.
         """
-        if self.vocab_size is None:
-            raise ValueError(
-                "vocab_size=None: set it, or let `resolve`, as `fit` does, take it from the corpus"
-            )
-        return self.vocab_size
+        message = (
+            "vocab_size=None is not known yet.\nFix: set it, or call task.resolve(), as fit does."
+        )
+        require(self.vocab_size is not None, message)
+        return self.vocab_size or 0
 
     @property
     def reads_lines(self) -> bool:
@@ -305,20 +308,18 @@ class LM(Task):
           OSError: it cannot be read.
           ValueError: its words do not fit the vocabulary.
         """
-        from jaxpar.tasks.lm.corpus import LEAST_VOCAB
-
         corpus = self._corpus
         found, room = len(corpus.vocabulary), self.num_words or self.vocab_size
         name = "vocab_size" if self.num_words is None else "num_words"
         require(
             room is None or found <= room,
-            f"{name}={room} is less than the {found} words of corpus {corpus.name!r}; leave it out"
-            + f", or use max_vocab={room}" * (room is not None and room >= LEAST_VOCAB),
+            f"{name}={room} is less than the {found} words of corpus {corpus.name!r}.\n"
+            f"Fix: leave it out, or use a smaller max_vocab.",
         )
         require(
             self.num_words is not None or room in (None, found),
-            f"vocab_size={room} has rows that are not words: corpus {corpus.name!r} has {found}, and others "
-            f"would be given probability; use num_words={found} with it, or leave vocab_size out",
+            f"vocab_size={room} has rows that are not words: corpus {corpus.name!r} has {found}.\n"
+            f"Fix: use num_words={found} with it, or leave vocab_size out.",
         )
         return corpus
 
@@ -349,9 +350,8 @@ class LM(Task):
         chunk_len = self.seq_len // parallel.num_chunks
         if self.num_buckets and parallel.mesh.stage > 1 and self.bucket_multiple % chunk_len:
             raise ValueError(
-                f"bucket_multiple={self.bucket_multiple} is not made of the chunks of {chunk_len} time steps "
-                f"(seq_len={self.seq_len}, num_chunks={parallel.num_chunks}); use "
-                f"bucket_multiple={chunk_len}, or more chunks"
+                f"bucket_multiple={self.bucket_multiple} is not a multiple of the {chunk_len} steps of "
+                f"a time chunk.\nFix: use bucket_multiple={chunk_len}, or more chunks."
             )
 
     def check_batch(self, batch: "Batch") -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.base.checks import require_instance
+from jaxpar.base.checks import require, require_instance
 from jaxpar.base.files import read_json, read_text
 
 SUBWORD = "subword"
@@ -59,24 +59,19 @@ class Vocabulary:
     pieces: str = ""
 
     def __post_init__(self) -> None:
-        if len(self) > MOST_WORDS:
-            raise ValueError(
-                f"a vocabulary of {len(self)} words: must be at most {MOST_WORDS}; use a smaller max_vocab"
-            )
-        if self.tokenizer not in (*_CUTTERS, SUBWORD):
-            raise ValueError(
-                f"tokenizer={self.tokenizer!r} is unknown; use {' or '.join((*_CUTTERS, SUBWORD))}"
-            )
-        if (self.tokenizer == SUBWORD) != bool(self.pieces):
-            raise ValueError(
-                f"tokenizer={self.tokenizer!r} with pieces={self.pieces[:20]!r}; only "
-                f"{SUBWORD!r} has pieces, and needs them"
-            )
-        if missing := [word for word in (UNK, EOS) if word not in self._ids]:
-            raise ValueError(f"no {' and no '.join(missing)} among the {len(self)} words; add it")
-        if len(self._ids) < len(self):
-            word, count = Counter(self.words).most_common(1)[0]
-            raise ValueError(f"{word!r} is in the vocabulary {count} times; a word has one id")
+        known = (*_CUTTERS, SUBWORD)
+        size = f"a vocabulary of {len(self)} words must have at most {MOST_WORDS}"
+        require(len(self) <= MOST_WORDS, f"{size}.\nFix: use a smaller max_vocab.")
+        unknown = f"tokenizer={self.tokenizer!r} is unknown"
+        require(self.tokenizer in known, f"{unknown}.\nFix: use {' or '.join(known)}.")
+        pieces = f"tokenizer={self.tokenizer!r} with pieces={self.pieces[:20]!r}"
+        has_pieces = (self.tokenizer == SUBWORD) == bool(self.pieces)
+        require(has_pieces, f"{pieces}.\nFix: give pieces to {SUBWORD!r} alone.")
+        for word in (UNK, EOS):
+            require(word in self._ids, f"no {word} among the {len(self)} words.\nFix: add it.")
+        word, count = Counter(self.words).most_common(1)[0]
+        twice = f"{word!r} is in the vocabulary {count} times"
+        require(len(self._ids) == len(self), f"{twice}.\nFix: give each word once.")
 
     def __len__(self) -> int:
         return len(self.words)
@@ -117,9 +112,7 @@ class Vocabulary:
         try:
             return _tokenizers().Tokenizer.from_str(self.pieces)
         except Exception as error:  # the package has no error of its own
-            raise ValueError(
-                f"the pieces of the vocabulary are not a tokenizer: {error}"
-            ) from error
+            raise ValueError(f"the pieces of the vocabulary are no tokenizer: {error}") from error
 
     @property
     def separator(self) -> int:
@@ -193,15 +186,14 @@ class Vocabulary:
         try:
             return cls.from_json(read_text(path))
         except ValueError as error:
-            raise ValueError(
-                f"{path} is not a vocabulary ({error}); give the vocabulary.json of a run"
-            ) from error
+            message = f"{path} is not a vocabulary.\nFix: give the vocabulary.json of a run."
+            raise ValueError(message) from error
 
     def _known(self, word: str) -> str:
         if word not in self._ids:
             near = difflib.get_close_matches(word, self.words, n=3)
-            remedy = f"nearest are {', '.join(map(repr, near))}" if near else f"use {UNK} for it"
-            raise ValueError(f"{word!r} is not among the {len(self)} words; {remedy}")
+            others = ", ".join(map(repr, near or (UNK,)))
+            raise ValueError(f"{word!r} is not among the {len(self)} words.\nFix: use {others}.")
         return word
 
 
@@ -219,14 +211,13 @@ def check_tokens(ids: np.ndarray | Sequence[int], num_words: int, what: str = "t
     ids = np.asarray(ids)
     if not ids.size:
         return
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{what} of type {ids.dtype} are not ids; give integers")
+    are_integers = np.issubdtype(ids.dtype, np.integer)
+    require(are_integers, f"{what} of type {ids.dtype} are not ids.\nFix: give integers.")
     if ids.min() < 0 or ids.max() >= num_words:
         position = [int(i) for i in np.argwhere((ids < 0) | (ids >= num_words))[0]]
         raise ValueError(
-            f"token {ids[tuple(position)]} at position {', '.join(map(str, position))}"
-            f"{'' if what == 'tokens' else f' of the {what}'} is outside the vocabulary of {num_words} words "
-            f"(0 to {num_words - 1}); encode the text with the vocabulary of this model"
+            f"token {ids[tuple(position)]} at position {', '.join(map(str, position))} of the {what} is "
+            f"outside the vocabulary of {num_words} words.\nFix: encode the text with the model's vocabulary."
         )
 
 
@@ -255,7 +246,7 @@ def _tokenizers() -> Any:
       ValueError: it is not installed.
     """
     if importlib.util.find_spec("tokenizers") is None:
-        raise ValueError("level='subword' needs the package tokenizers; pip install tokenizers")
+        raise ValueError("level='subword' needs a package.\nFix: pip install tokenizers")
     return importlib.import_module("tokenizers")
 
 
@@ -294,10 +285,10 @@ def _parts(text: str, between: re.Pattern[str] | None) -> Iterator[str]:
         if between is not None and end < len(text):
             found = between.search(text, end, start + _LONGEST_WORD)
             end = found.end() if found else len(text)
-            if end - start > _LONGEST_WORD:
-                raise ValueError(
-                    f"the text has {_LONGEST_WORD:,} characters without a space or newline, after "
-                    f"{text[start : start + 20]!r}; read it with --level char"
-                )
+            require(
+                end - start <= _LONGEST_WORD,
+                f"the text has {_LONGEST_WORD:,} characters without a space, after "
+                f"{text[start : start + 20]!r}.\nFix: read it with --level char.",
+            )
         yield text[start:end]
         start = end

@@ -15,6 +15,7 @@ by the name `gru`. V is then the number of words: what pads the vocabulary is le
 order of their ids, are in the metadata of every file.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -59,38 +60,36 @@ def with_words(weights: Weights, task: "LM", vocabulary: str | None) -> Weights:
     own = task.read_text().vocabulary.words
     num_rows = {weights.tensors[name].shape[dim] for name, dim in found.items()}
     ids = {word: number for number, word in enumerate(words)}
-    if len(ids) < len(words) or len(words) > min(num_rows):
-        raise ValueError(
-            f"{weights.source} tells {len(words)} words, {len(ids)} different ones, and has {min(num_rows)} "
-            f"rows for them; give it the words that the model was trained with"
-        )
+    require(
+        len(ids) == len(words) <= min(num_rows),
+        f"{weights.source} names {len(words)} words ({len(ids)} different) for {min(num_rows)} rows.\n"
+        f"Fix: give it the words that the model was trained with.",
+    )
     if tuple(words) == tuple(own) and num_rows == {task.known_vocab_size}:
         return weights  # with what pads them
     chosen = np.full(task.known_vocab_size, -1)
     chosen[: len(own)] = [ids.get(word, -1) for word in own]
     num_taken = int((chosen >= 0).sum())
-    num_new = len(own) - num_taken
-    note = f"{num_taken:,} of its {len(words):,} words, {num_new:,} are new"
+    note = f"{num_taken:,} of its {len(words):,} words, {len(own) - num_taken:,} are new"
     rows = {name: (dim, chosen) for name, dim in found.items()}
-    return dataclasses.replace(weights, rows=rows, num_new=num_new, note=note)
+    return dataclasses.replace(weights, rows=rows, note=note)
 
 
 def _words_of(weights: Weights) -> Sequence[str]:
     """The words by the metadata of files."""
-    if WORDS not in weights.texts:
-        raise ValueError(
-            f"{weights.source} does not tell the words of its rows; write them into its metadata, by "
-            f"safetensors.torch.save_file(tensors, path, {{'words': json.dumps(words)}}) in the order of "
-            f"their ids"
-        )
-    try:
+    require(
+        WORDS in weights.texts,
+        f"{weights.source} does not name the words of its rows.\n"
+        f"Fix: save it with metadata={{'words': json.dumps(words)}}, in the order of their ids.",
+    )
+    with contextlib.suppress(ValueError):
         words = read_json(weights.texts[WORDS], list)
-        require(all(isinstance(word, str) for word in words), "its words are not strings")
-    except ValueError as error:
-        raise ValueError(
-            f"{weights.source}: {WORDS!r} in its metadata is not a JSON list of strings; export it again"
-        ) from error
-    return words
+        if all(isinstance(word, str) for word in words):
+            return words
+    raise ValueError(
+        f"{weights.source}: {WORDS!r} in its metadata is not a JSON list of strings.\n"
+        f"Fix: export it again."
+    )
 
 
 def _from_torch(weights: Weights, task: "LM") -> dict[str, Tensor]:
@@ -99,19 +98,14 @@ def _from_torch(weights: Weights, task: "LM") -> dict[str, Tensor]:
     Each is made whole where it is read: PyTorch's are those of one device.
     """
     theirs, kind = dict(weights.tensors), task.layer
-    pattern = re.compile(r"(lstm|gru)\.weight_hh_l(\d+)")
-    layers = sorted(int(found[2]) for found in map(pattern.fullmatch, theirs) if found)
-    require(
-        not layers or task.heads == 1,
-        f"{weights.source} has PyTorch's names, whose layers have one head; the task has "
-        f"num_heads={task.heads}; leave it out",
-    )
+    names = [re.fullmatch(r"(lstm|gru)\.weight_hh_l(\d+)", name) for name in theirs]
+    layers = sorted((name[1], int(name[2])) for name in names if name)
     if not layers and "embedding.weight" not in theirs:
         return theirs
-    for other in _GATES:
+    for other, _ in layers:
         require(
-            other == kind or f"{other}.weight_hh_l0" not in theirs,
-            f"{weights.source} holds layer={other!r}, the task has layer={kind!r}; use --layer {other}",
+            other == kind,
+            f"layer={kind!r}: {weights.source} holds layer={other!r}.\nFix: use --layer {other}.",
         )
     own: dict[str, Tensor] = {}
 
@@ -125,15 +119,14 @@ def _from_torch(weights: Weights, task: "LM") -> dict[str, Tensor]:
     move("embedding.weight", "embedding.table")
     tied = task.tie_embedding
     if tied and "head.weight" in theirs and "embedding.table" in own:
-        same = np.array_equal(theirs["head.weight"].whole(), own["embedding.table"].whole())
+        head = theirs.pop("head.weight").whole()
         require(
-            same,
-            f"{weights.source} has a head.weight of its own, and tie_embedding is on; leave it off",
+            np.array_equal(head, own["embedding.table"].whole()),
+            f"tie_embedding=True: {weights.source} has a head.weight of its own.\nFix: leave it off.",
         )
-        del theirs["head.weight"]
     move("head.weight", "head.kernel", np.transpose)
     move("head.bias", "head_bias" if tied else "head.bias")
-    for layer in layers:
+    for _, layer in layers:
         own |= _layer_from_torch(theirs, weights.source, kind, layer)
     return {**own, **theirs}
 
@@ -146,22 +139,22 @@ def _layer_from_torch(
     Raises:
       ValueError: one is missing, or they do not fit each other.
     """
-    (G, num_apart), recurrent = _GATES[kind], f"{kind}.weight_hh_l{layer}"
+    G, num_apart = _GATES[kind]
     names = [f"{kind}.{name}_l{layer}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+    require(
+        names[0] in theirs, f"{source} has {names[1]} and no {names[0]}.\nFix: export it again."
+    )
     w_ih, w_hh, *biases = (theirs.pop(name, None) for name in names)
-    if w_ih is None or w_hh is None:
-        raise ValueError(f"{source} has no {names[0]}, which belongs to {recurrent}")
-    H = w_hh.shape[-1] if w_hh.shape else 0
-    shapes = {names[0]: w_ih.shape[:1], names[1]: w_hh.shape}
-    shapes |= {n: b.shape for n, b in zip(names[2:], biases, strict=True) if b is not None}
-    wanted = {**dict.fromkeys(shapes, (G * H,)), names[1]: (G * H, H)}
-    if wrong := [name for name in shapes if shapes[name] != wanted[name] or not H]:
-        found, fit = (format_shape(table[wrong[0]]) for table in (shapes, wanted))
-        raise ValueError(
-            f"{source}: {wrong[0]} is {found}, and {fit} would fit {G} gates of {H} units; give an "
-            f"{kind.upper()} of one direction, without projections"
+    assert w_ih is not None
+    assert w_hh is not None
+    H, num_inputs = (tensor.shape[-1] if tensor.shape else 0 for tensor in (w_hh, w_ih))
+    wanted = (G * H, num_inputs), (G * H, H), (G * H,), (G * H,)
+    for name, tensor, shape in zip(names, (w_ih, w_hh, *biases), wanted, strict=True):
+        require(
+            tensor is None or (tensor.shape == shape and H > 0),
+            f"{source}: {name} has the wrong size for {G} gates of {H} units, {format_shape(shape)}.\n"
+            f"Fix: give an {kind.upper()} of one direction, without projections.",
         )
-    num_inputs = w_ih.shape[1]
 
     def to_kernel(tensor: Tensor) -> np.ndarray:
         # The rows beyond E meet nothing but zeros; more inputs than H are refused by their shape.
@@ -192,20 +185,15 @@ def to_torch(tensors: Mapping[str, Outgoing], task: "LM") -> dict[str, Outgoing]
       ValueError: its layers are neither LSTM nor GRU, have several heads, or are of unequal widths.
     """
     H, kind, num_words = task.hidden_size, task.layer, task.num_words or task.known_vocab_size
-    if kind not in _GATES:
+    others = {
+        f"layer={kind!r}": kind not in _GATES,
+        f"num_heads={task.heads}": task.heads > 1,
+        f"layers of widths {task.widths}": len({*task.widths}) > 1,
+    }
+    for what in (what for what, is_other in others.items() if is_other):
         raise ValueError(
-            f"PyTorch has layer='lstm' and 'gru', this task has layer={kind!r}; leave out --torch, and the "
-            f"names are those of the model's parameters"
-        )
-    if task.heads > 1:
-        raise ValueError(
-            f"PyTorch's layers have one head, those of this task num_heads={task.heads}; leave out "
-            f"--torch, and the names are those of the model's parameters"
-        )
-    if len({*task.widths}) > 1:
-        raise ValueError(
-            f"PyTorch's layers have one width, those of this task take and give {task.widths}; leave out "
-            f"--torch, and the names are those of the model's parameters"
+            f"{what}: PyTorch has LSTMs and GRUs of one head and one width.\n"
+            f"Fix: leave out --torch, for the names of the model's parameters."
         )
     (G, num_apart), found = _GATES[kind], dict[str, Outgoing]()
 
