@@ -108,6 +108,7 @@ MAKERS = {
 }  # fmt: skip
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_function_that_makes_other_layers_each_time_is_refused(name):
     make, message = MAKERS[name]

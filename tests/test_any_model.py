@@ -42,6 +42,7 @@ from jaxpar.training.summary import summarize
 pytestmark = pytest.mark.law
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("freeze", "mesh"), [("dense", (2, 2, 2)), ("layers", (1, 2, 1))])
 def test_a_model_that_is_frozen_in_part_equals_its_definition(freeze, mesh):
     units = PipelineConfig(num_microbatches=2, num_chunks=4)
@@ -120,6 +121,7 @@ class Grouped(Regress):
     frozen = nnx.Nothing()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kinds", "layout"),
     [
@@ -147,6 +149,7 @@ def test_optimizers_of_groups_leave_the_same_parameters(name, kinds, layout):
     assert_close(train((2, 2, 1), **layout), train((1, 1, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [
@@ -406,6 +409,7 @@ class WithBases(Regress):
         return Based(rngs=rngs)
 
 
+@pytest.mark.slow
 def test_bases_say_by_default_what_a_plain_module_does_not_say():
     assert_same(WithBases(), Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2)))
     with pytest.raises(ValueError, match="model Based has no method predict"):
@@ -487,6 +491,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("part", ["layer counts", "first", "last"])
 def test_a_variable_that_a_call_changes_is_refused_and_no_other(part):
     class Task(Regress):
@@ -502,6 +507,7 @@ def test_a_variable_that_a_call_changes_is_refused_and_no_other(part):
     Setup.of(Task(("what it was",)), Parallel(on_devices((1, 1, 1))))
 
 
+@pytest.mark.slow
 def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
     parallel = Parallel(on_devices((1, 1, 1)))
 
@@ -544,6 +550,7 @@ def test_a_collective_over_an_axis_of_vmap_is_told():
         del MAKERS["centred"]
 
 
+@pytest.mark.slow
 @pytest.mark.law
 def test_a_cell_of_flax_follows_layers_that_are_split():
     """It cuts its gates from one array, which the units of the layers before it must not be dealt over."""
@@ -551,6 +558,7 @@ def test_a_cell_of_flax_follows_layers_that_are_split():
     assert_same(Regress(("gru", "flax gru", "gru", "gru")), Parallel(on_devices((1, 2, 2)), units))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "shares"), [((1, 2, 2), None), ((2, 1, 2), (3, 1))])
 def test_an_exchange_within_a_unit_is_refused_before_it_would_hang(mesh, shares):
     class Gates(nnx.Module):
@@ -610,6 +618,7 @@ class Numbered(Regress):
         return batches
 
 
+@pytest.mark.slow
 def test_whole_numbers_that_devices_cannot_hold_are_refused(tmp_path):
     whole = r"batch\['id'\] has 2147483648, .* on devices, where it is int32; use ids .* or JAX_ENABLE_X64=1"
     with pytest.raises(ValueError, match=whole):

@@ -28,6 +28,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 OPTIMIZER = OptimizerConfig(name="sgd", learning_rate=0.5, lr_schedule="constant", warmup_steps=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [
@@ -149,6 +150,7 @@ def test_a_run_evaluates_the_mean(whole):
 
 
 # Where the mean begins, and in the middle of it.
+@pytest.mark.slow
 @pytest.mark.parametrize("later", [0, slow(1)])
 def test_a_run_goes_on_with_its_mean_elsewhere(text, whole, tmp_path, later):
     result, (began,) = whole

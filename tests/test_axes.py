@@ -86,6 +86,7 @@ def laid_out(mesh, **pipeline):
     return Parallel(config, PipelineConfig(**pipeline))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "pipeline"),
@@ -102,6 +103,7 @@ def test_time_in_parts_equals_the_plain_model(mesh, pipeline):
     assert_same(Context(), laid_out(mesh, **pipeline))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "pipeline"),
@@ -118,11 +120,13 @@ def test_experts_over_an_axis_equal_the_plain_model(mesh, pipeline):
     assert_same(Mixture(), laid_out(mesh, **pipeline))
 
 
+@pytest.mark.slow
 @pytest.mark.law
 def test_rows_that_only_data_splits_take_unequal_shares():
     assert_same(Mixture(), dataclasses.replace(laid_out("dp2pp2"), shares=(3, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("name", "options", "mesh", "pipeline"),
@@ -168,6 +172,7 @@ class Named(Regress):
         return model
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize("mesh", ["pp2tp2", slow("dp2tp4")])
 def test_the_compiler_exchanges_sequences_for_heads_by_their_names(mesh):
@@ -178,6 +183,7 @@ def test_the_compiler_exchanges_sequences_for_heads_by_their_names(mesh):
     assert "all-to-all" in text
 
 
+@pytest.mark.slow
 def test_predictions_and_evaluations_on_an_axis_equal_those_of_one_device():
     def predicted(task, mesh, **pipeline):
         setup = Setup.of(task, laid_out(mesh, **pipeline))
@@ -258,6 +264,7 @@ class Mistyped(Context):
         return jaxpar.RULES.replace({"time": "contxt"})
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize(
     ("task", "mesh", "message"),
     [
@@ -302,6 +309,7 @@ def test_names_that_cannot_be_axes_are_refused(name):
         MeshConfig(axes=((name, 2),))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", ["dp1", "expert2"])
 @pytest.mark.parametrize("devices", [None, (0, 1)])
 def test_settings_are_read_as_they_are_written(mesh, devices, tmp_path):

@@ -91,6 +91,7 @@ def same(one, other):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_flips", [12, pytest.param(200, marks=pytest.mark.slow)], ids="{} bits".format
 )

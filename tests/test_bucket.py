@@ -99,6 +99,7 @@ def wait_for(condition):
 # ---- a run ----
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_is_that_on_a_disk(server, address, text, tmp_path, capsys):
     task, disk = make_task(text), tmp_path / "disk"
     fit(task, ONE, make_train(disk))
@@ -127,6 +128,7 @@ def test_a_run_in_a_bucket_is_that_on_a_disk(server, address, text, tmp_path, ca
         fit(task, ONE, make_train(address))
 
 
+@pytest.mark.slow
 def test_weights_are_taken_from_and_written_from_a_bucket(server, address, text, tmp_path, capsys):
     task = make_task(text)
     first = fit(task, ONE, make_train(address))
@@ -160,6 +162,7 @@ def stem(name):
     return re.sub(r"\b[0-9a-f]{32}$", "", re.sub(r"^checkpoints/\d+/", "", name))
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_run_is_one(server, address, text, tmp_path):
     """From the bucket to a disk and back."""
     fit(make_task(text), ONE, make_train(address, num_steps=2))
@@ -204,6 +207,7 @@ def test_half_a_checkpoint_is_none_and_a_damaged_one_is_replaced(server, address
     assert steps_in(address) == [6, 8]
 
 
+@pytest.mark.slow
 def test_lines_are_put_now_and_then_and_with_each_checkpoint(server, address, text, monkeypatch):
     puts, kept = [], []
     server.on_put = lambda name: puts.append(name.rpartition("/")[2])
@@ -224,6 +228,7 @@ def test_lines_are_put_now_and_then_and_with_each_checkpoint(server, address, te
 # ---- who may write ----
 
 
+@pytest.mark.slow
 def test_the_newest_start_has_the_folder(server, address, text):
     """The older run ends before its next save, and says who has it now."""
     begun, newest = [], RunFolder(address)
@@ -267,6 +272,7 @@ def test_a_bucket_that_forgets_the_run_ends_it(server, address, text):
 # ---- what is refused, and what fails ----
 
 
+@pytest.mark.slow
 def test_what_the_storage_refuses_is_told_in_words(server, address, text, capsys):
     def refuse(name):
         if re.search(r"checkpoints/[4-6]", name):

@@ -417,6 +417,7 @@ PARALLEL = jaxpar.Parallel(
 )
 
 
+@pytest.mark.slow
 def test_python_docs_in_five_buckets_are_one_program_of_a_pipeline():
     batches = TASK.make_batches("train", seed=0)
     assert len(batches.buckets) == 5

@@ -225,6 +225,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("what", "use"), ROWS)
 def test_what_has_changed_is_seen_by_the_next_call(what, use, tmp_path):
     task, field, change = CHANGES[what]

@@ -65,6 +65,7 @@ UNEVEN_HOST = make_setup((2, 2, 2), (3, 5), update="host")
 INTERLEAVED = make_setup((2, 2, 2), (3, 2, 2, 1), num_groups=2)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -94,6 +95,7 @@ def test_goes_on_on_another_mesh(run, before, after):
     np.testing.assert_allclose(next_losses(after, state), expected_losses, rtol=RELATIVE_ERROR)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("setup", [ONE, ALL_FSDP, ALL_SHARDED, UNEVEN, UNEVEN_HOST, INTERLEAVED])
 def test_goes_on_bit_for_bit_on_the_same_mesh(run, setup):
     folder, expected, expected_losses = run(setup)
@@ -114,6 +116,7 @@ def test_empty_slots_are_zero_after_a_restore(run):
         assert value[~empty].any(axis=tuple(range(1, value.ndim))).all()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -262,6 +265,7 @@ DAMAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, caplog):
     state, setup = small
@@ -431,6 +435,7 @@ def stored(tmp_path_factory):
 SGD = OptimizerConfig("sgd", 0.01, warmup_steps=2, momentum=0.5)
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

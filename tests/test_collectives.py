@@ -632,6 +632,7 @@ def test_data_parallelism_sums_the_gradients_once_after_the_loops():
 MESHES = [(2, 1, 1), (8, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", MESHES[2:])
 def test_tensor_split_parameters_are_never_gathered(mesh):
     parallel, report = step_report(mesh)

@@ -71,6 +71,7 @@ def random_settings(name, seed):
 # ---- counts ----
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", ["lm", "mixed", *map(slow, ("gru", "transformer", "images"))])
 def test_numbers_of_a_unit_follow_from_four_that_were_traced(name):
     counts = counts_of(task_of(name), 100, "cpu")
@@ -180,6 +181,7 @@ def test_stages_wait_as_the_table_of_ticks_says():
         )
 
 
+@pytest.mark.slow
 def test_a_machine_counts_by_its_numbers():
     slow = dataclasses.replace(H100, near=Link(1e6, 1e-2))
     costs = [cost_of("dp8", machine=machine) for machine in (H100, slow)]
@@ -209,6 +211,7 @@ def test_unequal_shares_are_those_of_the_group_with_most():
     assert uneven.parts["layers"] == pytest.approx(1.5 * equal.parts["layers"], rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -307,6 +310,7 @@ def test_a_stage_has_its_layers():
     assert (step.layers_GSK.sum((0, 2)) > 0).all()
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_is_known_side_by_side(capsys, monkeypatch):
     monkeypatch.setattr("jaxpar.pictures.reports.num_cores", lambda: 1)
     flags = "inspect lm --compare --num-layers 1 --hidden-size 16 --embed-size 16 --mesh dp2 --devices 0 1"

@@ -226,6 +226,7 @@ def here(world, tmp_path, monkeypatch):
     return here
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", CRAFTED)
 def test_a_crafted_file_ends_in_one_line(name, here, capsys):
     change, argv, message = CRAFTED[name]
@@ -323,6 +324,7 @@ CHECKPOINTS = {
 
 # Where Orbax cannot read an array, it leaves those of others unfinished: each complains when it is collected.
 # That is to be here, not in another test.
+@pytest.mark.rows(1)
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <coroutine object _read_array:pytest.PytestUnraisableExceptionWarning"
 )
@@ -380,6 +382,7 @@ FOLDERS = {
 }  # fmt: skip
 
 
+@pytest.mark.rows(8)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_crafted_folder_ends_in_one_line(name, here, capsys):
     change, argv, message = FOLDERS[name]

@@ -125,6 +125,7 @@ def on_one_device():
     return [*gradients(make_settings(task=EVERYWHERE))]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "options"),
@@ -198,6 +199,7 @@ class OfParameter(Changed):
         return self.gru(carry, x, at)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("options", "mesh", "units", "match"),
     [
@@ -217,6 +219,7 @@ def test_what_would_depend_on_the_mesh_is_refused_by_name(options, mesh, units, 
     check_custom_backward(Setup.of(*make_settings(task=Own(**options))[:2]).layout)  # has it all
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "options",
     [

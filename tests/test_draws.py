@@ -141,6 +141,7 @@ LAW = {
 }  # fmt: skip
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(("task", "mesh", "units"), LAW.values(), ids=LAW)
 def test_what_is_drawn_is_the_same_on_any_mesh(task, mesh, units):
@@ -153,6 +154,7 @@ def test_masks_that_are_held_are_the_same_on_any_mesh():
     assert_same_as_plain(make_settings((2, 2, 1), (2, 2), awd(word_dropout=0.2, drop_connect=0.2)))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("time_major", [True, False])
 def test_a_blocks_draw_is_part_of_the_wholes(time_major):
     key, shape, block = jax.random.key(5), (6, 8, 3), (slice(2, 5), slice(4, 8))
@@ -302,6 +304,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(("place", "noise", "parallel", "message"), REFUSED)
 def test_draws_that_depend_on_how_a_batch_is_cut_are_refused(place, noise, parallel, message):
     with pytest.raises(ValueError, match=message):

@@ -76,6 +76,7 @@ def plain_loop(folder, split, batch_size, seq_len, rate=0.0, decay=0.0):
     return np.exp(total / count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "adaptation"),
     [

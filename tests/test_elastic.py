@@ -42,6 +42,7 @@ def test_a_mesh_that_fits_is_kept(asked):
     assert layout == Parallel.of(asked, LM.parallel).resolve()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("task", [TEXT, Regress(("gru", "cell"))], ids=["lm", "own"])
 def test_arithmetic_chooses(task):
     layout, reason = fit_devices(task, Parallel.of("dp2pp2", task.parallel), TrainConfig())

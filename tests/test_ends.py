@@ -84,6 +84,7 @@ LANGUAGE = [
 ]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "sizes", "pipeline", "layout"), LANGUAGE)
 def test_a_language_model_whose_table_is_in_rows_equals_plain(large, mesh, sizes, pipeline, layout):
@@ -104,6 +105,7 @@ OWN = [
 ]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "how", "pipeline", "frozen"), OWN)
 def test_any_model_with_ends_in_parts_equals_its_definition(large, mesh, how, pipeline, frozen):
@@ -124,6 +126,7 @@ UNTIED = dataclasses.replace(TASK, vocab_size=128, num_layers=4)  # tasks of thi
 TIED = dataclasses.replace(UNTIED, tie_embedding=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -141,6 +144,7 @@ def test_a_run_goes_on_where_parts_are_others(large, run, before, after):
     np.testing.assert_allclose(next_losses(after, state), losses, rtol=RELATIVE_ERROR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, slow(True)])
 def test_predictions_of_a_table_in_rows_equal_plain(large, tied):
     task = dataclasses.replace(predictions.TASK, hidden_size=8, embed_size=8, tie_embedding=tied)
@@ -170,6 +174,7 @@ def test_ids_that_no_word_has_are_what_they_are_to_a_whole_table(layer):
 # ---- the choice ----
 
 
+@pytest.mark.slow
 def test_what_costs_less_is_chosen_and_said():
     def said(task, parallel):
         [(what, text)] = describe_ends(Setup.of(task, parallel).layout)
@@ -200,6 +205,7 @@ def report_of(tied, head):
     return inspect_step(*settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "head"), [(False, "last"), (True, "auto")])
 def test_no_table_is_sent_over_stages(tied, head):
     report = report_of(tied, head)

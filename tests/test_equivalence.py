@@ -45,6 +45,7 @@ def test_loss_and_gradients_equal_plain(mesh, units):
     assert_same_as_plain(make_settings(mesh, units))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("placement", [(2, 3, 2), (1, 5, 1), slow("balanced")])
 def test_uneven_placement_equals_plain(placement):
     task = dataclasses.replace(MODEL, num_layers=7)
@@ -56,6 +57,7 @@ def test_model_variants_equal_plain(sizes):
     assert_same_as_plain(make_settings((2, 2, 2), (2, 2), task=dataclasses.replace(MODEL, **sizes)))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("optimizer", ["adam", slow("sgd")])
 @pytest.mark.parametrize(
     ("mesh_sizes", "storage"),
@@ -98,6 +100,7 @@ def test_windows_carry_their_state_on_every_mesh():
         )
 
 
+@pytest.mark.slow
 def test_dropout_masks_are_new_at_every_step_and_the_same_on_every_mesh():
     def gradients(settings):
         mesh = settings.parallel.mesh.build()

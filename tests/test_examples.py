@@ -259,6 +259,7 @@ def label(value):
     return "-".join(map(str, parts))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("name", "parallel"), LAYOUTS, ids=label)
 def test_loss_metrics_and_gradients_equal_plain(name, parallel):
     assert_batches_equal_plain(make_task(name), parallel)
@@ -281,6 +282,7 @@ def test_layouts_drawn_at_random_equal_plain(seed):
     assert_batches_equal_plain(make_task(str(name)), parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parallel"),
     [
@@ -307,6 +309,7 @@ def test_parameters_agree_after_two_optimizer_steps(name, parallel):
     assert_close(by_layer(state.params, Setup.of(task, parallel).layout), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "rate"),
     [
@@ -352,6 +355,7 @@ def outputs(model, batch):
     return model.layers(model.layers.initial_carry(rows), model.first(batch, at), at)[1]
 
 
+@pytest.mark.slow
 def test_the_forecaster_is_printed_beside_two_guesses(capsys, monkeypatch, tmp_path):
     rng, num_weeks, context = np.random.default_rng(0), 800, 52
     year = np.arange(num_weeks) * 2 * np.pi / 52.18
@@ -470,6 +474,7 @@ def test_the_hybrid_sends_a_fifth_of_what_data_parallelism_sends():
     assert {each.op for each in reports[0].collectives} >= {"all-to-all"}
 
 
+@pytest.mark.slow
 def test_unequal_shares_have_the_losses_of_even_ones(capsys, monkeypatch):
     module = sys.modules[find_task(f"{FOLDER}/shares.py:Slowed").__module__]
     monkeypatch.setattr(module, "WORK", 1)
@@ -509,6 +514,7 @@ def translated(tmp_path_factory):
     return found, sources[::3], task, load_run(folder / "run").model
 
 
+@pytest.mark.slow
 def test_a_beam_of_one_is_greedy_search(translated):
     found, sources, task, model = translated
     source = task.numbers([f"{text}\n" for text in sources]).T
@@ -539,6 +545,7 @@ def test_translations_are_the_same_on_stages(translated):
     np.testing.assert_allclose(found["pp2", 4][1], found["dp1", 4][1], rtol=RELATIVE_ERROR)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("beam", [1, 4])
 def test_a_likelihood_is_the_loss_of_that_translation(beam, translated):
     found, sources, task, model = translated
@@ -577,6 +584,7 @@ def of_distillation(**options):
     return find_task(f"{FOLDER}/distillation.py:Digits")(width=8, batch_size=16, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -66,6 +66,7 @@ def run_and_differentiate(name, dtype):
 SHORT = [name for name in LAYERS if name != "flax" and "," not in name]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -88,6 +89,7 @@ def test_outputs_and_gradients_are_finite(name, dtype):
         assert not wrong, f"seed {seed}: {wrong}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log_i", [-1000.0, 0.0, 100.0, 1000.0])
 def test_an_mlstm_reads_zeros_where_it_asks_nothing(log_i):
     """q = 0 at every step, and input gates that float32 has no number for."""
@@ -99,6 +101,7 @@ def test_an_mlstm_reads_zeros_where_it_asks_nothing(log_i):
     assert np.isfinite(d_q(jnp.ones_like(y))[0]).all()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_a_linear_recurrence_of_extremes_is_finite(one_by_one):
     a = jnp.resize(jnp.asarray([0, 1, 1e-30, 1 - 2**-24]), (STEPS, 2, 3))

@@ -185,6 +185,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_batches_that_are_no_function_of_step_and_rows_are_refused(own, tmp_path, wrong):
     make, message = WRONG[wrong]
@@ -296,6 +297,7 @@ def _command_line(source):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_processes_with_other_data_are_refused(own, tmp_path, mesh):
     (tmp_path / "own.py").write_text(_command_line(SOURCE))
@@ -311,6 +313,7 @@ def test_processes_with_other_data_are_refused(own, tmp_path, mesh):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_processes_that_read_other_rows_later_are_found_at_the_next_checkpoint(own, tmp_path, mesh):
     (tmp_path / "own.py").write_text(_command_line(SOURCE))

@@ -74,6 +74,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "num_processes", "culprit", "ends_by"),
     [
@@ -205,6 +206,7 @@ def test_a_small_disk_keeps_its_newest_checkpoint(num_processes, text, tmp_path)
     assert int(state.step) == int(said[0][1])
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_in_the_background_ends_the_run_before_the_next(
     text, tmp_path, monkeypatch
 ):
@@ -227,6 +229,7 @@ class Slow(Report):
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_stdout_ends_no_run(text, tmp_path):
     out_dir = tmp_path / "run"
     command = [
@@ -244,6 +247,7 @@ def test_a_full_disk_under_stdout_ends_no_run(text, tmp_path):
     assert [line["step"] for line in lines if line["split"] == "train"] == [*range(1, 13)]
 
 
+@pytest.mark.slow
 def test_what_a_script_prints_on_a_full_disk_ends_no_run(text, tmp_path, monkeypatch, caplog):
     with open("/dev/full", "w", buffering=1) as full:
         monkeypatch.setattr(sys, "stdout", full)

@@ -101,6 +101,7 @@ class Tiny(Task):
         return ArrayBatches({"x": np.ones((8, W), np.float32)}, 4, seed)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -47,6 +47,7 @@ def results(layer, w_h, x, carry, resets):
     return out, d_w_h, [d_rest["w_x"], d_rest["b"]], rest
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("name", LAYERS)
 def test_heads_are_a_matrix_of_blocks(name):
@@ -93,6 +94,7 @@ def test_loss_and_gradients_of_heads_equal_plain(mesh, units, task, options):
     assert_same_as_plain(make_settings(mesh, units, task, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 2, 2), slow((1, 1, 2)), slow((2, 2, 2))])
 @pytest.mark.parametrize("layer", ["lstm", slow("gru"), slow("slstm")])
 def test_no_time_step_waits_for_another_device(mesh, layer):

@@ -180,6 +180,7 @@ def gradients(call, layer, with_resets=True):
     return run, (params, x)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("name", ROWS)
 def test_recurrent_equals_a_scan(name):
@@ -190,6 +191,7 @@ def test_recurrent_equals_a_scan(name):
         jax.tree.map(assert_close, jax.jit(run)(*arguments), expected)
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("name", ROWS)
 def test_gradients_of_weights_are_taken_after_the_loop(name):
     """No array of a weight's shape, which has no dim of rows, is carried by the backward loop."""
@@ -207,6 +209,7 @@ def test_gradients_of_weights_are_taken_after_the_loop(name):
     assert first_dims <= {T, B}, "what is saved is no weight"
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     "length", [16, 11]

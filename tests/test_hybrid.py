@@ -71,6 +71,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.law
 @pytest.mark.parametrize(("strategy", "mesh"), LAYOUTS, ids=str)
 def test_loss_and_gradients_equal_one_device(strategy, mesh):
@@ -98,6 +99,7 @@ def test_parameters_lie_where_the_strategy_puts_them():
         assert actual == expected, strategy
 
 
+@pytest.mark.slow
 @pytest.mark.law
 def test_the_hybrid_sends_least_and_gathers_no_parameters():
     sent, gathered = {}, set()
@@ -180,6 +182,7 @@ def losses(out_dir):
     return {line["step"]: line["loss"] for line in lines if line["split"] == "train"}
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_resumes_and_evaluates_on_any_mesh(run, tmp_path, capsys):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["split"] == "train"] == [1, 2, 4, 6]

@@ -162,6 +162,7 @@ READS = r"read {} batches of a stream in \d+\.\d s to come to batch {}, counted 
 BACK = r"the stream is read from its beginning, not from its position \(batch 7 is not the one .*"
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("source", "read", "expected"),
     [
@@ -266,6 +267,7 @@ def test_what_is_no_stream_of_equal_batches_is_refused(wrong):
         (make() if callable(make) else IteratorBatches(lambda: source, 8)).batch(1)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("source", ["once", "shuffled"])
 def test_a_stream_that_begins_otherwise_each_time_is_refused(source, tmp_path):
     MADE.clear()
@@ -294,6 +296,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_processes_read_one_stream_and_tell_if_they_do_not(whole, tmp_path):
     script = tmp_path / "streams.py"
     script.write_text(STREAMS)

@@ -148,6 +148,7 @@ def wait_for_a_line(run, process, size):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_kills",
     [2, pytest.param(100, marks=pytest.mark.slow)],

@@ -207,6 +207,7 @@ def run(text, tmp_path_factory):
     return out_dir, out
 
 
+@pytest.mark.slow
 @pytest.mark.law
 def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
     one = tmp_path / "one"
@@ -269,6 +270,7 @@ def test_failure_ends_all_with_its_message_and_exit_code(run, text):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -302,6 +304,7 @@ def test_numbers_that_are_not_finite_end_all_with_the_state_saved(text, tmp_path
     assert saved == [str(int(said[1]) - 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_others(victim, text, tmp_path):
     process, children = start_long_run(text, str(tmp_path / "run"))
@@ -394,6 +397,7 @@ def test_a_process_that_stands_still_for_a_while_ends_nothing(text, tmp_path):
     assert "stopped by SIGTERM" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&- 2>&- <&-", pytest.param("<&-", marks=pytest.mark.slow)])
 def test_streams_that_are_closed_end_no_run(closed, text, tmp_path):
     out_dir = tmp_path / "run"
@@ -406,6 +410,7 @@ def test_streams_that_are_closed_end_no_run(closed, text, tmp_path):
     assert len(train_losses(out_dir)) == 6
 
 
+@pytest.mark.slow
 def test_ctrl_c_lets_the_run_save_its_state(text, tmp_path):
     process, _ = start_long_run(text, str(tmp_path / "run"))
     process.send_signal(signal.SIGINT)

@@ -108,6 +108,7 @@ def in_plain_python(task):
     return value, of_layers, grads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [Task(), MIXED])
 def test_the_plain_model_adds_what_its_layers_add(task):
     value, of_layers, expected = in_plain_python(task)
@@ -124,6 +125,7 @@ ZB, REMAT, SEGMENTS = {}, {"remat": True}, {"remat": True, "remat_keeps": "carri
 INTERLEAVED, V = {"schedule": "interleaved", "num_groups": 2}, {"schedule": "v"}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("task", "mesh", "units", "options"),
@@ -169,6 +171,7 @@ class Penalized2(Penalized):
         return carry, y_TBW, Sums(PENALTY * jnp.sum(jnp.square(y_TBW)), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize("options", [{}, slow({"remat": True}), slow({"schedule": "v"})])
 def test_sums_of_layers_beside_a_head_that_stages_share_equal_plain(options):
@@ -181,6 +184,7 @@ def test_sums_of_layers_beside_a_head_that_stages_share_equal_plain(options):
     assert_close(found, grads)
 
 
+@pytest.mark.slow
 def test_evaluation_reports_them():
     settings = make_settings((1, 2, 1), (2, 2), MIXED)
     setup = Setup.of(*settings)
@@ -195,6 +199,7 @@ def test_evaluation_reports_them():
         np.testing.assert_allclose(sums.by_name[name], value, rtol=RELATIVE_ERROR, err_msg=name)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -122,6 +122,7 @@ def assert_close(actual, expected, bound):
 SIZES = st.tuples(st.integers(1, 12), st.integers(1, 6), st.integers(1, 20))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ HEADS = [
 ]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.law
 @pytest.mark.parametrize("task", [TASK, TIED], ids=["apart", "tied"])
 @pytest.mark.parametrize(("mesh", "units", "pipeline"), HEADS, ids=str)
@@ -117,6 +118,7 @@ def test_padding_has_no_gradient_and_every_head_is_that_of_one_device(task, mesh
         assert np.any(grads[name] != 0.0)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("parallel", [ONE, on_mesh((2, 2, 2), (1, 2))], ids=["one", "eight"])
 def test_an_untrained_model_is_as_perplexed_as_it_has_words(parallel):
     task = dataclasses.replace(TASK, dropout=0.0)
@@ -218,6 +220,7 @@ def test_evaluations_stand_beside_word_frequencies(text):
     assert task.metrics(1e4, {}) == {"perplexity": math.inf}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (4, 1, 1), (2, 2, 1)])
 def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp_path, mesh):
@@ -289,6 +292,7 @@ def test_a_width_that_tensor_does_not_divide_is_refused():
         init_state(task, on_mesh((1, 1, 4)))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -317,6 +321,7 @@ def test_a_step_takes_no_token_outside_the_vocabulary(name, value, message):
 # ---- the pieces of the model ----
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units"), [((1, 1, 1), (1, 1)), ((1, 2, 2), (2, 2))])
 def test_logits_in_pieces_are_those_at_once(monkeypatch, mesh, units):

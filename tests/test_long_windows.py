@@ -142,6 +142,7 @@ def in_float64(num_steps):
         return float(value), jax.tree.map(np.asarray, grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_steps", "mesh", "options"),
     [

@@ -97,6 +97,7 @@ def whole_head(y, kernel, bias, targets):
     return linear_cross_entropy(y, kernel, without_padding(bias, 22), targets, max_logits=256)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("run", [whole_head, split_head])
 @pytest.mark.parametrize("num_rows", [3, 60])
@@ -123,6 +124,7 @@ def test_what_is_no_word_has_no_probability_and_no_gradient(run, num_rows):
 
 
 # 256 logits of 3 rows at most, or 128 rows: one chunk, several, and a length that they do not divide.
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("shape", [(5, 4, 6, 24), (64, 8, 6, 24), (37, 20, 6, 24), (1, 300, 6, 24)])
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-6), ("bfloat16", 1e-2)])
 def test_a_head_in_chunks_equals_one_at_once(shape, dtype, error):

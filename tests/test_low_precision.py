@@ -114,6 +114,7 @@ def on_one_device(task):
 TOLERANCES = {"bfloat16": 2**-7, "float16": 2**-10}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "options"),

@@ -159,6 +159,7 @@ def with_gradients(function, arguments, cotangents=None):
 # ---- chunks of time ----
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("name", MEMORIES)
 @pytest.mark.parametrize(
@@ -181,6 +182,7 @@ def test_chunks_and_their_gradients_equal_steps(name, steps, chunk, reset):
             assert_close(run(*before), run(*before, arguments[-2], initial), ROUNDING["float64"])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("name", MEMORIES)
 def test_gates_that_are_wide_open_or_shut_stay_finite_and_right(name):
@@ -200,6 +202,7 @@ def test_gates_that_are_wide_open_or_shut_stay_finite_and_right(name):
     assert_close((after, y), expected, ROUNDING["float32"])
 
 
+@pytest.mark.slow
 def test_an_inverse_is_exact_where_powers_overflow():
     """Of equal keys, each written twice over: powers of A reach 1e26, the inverse has ones and twos."""
     for size in (1, 3, 64):
@@ -208,6 +211,7 @@ def test_an_inverse_is_exact_where_powers_overflow():
         assert_close(inverse(a), expected, ROUNDING["float32"])
 
 
+@pytest.mark.slow
 def test_negative_eigenvalues_count_parities():
     """Of a thousand bits: what is written first changes its sign at each one. Without them it never does."""
     bits = np.random.default_rng(0).integers(2, size=1000)
@@ -301,6 +305,7 @@ def test_a_layer_and_its_gradients_equal_its_formulas(name, dtype):
     assert_close((after, y, grads), expected, ROUNDING[dtype])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("name", MEMORIES)
 def test_windows_after_one_another_are_one_window(name):
@@ -449,6 +454,7 @@ def temporary_bytes(name, steps):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MEMORIES])
 def test_memory_grows_with_inputs_and_outputs_alone(name):
     """What is kept of a step: vectors and gates of its heads with their cotangents, and y; no matrices.
@@ -540,6 +546,7 @@ def test_nothing_is_sent_over_tensor_within_the_loop_over_chunks(layer):
 # ---- what they cost ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [8, slow(128)])
 def test_flops_are_those_of_products_of_steps_with_steps_and_with_states(steps):
     """Of chunks of any length."""

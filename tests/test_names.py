@@ -197,6 +197,7 @@ def test_what_these_names_mean_is_taken():
         ModelFacts.of(Named(Own(resets=reset, starts=np.int32(1), rate=np.float32(0.5))))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", [*NUMBERS, "grad norm", "steps_per_second", "steps per second"])
 def test_metrics_that_are_named_as_other_numbers_of_a_run_are_refused(name, tmp_path):
     with pytest.raises(ValueError, match=rf"task Named gives a metric '{name}'.*\nFix: rename"):
@@ -243,6 +244,7 @@ TOLD = [
 ]
 
 
+@pytest.mark.rows(7)
 @pytest.mark.parametrize(("batches", "has_state", "has_time", "is_told"), TOLD)
 def test_a_state_that_begins_anew_in_every_batch_is_told(
     batches, has_state, has_time, is_told, caplog
@@ -265,6 +267,7 @@ class Alone(Named):
         return Own()
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("use", ["fit", "step", "gradient"])
 def test_a_run_and_a_loop_of_ones_own_are_told_once(use, caplog, tmp_path):
     task = Alone()

@@ -70,6 +70,7 @@ def flax_lstm(stack, inputs, hidden):
 SIZES = [(8, 8, 1, T, B), (8, 8, 3, T, B), (4, 8, 2, T, B), (7, 7, 2, 1, 1), (3, 5, 2, T, 1)]
 
 
+@pytest.mark.rows(2)
 @pytest.mark.law
 @pytest.mark.parametrize(("inputs", "hidden", "layers", "num_steps", "num_rows"), SIZES)
 def test_lstm_and_its_gradients_equal_flax(inputs, hidden, layers, num_steps, num_rows):
@@ -175,6 +176,7 @@ def test_a_float32_gradient_of_a_narrower_matmul_is_rounded_nowhere():
 LAYER = ((2,), (0,)), ((), ())
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("x_shape", "kernel_shape", "dims"),
     [

@@ -120,6 +120,7 @@ def setup(request):
     return settings, mesh, make_train_step(*settings, mesh)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 def test_a_bad_step_is_skipped_and_one_too_many_halts(setup):
     settings, mesh, step = setup
@@ -205,6 +206,7 @@ def test_the_first_module_is_named(setup):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["data", "hybrid"])
 def test_a_network_for_images_is_halted_too(strategy):
     Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
@@ -277,6 +279,7 @@ class Roots(Task):
         return ArrayBatches({"x": np.full((16, 4), 0.5, np.float32)}, 8, seed)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (2, 2), (1, 4)])
 def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
     num_devices = mesh[0] * mesh[1]
@@ -398,6 +401,7 @@ def good_rows(number):
     }
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("layout", "times"),
     [("one device", 4), ("data, stages", 4)]
@@ -479,6 +483,7 @@ class SometimesEmpty(Regress):
         return batches if seed is None else Unweighted(batches.arrays, 16, 8, seed)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("log_every", [1, 10])
 def test_a_batch_in_which_nothing_counts_has_no_loss(log_every, tmp_path):
     class Told(Report):
@@ -563,6 +568,7 @@ def go_on(settings, out_dir, num_steps, learning_rate=None, **train):
     return fit(task, parallel, train, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_once")
 def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_path):
     settings, bad = poisoned

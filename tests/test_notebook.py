@@ -29,6 +29,7 @@ def page_of(data):
     return html.unescape(re.sub("<svg.*?</svg>|<[^>]*>", "", data["text/html"]))
 
 
+@pytest.mark.slow
 def test_a_run_is_one_small_display(text, tmp_path):
     cells = [nbformat.v4.new_code_cell(cell.replace("TEXT", repr(str(text)))) for cell in CELLS]
     notebook = nbformat.v4.new_notebook(cells=cells)

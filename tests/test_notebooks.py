@@ -59,6 +59,7 @@ def kinds(cell):
     return [output.get("name") or sorted(output.data) for output in cell.get("outputs", ())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RUN)
 def test_a_notebook_runs_and_shows_what_is_stored(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -102,6 +103,7 @@ def test_predicted_and_measured_differ_by_what_is_said(name, rows):
         assert least < more < two
 
 
+@pytest.mark.slow
 def test_the_stored_plan_is_what_the_planner_says():
     source = (ROOT / "notebooks" / "4_balance_and_plan.py").read_text()
     names = {}

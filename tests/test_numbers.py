@@ -79,6 +79,7 @@ COUNTED = {
 }
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_model_has_as_many_parameters_on_every_mesh(name):
     task, number = COUNTED[name]
@@ -153,6 +154,7 @@ def test_what_the_compiler_of_cpus_sends_besides_is_told(function, dtype, told):
         assert note.strip() in str(report).replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_a_step_in_bfloat16_on_cpus_says_that_it_sends_float32():
     task = LM(1, 16, 16, vocab_size=384, batch_size=8, seq_len=4, dtype="bfloat16")
     told = " ".join(str(inspect_step(task, "dp1tp2")).split())
@@ -192,6 +194,7 @@ def parallel_of(name, mesh):
 QUICK = ("tied", "tp4"), ("transformer", "dp4"), ("lm", "pp4"), ("regress", "dp4")
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -219,6 +222,7 @@ def test_estimates_are_near_what_is_compiled(name, mesh):
         assert {row.sent_bytes for row in rows if row.sent_bytes} == permutes
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", ["lm", "transformer", "block", "dense"])
 def test_flops_are_near_those_of_the_compiled_step(name):
     """XLA counts the body of a loop once: there is one layer here, and one time step of a recurrent one."""
@@ -232,6 +236,7 @@ def test_flops_are_near_those_of_the_compiled_step(name):
     assert 1 <= inspect_step(task, parallel).flops / estimated <= FLOPS_ERROR
 
 
+@pytest.mark.slow
 def test_what_is_printed_of_estimates_says_so():
     """And over `tensor`, where the compiler decides, none is printed."""
     task = model("tied")

@@ -151,6 +151,7 @@ def evaluated(printed):
     return {split: [float(number) for number in numbers.split()] for split, numbers in rows}
 
 
+@pytest.mark.slow
 def test_it_trains_on_every_axis(world):
     folder, printed = world
     for pattern in (
@@ -176,6 +177,7 @@ def test_the_run_knows_its_task(world):
     assert (folder / "runs/0001/task.py").read_text() == FILE
 
 
+@pytest.mark.slow
 def test_it_is_resumed_on_other_devices_and_evaluated_on_one(here):
     before = losses(here)
     more = ("--simulate", 4, "--mesh", "pp4", "--train.num-steps", 80)
@@ -194,6 +196,7 @@ def test_it_is_resumed_on_other_devices_and_evaluated_on_one(here):
     assert all(map(math.isfinite, numbers["valid"]))
 
 
+@pytest.mark.slow
 def test_the_same_task_may_be_named_beside_its_run_and_no_other(here):
     resume = ("--resume", "--simulate", 2, "--mesh", "pp2", "--train.num-steps", 61)
     printed, _ = jaxpar("train", "./forecast.py:Forecast", *resume, cwd=here)
@@ -215,6 +218,7 @@ def test_it_runs_in_several_processes(here):
     assert (here / "runs/0002/task.py").read_text() == FILE
 
 
+@pytest.mark.slow
 def test_it_is_inspected_and_plotted(here):
     step = ("--simulate", 8, "--mesh", "dp2pp2tp2", "--num-layers", 4)
     printed, said = jaxpar("inspect", "forecast.py:Forecast", *step, cwd=here)
@@ -249,6 +253,7 @@ def test_the_planner_compiles_it_and_runs_it(world):
     assert "running it" in last
 
 
+@pytest.mark.slow
 def test_a_file_that_has_changed_is_told(here):
     file = here / "forecast.py"
     file.write_text(FILE + "# changed\n")
@@ -259,6 +264,7 @@ def test_a_file_that_has_changed_is_told(here):
     assert "has changed since the run began, see runs/0001/task.py" in said
 
 
+@pytest.mark.slow
 def test_a_file_that_is_gone_is_told_with_its_copy(here):
     file = here / "forecast.py"
     file.unlink()
@@ -412,6 +418,7 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(("right", "wrong", "message"), WRONG)
 def test_mistakes_in_a_model_have_one_message(right, wrong, message, tmp_path, monkeypatch, capsys):
     from jaxpar.cli.main import main

@@ -141,6 +141,7 @@ def assert_near(found, expected):
         )
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("resets", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in LAYERS])
 def test_what_a_layer_gives_for_real_steps_is_independent_of_padding(name, resets):
@@ -260,6 +261,7 @@ ON_MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(("kind", "mesh", "units"), ON_MESHES)
 def test_runs_are_independent_of_what_pads_sequences(kind, mesh, units):
@@ -316,6 +318,7 @@ class Marked(nnx.Module):
 LAYERS["marked"] = lambda rngs: Marked()
 
 
+@pytest.mark.slow
 @pytest.mark.law
 def test_chunks_of_time_know_their_own_lengths():
     task = Tag(kinds=("marked", "gru"))
@@ -351,6 +354,7 @@ def other_tokens(batches, by):
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"packed": True}, slow({"num_buckets": 2})])
 def test_lines_of_a_text_are_independent_of_padding(text, more):
     task = jaxpar.lm.LM(
@@ -572,6 +576,7 @@ def test_parts_that_leave_padding_out_are_accepted(name):
     check(*INERT[name])
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", READING)
 def test_parts_that_read_padding_are_refused_before_a_run(name):
     part, call, message = READING[name]

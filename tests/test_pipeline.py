@@ -75,6 +75,7 @@ def test_every_schedule_and_option_equals_plain(options, tied):
     assert_same_as_plain(make_settings((1, 4, 2), (2, 2), task, **options))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("stages", "options"),
@@ -93,6 +94,7 @@ def test_uneven_placements_equal_plain(stages, options):
     assert_same_as_plain(make_settings((2, stages, 1), (2, 4), task, **options))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("stages", "options"),
@@ -127,6 +129,7 @@ def evaluated(settings):
     return float(sums.loss), float(sums.weight)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     "options", [*(OPTIONS[n] for n in (3, 6, 10)), *(slow(OPTIONS[n]) for n in (0, 8, 9))]
@@ -138,6 +141,7 @@ def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
     assert_same_as_plain(make_settings((2, 4, 1), (2, 4), task, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize("options", [OPTIONS[3], slow(OPTIONS[6]), {"schedule": "1f1b"}])
 def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
@@ -180,6 +184,7 @@ def train_at_lengths(lengths, *where, **options):
     return losses, by_layer(state.params, settings), step.num_programs
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "lengths", "programs", "options"),
@@ -200,6 +205,7 @@ def test_all_lengths_are_one_program_on_stages_and_equal_plain(
     assert_close(params, expected)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("length", "num_buckets", "message"),
     [
@@ -308,6 +314,7 @@ def last(weights, frozen, y, at):
     return (jnp.sum(jnp.square(jnp.sin(y * weights) - at.batch["targets"])),)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("kinds", "kind_of", "num_chunks", "how"),
@@ -419,6 +426,7 @@ def lstm_pipeline(num_stages, microbatches, num_chunks, kind="1f1b", groups=1, a
     return run, params, {"x": x, "targets": targets}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("kind", "num_chunks", "groups", "apart", "percent"),
     [
@@ -531,6 +539,7 @@ HLO_CASES = [
 ]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("sizes", "options"), HLO_CASES)
 def test_loops_of_the_compiled_step_hold_the_collectives_that_they_should(sizes, options):
     options = dict(options)
@@ -655,6 +664,7 @@ MISTAKES = [
 ]  # fmt: skip
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize(("pipeline", "run", "message"), MISTAKES)
 def test_what_would_give_another_number_without_a_word_is_refused(pipeline, run, message):
     with pytest.raises(ValueError, match=message):
@@ -779,6 +789,7 @@ def test_layers_of_several_groups_are_not_written_out():
         )
 
 
+@pytest.mark.slow
 def test_the_report_says_which_gradients_are_not_apart():
     task, units = Regress(("gru", "dense", "cell")), PipelineConfig(zero_bubble=True)
     [note] = inspect_step(task, Parallel(MeshConfig(stage=3, devices=(0, 1, 2)), units)).notes

@@ -70,6 +70,7 @@ def every_layout(num_devices):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_first_choice_is_the_best_of_all(num_devices):
     counts = counts_of(TASK, TASK.train.num_steps, CPU.platform)
@@ -123,6 +124,7 @@ def test_the_words_are_those_of_the_numbers():
     assert slow.explain().splitlines()[1].startswith("Its estimated time: sending")
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("name", "num_devices"),
     [
@@ -219,6 +221,7 @@ def test_setups_take_turns_on_states_of_their_own():
     assert min(min(each) for each in seconds) > 0
 
 
+@pytest.mark.slow
 def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
@@ -252,6 +255,7 @@ def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("home", ["/proc/nowhere", None, "broken"])
 def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
@@ -353,6 +357,7 @@ def has_compiler(machine):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("machine", "extra"), [("v5e:2x2", "tpu"), ("h100:1x1x4", "cuda13")])
 def test_a_compiler_that_is_missing_is_named(machine, extra, capsys):
     if has_compiler(machine):

@@ -80,6 +80,7 @@ class Frozen(LM):
     frozen = nnx.PathContains("embedding")
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_a_kind_of_memory():
     parallel, options = Parallel(MeshConfig(devices=(0,))), {"num_layers": 1, "vocab_size": 32}
     options |= {"hidden_size": 8, "embed_size": 8, "batch_size": 8, "seq_len": 4}
@@ -132,6 +133,7 @@ def test_a_figure_of_curves_has_the_losses_of_runs():
         figures.draw_curves({"b": LINES[3:]})
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("suffix", ["svg", "html"])
 def test_the_command_draws_the_schedule_of_a_config(suffix, tmp_path, capsys):
     path = tmp_path / f"schedule.{suffix}"
@@ -145,6 +147,7 @@ def test_the_command_draws_the_schedule_of_a_config(suffix, tmp_path, capsys):
     assert all(link.startswith(("#", "data:")) for link in links)
 
 
+@pytest.mark.slow
 def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     small = ["--num-layers", "2", "--hidden-size", "8", "--embed-size", "8"]

@@ -123,6 +123,7 @@ LAW = [
 ]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "kinds", "pipeline", "layout", "frozen"), LAW)
 def test_layers_in_pools_equal_their_definition(mesh, kinds, pipeline, layout, frozen):
@@ -132,6 +133,7 @@ def test_layers_in_pools_equal_their_definition(mesh, kinds, pipeline, layout, f
     assert_same(task, parallel)
 
 
+@pytest.mark.slow
 def test_rows_without_a_layer_have_no_gradient(monkeypatch):
     """In stacks: a group of layers may have none of a kind, though no slot of the stage is empty."""
     monkeypatch.setattr("jaxpar.layout.FEW", 2**18)
@@ -172,6 +174,7 @@ def test_updates_of_whole_planes_equal_those_of_single_arrays(mesh, optimizer, l
 # ---- named arrays ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [KINDS, slow(ALIKE)])
 def test_a_run_goes_on_with_another_placement_and_mesh(kinds, tmp_path):
     task = Unequal(kinds, batch_size=8)
@@ -225,6 +228,7 @@ def test_what_sees_names_sees_the_model_s(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 def test_the_origin_of_a_nan_has_the_layer_s_name():
     setup = setup_of(Unequal(batch_size=8), parallel_of((1, 2, 1)))
     state = init_state(setup)
@@ -238,6 +242,7 @@ def test_the_origin_of_a_nan_has_the_layer_s_name():
 # ---- bytes ----
 
 
+@pytest.mark.slow
 def test_a_device_has_room_for_its_own_stage():
     task = Unequal(("wide 20", "wide 60", "wide 50", "wide 20"), batch_size=8)
     parallel = parallel_of((1, 4, 1), placement="even")

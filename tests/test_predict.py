@@ -63,6 +63,7 @@ def expected():
     return {name: plain(task, text_of()) for name, task in READ.items()}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(("read", "mesh"), ROWS)
 def test_every_token_has_its_log_likelihood_on_any_mesh(read, mesh, expected):
@@ -71,6 +72,7 @@ def test_every_token_has_its_log_likelihood_on_any_mesh(read, mesh, expected):
     assert np.isnan(found["log_likelihood"]).sum() == 1
 
 
+@pytest.mark.slow
 def test_a_head_in_parts_is_gathered_where_a_model_predicts_as_a_whole(monkeypatch):
     task = dataclasses.replace(TASK, hidden_size=6)
     monkeypatch.delattr(LanguageModel, "predict_part")
@@ -136,6 +138,7 @@ class Own:
         return {"x": x[rows], "weight": np.ones(8, np.float32)[rows]}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("mesh", ["dp2", "pp2", "dp2pp2"])
 def test_rows_without_time_come_in_their_order_and_in_their_types(mesh):
@@ -161,6 +164,7 @@ def test_batches_that_do_not_know_their_places_keep_their_order():
     np.testing.assert_array_equal(found["small"], (whole[:, :2] * 30).astype(np.int8))
 
 
+@pytest.mark.slow
 def test_short_batches_of_ones_own_end_in_nan():
     task = READ["buckets"]
     tokens = text_of()
@@ -295,6 +299,7 @@ def test_a_signal_ends_a_prediction_after_a_batch(name, trained):
     assert not [*(trained / name).iterdir()]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_rows(tmp_path):
     """In a process of its own: what one output array has would show, and so would all of them."""
     code = f"""
@@ -364,6 +369,7 @@ def text_run(text, tmp_path_factory):
     return jaxpar.load_run(folder)
 
 
+@pytest.mark.slow
 def test_a_text_that_was_named_from_another_folder_is_found(text, tmp_path, monkeypatch):
     monkeypatch.chdir(text.parent)
     adam = jaxpar.OptimizerConfig(warmup_steps=0)
@@ -377,6 +383,7 @@ def test_a_text_that_was_named_from_another_folder_is_found(text, tmp_path, monk
     assert run.evaluate("valid").loss == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_predicts_its_splits_and_other_texts(text_run, text, tmp_path, capsys, caplog):
     found = text_run.predict("valid", quiet=True)["log_likelihood"]
     loss = text_run.evaluate("valid").loss
@@ -502,6 +509,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_prediction_is_refused(name):
     method, message = REFUSED[name]

@@ -116,6 +116,7 @@ def test_awd_fits_its_text():
     assert (train.eval_every, train.num_steps) == (epoch, 500 * epoch)
 
 
+@pytest.mark.slow
 def test_the_command_for_wikitext_fits_its_text(tmp_path, monkeypatch):
     """As the page has it: epochs of its text, and a folder of its files, whose empty lines count."""
     page = (penn_treebank.RECIPES / "README.md").read_text().replace("\\\n", "")

@@ -116,6 +116,7 @@ def of_sizes(formula, **sizes):
     return eval(" ".join(terms).replace("\u00b2", "**2"), {}, sizes)
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_states_of_layers_are_as_large_as_their_page_says(name):
     layer = getattr(jaxpar.nn, LAYERS[name])(32, rngs=nnx.Rngs(0))
@@ -138,6 +139,7 @@ def test_layers_cost_and_send_what_their_page_says(name):
     assert most == {"at every time step": 512, "once in a window": 1}[sent.strip()]
 
 
+@pytest.mark.slow
 def test_the_model_of_the_readme_trains(tmp_path):
     script = tmp_path / "page.py"
     lines = [
@@ -240,6 +242,7 @@ def test_the_classifier_of_the_guide_trains_on_a_file_of_data(tmp_path):
     assert "splits no parameter" not in printed
 
 
+@pytest.mark.rows(7)
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_are_understood(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -271,6 +274,7 @@ def test_where_jaxpar_comes_from_is_said_in_one_place():
     assert "jaxpar is not on PyPI yet" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_ranking_of_the_readme_is_of_its_command():
     """Its layouts, and of its numbers what is estimated; `test_aot` compiles for the others."""
     [command] = [each for each in commands("README.md") if each[0] == "plan"]
@@ -424,6 +428,7 @@ def test_addresses_of_the_site_stand_in_one_place(tmp_path, monkeypatch):
     assert config.repo_name == "some/one"
 
 
+@pytest.mark.slow
 def test_the_page_of_model_parallelism_shows_what_its_command_prints(tmp_path):
     printed = run("-m", "benchmarks.model_parallel.count", cwd=tmp_path)
     page = (ROOT / "benchmarks/model_parallel/README.md").read_text()

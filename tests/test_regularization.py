@@ -85,6 +85,7 @@ def textbook_loss(params, batch, task, key):
     return np.sum(np.where(counts, nll + cost, 0))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n == "tar" else n for n in SINGLE]
 )
@@ -139,6 +140,7 @@ def test_perplexity_is_that_of_the_loss_without_the_penalty():
 # ---- the law ----
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "options"),
@@ -154,6 +156,7 @@ def test_the_masks_are_the_same_on_every_mesh(mesh, units, options):
     assert_same_as_plain(make_settings(mesh, units, task, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize("placement", [(1, 5, 1)])
 def test_the_masks_of_weights_are_those_of_their_layers(placement):

@@ -166,6 +166,7 @@ def test_validations_are_counted_from_the_best(losses, expected):
     assert validations_since_best(losses) == expected
 
 
+@pytest.mark.slow
 def test_patience_counts_on_in_a_resumed_run(tmp_path):
     still = dataclasses.replace(
         TASK, optimizer=dataclasses.replace(TASK.optimizer, learning_rate=1e-30)

@@ -339,6 +339,7 @@ def test_a_hundred_random_packings_on_random_layouts(number):
     assert_packed_equals_one_by_one(task, parallel, range(5 * number, 5 * number + 5))
 
 
+@pytest.mark.slow
 def test_one_program_trains_on_packed_lines_and_evaluates_them(text):
     """Of any lengths, beside a pipeline's chunks; and every line counts once."""
     task = jaxpar.lm.LM(

@@ -48,6 +48,7 @@ def result(stopped):
     return eval(line, {"jaxpar": jaxpar, "result": stopped})
 
 
+@pytest.mark.slow
 def test_history_is_a_table_of_the_whole_run(result):
     table = pandas.DataFrame(result.history)
     assert table["step"].tolist() == [*range(1, 9)]
@@ -116,6 +117,7 @@ def test_what_it_says_to_go_on_works(result, capsys):
     assert "perplexity" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_task_that_is_in_no_file_goes_on_in_python_alone(tmp_path):
     own = dataclasses.make_dataclass("Own", [], bases=(Regress,), frozen=True)
     own.__module__ = "nowhere"  # as a notebook's class has no file

@@ -131,6 +131,7 @@ def gradients(task, parallel, mesh):
     return value_and_grad(task, parallel, mesh=mesh)
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_refuses_it_where_rows_lie_apart():
     task = task_of(lambda carry, x, at: (carry, batch_norm(x)))
     for mesh, units in (((2, 1, 1), {}), ((1, 1, 1), {"num_microbatches": 2})):
@@ -245,6 +246,7 @@ class Zero(nnx.Module):
         return self.scale[...] * batch_norm(x)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("mixed", MIXED)
 def test_rows_that_mix_are_named_by_where_they_do(mixed):
     options, message = MIXED[mixed]
@@ -283,6 +285,7 @@ CHUNKED = {
 }  # fmt: skip
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("mistake", CHUNKED)
 def test_what_chunks_of_time_would_change_is_named(mistake):
     options, message = CHUNKED[mistake]
@@ -297,6 +300,7 @@ def heeds_resets(carry, x, at):
     return causal(carry, x, at)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("layer", "is_told"),
     [(causal, True), (heeds_resets, False), (lambda carry, x, at: (carry + x[-1], x), False)],
@@ -390,6 +394,7 @@ MEANS = [
 ]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("task", MEANS, ids=str)
 def test_a_mean_over_the_places_that_count_is_refused(task):
     units = Parallel("pp2", PipelineConfig(num_microbatches=2))
@@ -442,6 +447,7 @@ def test_what_adds_up_over_layers_beside_the_rows_is_found_in_the_layer():
         check_rows_alone(Setup.of(task, ONE).layout)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(
     place=st.sampled_from(["x", "carry", "new carry", "nowhere"]),
@@ -481,6 +487,7 @@ SMALL = {
 }
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "task",
     [
@@ -503,6 +510,7 @@ def test_what_comes_with_jaxpar_mixes_no_rows(task):
     assert layout.facts.checked
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "task",
     [
@@ -549,6 +557,7 @@ def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
     check_rows_alone(Setup.of(Grouped(), ONE).layout)
 
 
+@pytest.mark.slow
 def test_the_model_of_a_setup_is_looked_at_once_and_one_row_not_at_all(monkeypatch):
     setup = Setup.of(Regress(), ONE)
     check_rows_alone(setup.layout)
@@ -574,6 +583,7 @@ def noise(x, scale):
     return x + draw
 
 
+@pytest.mark.slow
 def test_a_layer_that_repeats_no_bits_is_judged_by_what_is_no_number():
     alone = task_of(lambda carry, x, at: (carry, noise(x, np.float32(1e-7))))
     check_rows_alone(Setup.of(alone, ONE).layout)

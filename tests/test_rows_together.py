@@ -56,6 +56,7 @@ LAW = [
 ]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "pipeline", "layout"), LAW)
 def test_layers_mix_as_many_rows_on_any_mesh(mesh, pipeline, layout):

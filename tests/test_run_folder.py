@@ -74,6 +74,7 @@ def another_process(folder):
             process.kill()
 
 
+@pytest.mark.slow
 def test_one_run_at_a_time_and_the_other_is_named(run, text):
     task, written = make_task(text), (run / "metrics.jsonl").read_bytes()
     with another_process(run) as process:
@@ -133,6 +134,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
 # ---- its path ----
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("move", ["copied", "of another path"])
 def test_a_run_goes_on_in_the_folder_that_was_asked_for(run, tmp_path, monkeypatch, move):
     elsewhere = tmp_path / "elsewhere"
@@ -169,6 +171,7 @@ def test_a_file_of_settings_does_not_say_which_run_goes_on(run, tmp_path, monkey
     )
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("checkpoint_every", [0, 1])
 def test_a_folder_that_is_removed_ends_the_run_with_an_error(text, tmp_path, checkpoint_every):
     folder = tmp_path / "run"
@@ -233,6 +236,7 @@ def test_a_lock_is_no_link(run, text, tmp_path):
     assert (tmp_path / "mine").read_text() == "mine"
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("use", [{"resume": True}, {"overwrite": True}])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "profile", "checkpoints"])
 def test_a_run_writes_and_deletes_through_no_link(run, text, tmp_path, name, use):
@@ -309,6 +313,7 @@ def test_an_unfinished_last_line_is_no_damage(run, caplog):
     assert not caplog.messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     ["zeros", *(pytest.param(n, marks=pytest.mark.slow) for n in ("missing", "cut", "edited"))],
@@ -368,6 +373,7 @@ def test_an_imported_package_leaves_ctrl_c_alone():
     assert said.stdout == "True\n"
 
 
+@pytest.mark.slow
 def test_paths_with_any_letters(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = "l\u00e4ufe/\u4e2d"

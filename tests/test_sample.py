@@ -56,6 +56,7 @@ def run(text, tmp_path_factory):
     return fit(task, Parallel(MeshConfig(devices=(0,))), train)
 
 
+@pytest.mark.slow
 def test_a_sample_is_a_function_of_the_seed(run):
     first, again, other = (sample(run.out_dir, "the cat", length=30, seed=n) for n in (0, 0, 1))
     assert first == again != other
@@ -65,6 +66,7 @@ def test_a_sample_is_a_function_of_the_seed(run):
     )
 
 
+@pytest.mark.slow
 def test_a_sample_is_the_same_on_another_mesh(run):
     mesh = MeshConfig(data=1, stage=2, tensor=2, devices=(0, 1, 2, 3))
     options = {"length": 20, "temperature": 0.5}
@@ -135,6 +137,7 @@ def test_layers_that_need_a_whole_window_are_refused(run, monkeypatch):
         drawn(run, np.array([0]))
 
 
+@pytest.mark.slow
 def test_a_run_is_loaded_by_its_folder(run):
     found = jaxpar.load_run(run.out_dir)
     assert isinstance(found, jaxpar.lm.TextRun)
@@ -175,6 +178,7 @@ def test_a_run_is_loaded_by_its_folder(run):
     np.testing.assert_allclose(spread.logits("the cat sat"), logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_of_lines_begins_each_of_them_anew(run):
     """After the separator comes what came after the first one."""
     separator, *words = np.int32([4, 7, 2, 9])
@@ -194,6 +198,7 @@ def test_a_model_of_lines_begins_each_of_them_anew(run):
     assert np.abs(logits[True] - expected).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_who_trains_on_lines_samples_lines(run):
     vocabulary, state = run.setup.task.read_text().vocabulary, larger(run.state)
     numbers = {"length": 40, "temperature": 1.0, "seed": 0}
@@ -250,6 +255,7 @@ ROUNDED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(("dtype", "temperature", "on_stages"), ROUNDED)
 def test_texts_part_at_a_draw_whose_best_scores_are_within_rounding(
@@ -280,6 +286,7 @@ def test_texts_part_at_a_draw_whose_best_scores_are_within_rounding(
             assert ahead[first] < 2 * RELATIVE_ERRORS[dtype] * scale, (row, first)
 
 
+@pytest.mark.slow
 def test_many_prompts_are_sampled_at_once(run, capsys):
     prompts = ["the cat", "a", "the dog ran to"]
     alone = sample(run.out_dir, prompts[0], length=9, seed=2)

@@ -40,6 +40,7 @@ def losses(task, mesh):
     return found
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

@@ -62,6 +62,7 @@ def test_calls_that_take_a_task_trace_its_model_each():
         assert len(MADE) > before, call
 
 
+@pytest.mark.slow
 def test_a_setup_is_taken_for_what_it_was_made_of():
     setup = Setup.of(SMALL, "dp-1pp2")
     assert Setup.of(setup) is setup

@@ -30,6 +30,7 @@ def make_settings(mesh, units=(1, 1), task=MODEL, *, shares=None, update="replic
     return make_any_settings(mesh, units, task, layout=layout, **options)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "shares", "options"),
@@ -55,6 +56,7 @@ def test_accumulation_equals_the_big_batch(mesh, num_microbatches):
     assert_same_as_plain(make_settings(mesh, (num_microbatches, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @hypothesis.settings(phases=[hypothesis.Phase.generate], max_examples=3)
 @hypothesis.given(
@@ -97,6 +99,7 @@ def train_20_steps(mesh, units, shares, update):
     return losses, by_layer(state.carry, settings)
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units", "shares", "update"), TRAINED)
 def test_20_clipped_steps_give_the_losses_of_one_device(mesh, units, shares, update):

@@ -32,6 +32,7 @@ def laid_out(stages, speeds, task=EIGHT, **pipeline):
     return Layout(ModelFacts.of(task), parallel)
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("stages", "speeds", "pipeline", "placement"),
     [

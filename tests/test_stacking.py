@@ -164,6 +164,7 @@ def check(name, layers):
     check_stacking(layout, Own.made[name])
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     "layers", ["two", "three on two stages", slow("two on stages"), slow("single")]
 )
@@ -173,6 +174,7 @@ def test_an_optimizer_that_does_not_see_stacks_passes(name, layers, capfd):
     assert not capfd.readouterr().out
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", [slow(name) if name == "noise" else name for name in REFUSE])
 def test_an_optimizer_that_sees_stacks_is_refused(name):
     helps = REFUSE[name][1]
@@ -187,6 +189,7 @@ def test_an_optimizer_that_sees_stacks_is_refused(name):
         check(name, "single")
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", ["lamb", "clip_by_block_rms"])
 def test_one_kind_for_each_layer_is_offered_where_it_helps_on_this_mesh(name):
     """On two stages each kind has an empty row, which a mean counts and a norm does not."""
@@ -211,6 +214,7 @@ HEEDS_EMPTY_ROWS = {
 }
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", HEEDS_EMPTY_ROWS)
 def test_empty_rows_change_nothing_and_stay_zeros(name):
     optimizer = HEEDS_EMPTY_ROWS[name]
@@ -255,6 +259,7 @@ def losses(name, kinds, mesh, num_steps=10):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kinds", "mesh"),
     [
@@ -275,6 +280,7 @@ def test_what_passes_trains_one_kind_as_one_kind_for_each_layer(name, kinds, mes
     )
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_before_it_begins_and_a_loop_of_ones_own_is_not(tmp_path):
     task, message = Own(note="lamb"), "updates layers.gru.* each layer's own array"
     for begin in (init_state, make_train_step):
@@ -288,6 +294,7 @@ def test_a_run_is_refused_before_it_begins_and_a_loop_of_ones_own_is_not(tmp_pat
     value_and_grad(Plain(), "dp1")
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_an_optimizer_that_sees_stacks(tmp_path):
     task, train = Own(note="changed"), TrainConfig(num_steps=1, out_dir=str(tmp_path))
     Own.made["changed"] = optax.sgd(0.1)
@@ -310,6 +317,7 @@ def test_an_optimizer_that_looks_at_large_arrays_only_is_tried_on_some():
 NOISE = Own.made["noisy"] = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(1e-2))
 
 
+@pytest.mark.slow
 def test_noise_is_refused_where_it_would_depend_on_the_mesh():
     layouts = {
         mesh: setup_of(Own(("gru",) * number), mesh).layout

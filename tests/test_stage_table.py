@@ -37,6 +37,7 @@ def test_costs_are_those_of_each_part_and_pass():
     assert gru[1] == 2 * gru[0] > dense[1] == 2 * dense[0] > 0
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("frozen", "part"), [("inputs", "first"), ("outputs", "last"), slow("gru", "layers")]
 )
@@ -79,6 +80,7 @@ def test_layers_give_way_to_what_is_before_them():
     assert laid_out(Regress(kinds=("gru",) * 6), (1, 2, 1)).placement == (3, 3)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("mesh", "options", "expected"),
     [
@@ -148,6 +150,7 @@ def test_the_table_of_many_layers_is_short():
     )
 
 
+@pytest.mark.slow
 def test_a_plan_shows_the_stages_of_the_best():
     task = dataclasses.replace(MODEL, num_layers=8, batch_size=1, hidden_size=512, embed_size=512)
     machine = dataclasses.replace(find_machine("v5e:1x2"), memory_bytes=1e12)

@@ -104,6 +104,7 @@ def write(path, task, parallel, **options):
     return write_weights(path, tensors, {"a": "text"}, **options)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     "name",
@@ -235,6 +236,7 @@ class Notes(Report):
         self.rows += taken.to_rows()
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     "optimizer", [pytest.param(ADAM, marks=pytest.mark.slow), MIXED.optimizer], ids=lambda o: o.name
@@ -272,6 +274,7 @@ def test_a_run_that_begins_with_weights_takes_the_steps_of_a_state_that_has_them
         assert result.first_step == 0
 
 
+@pytest.mark.slow
 def test_parts_are_renamed_left_out_and_new(run, tmp_path):
     """Fewer layers, another order of kinds, another head, one part frozen; told before the first step."""
     kinds = ("dense", "gru", "cell", "cell")
@@ -341,6 +344,7 @@ def test_the_optimizer_begins_with_the_weights_too(run):
         np.testing.assert_array_equal(own, copied)
 
 
+@pytest.mark.slow
 def test_what_is_evaluated_is_exported(tmp_path, run):
     """A run of such a task is not started from: its file is."""
     task = Copies(kinds=MIXED.kinds)
@@ -356,6 +360,7 @@ def test_what_is_evaluated_is_exported(tmp_path, run):
     assert_same(found, safetensors.numpy.load_file(tmp_path / "before.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_its_first_checkpoint_begins_with_the_same_weights(run, tmp_path):
     task, out_dir = dataclasses.replace(MIXED, optimizer=ADAM), tmp_path / "new"
     start = Start(os.path.relpath(run.out_dir), leave=("scale",))
@@ -381,6 +386,7 @@ def test_names_of_neighbouring_layers_are_one():
 OTHER = "a zebra ran to the mat\nthe cat sat\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp1", "pp2tp2"])
 def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path):
     """The others of the new text are drawn; and what was of the old one alone is told."""

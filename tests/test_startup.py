@@ -37,6 +37,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_import_adds_less_than_that_of_jax_and_flax(folder):
     """CPU time, which other processes hardly add to, beside that of JAX and Flax in one process."""
     ratios = []
@@ -105,6 +106,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("arguments", TOLD)
 def test_help_and_mistakes_import_no_jax(arguments):
     code, message = TOLD[arguments]
@@ -155,6 +157,7 @@ def test_all_that_is_offered_is_there():
 AT_ONCE = 0.6  # of the CPU time of `import jax`
 
 
+@pytest.mark.slow
 def test_help_and_mistakes_take_a_fraction_of_the_import_of_jax(folder):
     """0.16 to 0.4 where nothing else runs; the best of some rounds, for a core may be shared."""
     commands = ("--help", "--version", "train lm --hiden-size 3")

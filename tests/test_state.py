@@ -69,6 +69,7 @@ def shard_bytes(tree):
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("mesh", MESHES[1:])
 def test_the_same_seed_gives_the_same_values_on_every_mesh(mesh):
@@ -79,6 +80,7 @@ def test_the_same_seed_gives_the_same_values_on_every_mesh(mesh):
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_every_parameter_of_a_compiled_step_is_split_over_the_axes_that_it_names():
     _, step, state, batch = started(make_settings((2, 2, 2), (2, 2), with_optimizer("adam")))
     [inputs, *_], _ = step.lower(state, batch).compile().input_shardings
@@ -112,6 +114,7 @@ def test_initialisation_needs_the_memory_of_its_shards():
     assert memory.temp_size_in_bytes < 4.1 * 4 * largest
 
 
+@pytest.mark.slow
 def test_what_each_update_mode_holds_on_eight_devices():
     def held(**layout):
         """Bytes per device of parameters and moments, and of the compiled step's arguments."""
@@ -144,6 +147,7 @@ def test_host_update_keeps_state_in_host_memory():
         audit(dataclasses.replace(after, opt_state=on_device))
 
 
+@pytest.mark.slow
 def test_a_split_update_compiles_to_an_eighth_of_the_moments_on_eight_devices():
     def argument_bytes(optimizer, update="replicated"):
         task = with_optimizer(optimizer)
@@ -185,6 +189,7 @@ def trained(settings, num_steps=2):
     return losses, state
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize("layout", [slow({}), {"update": "sharded"}, {"fsdp": True}])
 def test_an_optimizer_whose_state_has_other_shapes_than_parameters_trains_as_on_one_device(layout):
@@ -267,6 +272,7 @@ def trained_on_its_own_batches(settings):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("layout", "splits_params"),
@@ -347,6 +353,7 @@ FROZEN = [
 ]
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("sizes", [{"tie_embedding": True}, slow({"embed_size": 8})])
 @pytest.mark.parametrize(("mesh", "units", "pipeline"), FROZEN)

@@ -129,6 +129,7 @@ def results(name, mesh):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(run(*arguments))]
 
 
+@pytest.mark.rows(4)
 @pytest.mark.law
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -150,6 +151,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.rows(5)
 @pytest.mark.law
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_is_communicated_but_what_the_names_ask_for(name):

@@ -74,6 +74,7 @@ def test_utilization_is_as_by_hand(monkeypatch):
         assert used.take(1.0) == pytest.approx(BY_HAND / 4e9 * share)
 
 
+@pytest.mark.slow
 def test_utilization_is_told_beside_the_speed(text, tmp_path, monkeypatch):
     monkeypatch.setattr(times, "peak_flops", lambda device, dtype: 1e12)
     adam = OptimizerConfig(warmup_steps=1)

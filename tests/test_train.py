@@ -161,6 +161,7 @@ def mesh_run(text, tmp_path_factory):
     return fit(*make_run(text, out_dir, mesh=(2, 2, 2), units=(2, 2)))
 
 
+@pytest.mark.slow
 def test_speed_is_that_of_steps_before_and_after_a_resume(text, tmp_path, monkeypatch):
     """Compiling, evaluations and what a save waits for do not lower it: the curve of speed has no dips."""
     late = [0.0]  # the clock of the loop goes on by a minute with each save and evaluation
@@ -191,6 +192,7 @@ def test_speed_is_that_of_steps_before_and_after_a_resume(text, tmp_path, monkey
     assert all(speed is None or speed > tokens / 10 for speed in speeds.values()), speeds
 
 
+@pytest.mark.slow
 @pytest.mark.law
 def test_losses_and_perplexities_are_the_same_on_another_mesh(whole_run, mesh_run):
     expected, result = whole_run[0], mesh_run
@@ -203,6 +205,7 @@ def test_losses_and_perplexities_are_the_same_on_another_mesh(whole_run, mesh_ru
     )
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(("mesh", "units"), [((1, 1, 1), (1, 1)), ((2, 2, 2), (2, 2))])
 def test_a_stopped_run_resumes_with_the_same_losses(
     text, tmp_path, whole_run, mesh_run, mesh, units
@@ -226,6 +229,7 @@ def test_a_stopped_run_resumes_with_the_same_losses(
     assert second.evaluations == undisturbed.evaluations
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_only_evaluated_again(text, tmp_path):
     run = make_run(text, tmp_path / "run", num_steps=1)
     first, again = fit(*run), fit(*run, resume=True)
@@ -233,6 +237,7 @@ def test_a_finished_run_is_only_evaluated_again(text, tmp_path):
     assert again.evaluations == first.evaluations
 
 
+@pytest.mark.slow
 def test_resuming_an_earlier_state_keeps_the_metrics_of_the_later_one(text, tmp_path):
     run = make_run(text, tmp_path / "run", num_steps=8, log_every=2, checkpoint_every=4)
     folder = RunFolder(tmp_path / "run")
@@ -264,6 +269,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(text, tmp_path, w
 RESTLESS = {"learning_rate": 5.0, "lr_schedule": "constant", "warmup_steps": 8}
 
 
+@pytest.mark.slow
 def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):
     options = {"optimizer": RESTLESS, "eval_every": 1, "log_every": 1, "checkpoint_every": 0}
     recorder = Recorder(at_step=7, action=lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -400,6 +406,7 @@ def test_a_text_shorter_than_the_batch_is_read_in_fewer_streams(whole_run):
         loss_of(result, np.arange(1))
 
 
+@pytest.mark.slow
 def test_a_changed_text_is_not_resumed(text, tmp_path):
     own = tmp_path / "text"
     shutil.copytree(text, own)
@@ -414,6 +421,7 @@ def test_a_changed_text_is_not_resumed(text, tmp_path):
         fit(*run, resume=True)
 
 
+@pytest.mark.slow
 def test_words_that_have_changed_are_not_resumed(text, tmp_path):
     """Though the tokens are the same."""
     own = tmp_path / "text"
@@ -427,6 +435,7 @@ def test_words_that_have_changed_are_not_resumed(text, tmp_path):
         fit(*run, resume=True)
 
 
+@pytest.mark.slow
 def test_a_state_is_read_where_its_text_is_gone(text, tmp_path):
     own = tmp_path / "text"
     shutil.copytree(text, own)
@@ -468,6 +477,7 @@ def test_runs_without_a_folder_are_numbered(text, tmp_path, monkeypatch):
     assert str(fit(*run, resume=True).out_dir) == "runs/0002"
 
 
+@pytest.mark.slow
 def test_lines_in_buckets_train_alike_on_any_mesh_and_resume_in_mid_epoch(text, tmp_path):
     def run(name, mesh, num_steps):
         rate = {"lr_schedule": "constant"}
@@ -586,6 +596,7 @@ def whole_walk(tmp_path_factory):
     return fit(Walk(), make_layout(), make_train(tmp_path_factory.mktemp("walk") / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_a_task_of_ones_own_stopped_at_any_step_goes_on_on_another_mesh(tmp_path, whole_walk, seed):
@@ -829,6 +840,7 @@ def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
         evaluate(Setup.of(Nothing(), parallel), state, "valid")
 
 
+@pytest.mark.slow
 def test_the_host_waits_for_a_device_at_log_lines_alone(text, tmp_path, monkeypatch):
     """Between them steps are put into its queue, each with a batch that is put on the device before."""
     happened = []

@@ -96,6 +96,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "units", "layout", "pipeline"), LAYOUTS)
 def test_a_loop_of_ones_own_trains_as_jaxpar_does(mesh, units, layout, pipeline, caplog):
     settings = make_settings(mesh, units, TASK, train=TRAIN, layout=layout, **pipeline)
@@ -189,6 +190,7 @@ def bare():
     return init_state(Bare(), PARALLEL), value_and_grad(Bare(), PARALLEL)
 
 
+@pytest.mark.slow
 def test_a_task_needs_no_optimizer_for_its_gradients():
     state, run = bare()
     assert (Bare().has_optimizer, Bare.of.has_optimizer, state.opt_state) == (False, True, ())

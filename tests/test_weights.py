@@ -134,6 +134,7 @@ def words_in(run_dir):
     return Vocabulary.load(run_dir / "vocabulary.json").words
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 def test_exported_weights_give_the_same_logits_by_the_formulas_of_torch(run):
     tensors = safetensors.numpy.load_file(run.out_dir / "model.safetensors")
@@ -189,6 +190,7 @@ def save(path, tensors, words=None):
 WORDS = ["<eos>", "a", "cat", "dog", "mat", "on", "ran", "sat", "the", "to", "<unk>", "zebra"]
 
 
+@pytest.mark.slow
 def test_layers_that_torch_does_not_have_are_refused(text, tmp_path):
     task = dataclasses.replace(TASK, layer="rglru", num_layers=1, corpus=str(text))
     fit(task, ONE, make_train(tmp_path / "run"), quiet=True)
@@ -225,6 +227,7 @@ def test_a_gru_of_torch_gives_its_outputs_in_a_language_model():
 FOREIGN = dataclasses.replace(TASK, num_layers=2)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("num_biases", [0, 1, 2])
 def test_a_foreign_model_gives_its_logits_whatever_the_order_of_its_words(
     text, tmp_path, num_biases

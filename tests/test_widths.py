@@ -112,6 +112,7 @@ def laid_out(sizes, **pipeline):
     return Parallel(on_devices(sizes), PipelineConfig(**pipeline))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("sizes", "pipeline"),
@@ -131,6 +132,7 @@ def test_layers_of_any_width_equal_the_plain_model(sizes, pipeline):
     assert_same(Tapered(), laid_out(sizes, **pipeline))
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("sizes", "pipeline"),
@@ -140,6 +142,7 @@ def test_a_pyramid_of_convolutions_equals_the_plain_model(sizes, pipeline):
     assert_same(Pyramid(), laid_out(sizes, **pipeline))
 
 
+@pytest.mark.slow
 def test_no_part_of_a_block_is_exchanged_within_a_unit():
     setup = Setup.of(Tapered(), laid_out((1, 2, 2), num_chunks=2))
     state, batch = init_state(setup), Tapered().make_batches("train", 0).batch(0)

@@ -97,6 +97,7 @@ def loss_and_grads(task, batch):
     return {"": loss, "weight": sums.weight}, by_layer(grads, settings), by_layer(carry, settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer", ["lstm", slow("gru"), *map(slow, ("mingru", "rglru", "slstm", "mlstm"))]
 )

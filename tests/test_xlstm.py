@@ -126,6 +126,7 @@ def run(graphdef, params, carry, x_TBW, resets_TB=None):
     return after, x_TBW
 
 
+@pytest.mark.slow
 def test_blocks_are_those_of_their_authors(blocks):
     """By `torch_xlstm.npz`, which `torch_xlstm.py` wrote with their code."""
     graphdef, params, arrays = blocks
@@ -181,6 +182,7 @@ LAW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units", "task", "options"), LAW)
 def test_loss_gradients_and_carry_equal_plain(mesh, units, task, options):
@@ -207,6 +209,7 @@ def test_parameters_agree_after_two_windows(mesh):
     assert all(np.any(params[name]) for name in changed)  # they began as zeros
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 2), slow((1, 2, 2))])
 def test_no_time_step_waits_for_another_device(mesh):
     """The sLSTM's loop over time has the 7 steps of a chunk."""
