@@ -134,6 +134,7 @@ def whole(text, tmp_path_factory):
     return run(text, tmp_path_factory.mktemp("runs") / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_the_mean(whole):
     result, began = whole
     assert len(began) == 1

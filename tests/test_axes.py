@@ -213,6 +213,7 @@ def test_a_run_goes_on_with_another_size_of_its_axis(tmp_path):
     np.testing.assert_allclose(found, parts.evaluations["test"].metrics["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_device_has_its_experts_and_its_part_of_the_gradients_sums():
     setup = Setup.of(Mixture(), laid_out("pp2expert2"))
     kernel = init_state(setup).params["layers"]["experts"]["kernel"]

@@ -182,6 +182,7 @@ def test_a_copy_of_a_run_is_one(server, address, text, tmp_path):
     assert (back.first_step, len(back.losses)) == (4, 2)
 
 
+@pytest.mark.slow
 def test_half_a_checkpoint_is_none_and_a_damaged_one_is_replaced(server, address, text, caplog):
     task, name = make_task(text), address.removeprefix("gs://bucket/")
     fit(task, ONE, make_train(address, num_steps=4))
@@ -249,6 +250,7 @@ def test_the_newest_start_has_the_folder(server, address, text):
     assert len(fit(make_task(text), ONE, make_train(address), resume=True).losses) == 4
 
 
+@pytest.mark.slow
 def test_a_save_under_way_does_not_count_once_another_run_has_begun(server, address, text):
     newest = RunFolder(address)
 
@@ -263,6 +265,7 @@ def test_a_save_under_way_does_not_count_once_another_run_has_begun(server, addr
     assert steps_in(address) == [2]
 
 
+@pytest.mark.slow
 def test_a_bucket_that_forgets_the_run_ends_it(server, address, text):
     with pytest.raises(FileNotFoundError, match=f"^{address} was removed during"):
         fit(make_task(text), ONE, make_train(address), report=Act(3, as_path(address).rmtree))
@@ -321,6 +324,7 @@ def test_paths_in_a_bucket():
     assert as_path(path) is path
 
 
+@pytest.mark.slow
 def test_objects(server, address):
     path = as_path(address)
     assert not path.exists()

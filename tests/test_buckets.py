@@ -64,6 +64,7 @@ def mesh_of(**axes: int) -> jax.sharding.Mesh:
 # What an epoch reads.
 
 
+@pytest.mark.slow
 @hypothesis.given(BUCKETED, st.integers(0, 2))
 def test_every_target_is_read_exactly_once_in_every_epoch(bucketed, epoch):
     targets = np.concatenate([batch.targets_BT.ravel() for batch in epoch_of(bucketed, epoch)])

@@ -225,7 +225,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "use"), ROWS)
 def test_what_has_changed_is_seen_by_the_next_call(what, use, tmp_path):
     task, field, change = CHANGES[what]
@@ -318,6 +318,7 @@ def test_a_file_that_a_task_imports_may_change(tmp_path):
     del sys.modules["helper_of_a_task"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_loaded_again_is_of_the_files_as_they_are(tmp_path, monkeypatch):
     file, helper = tmp_path / "own.py", tmp_path / "factor_of_a_task.py"
     monkeypatch.syspath_prepend(tmp_path.parent)

@@ -65,7 +65,7 @@ UNEVEN_HOST = make_setup((2, 2, 2), (3, 5), update="host")
 INTERLEAVED = make_setup((2, 2, 2), (3, 2, 2, 1), num_groups=2)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -116,7 +116,7 @@ def test_empty_slots_are_zero_after_a_restore(run):
         assert value[~empty].any(axis=tuple(range(1, value.ndim))).all()
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -147,6 +147,7 @@ def test_stored_arrays_have_readable_names_and_no_empty_slots():
     assert shapes["step"] == ()
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("num_layers", [8, 7])
 @pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 4, 2), (2, 4, 1)])
 def test_no_device_holds_more_for_a_checkpoint_than_for_a_step(mesh, num_layers):
@@ -504,6 +505,7 @@ def test_another_model_of_the_same_fields_is_named(stored, kind, message):
         restore(stored, make_setup(task=kind(**vars(SMALL))))
 
 
+@pytest.mark.slow
 def test_saving_in_another_placement_is_an_error(tmp_path):
     state = init_state(*UNEVEN)
     with (
@@ -525,6 +527,7 @@ class Factored(Toy):
         return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
 
 
+@pytest.mark.slow
 def test_state_of_other_shapes_is_stored_where_layers_lie_in_order(tmp_path):
     setup = make_setup((1, 2, 1), task=Factored(**vars(SMALL)))
     state = init_state(*setup)

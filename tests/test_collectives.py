@@ -615,6 +615,7 @@ def step_report(mesh, units=(1, 2), **others):
     return parallel, inspect_step(TASK, parallel)
 
 
+@pytest.mark.slow
 def test_data_parallelism_sums_the_gradients_once_after_the_loops():
     parallel, report = step_report((2, 1, 1))
     params = annotated(abstract_state(Setup.of(TASK, parallel)).params)
@@ -650,6 +651,7 @@ def test_tensor_split_parameters_are_never_gathered(mesh):
     assert all(math.prod(shard) < math.prod(variable.shape) for variable, shard in split)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 1, 8), (2, 1, 2), (1, 2, 2)])
 def test_an_lstm_step_gathers_h_once_and_reduces_dh_once(mesh):
     parallel, report = step_report(mesh)
@@ -667,6 +669,7 @@ def test_an_lstm_step_gathers_h_once_and_reduces_dh_once(mesh):
     assert {c.count for c in in_time} == {num_units * layers * t}
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_no_loop_sends_anything_over_data(mesh):
     _, report = step_report(mesh)
@@ -709,6 +712,7 @@ def test_the_memory_of_a_step_is_told_by_what_it_is_for():
     assert "frozen" not in text
 
 
+@pytest.mark.slow
 def test_a_task_of_ones_own_is_inspected_on_its_own_layout():
     report = inspect_step(Own())  # 3 stages, 2 microbatches: 4 ticks
     assert {c.axes for c in report.collectives} == {("stage",)}

@@ -71,7 +71,7 @@ def random_settings(name, seed):
 # ---- counts ----
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lm", "mixed", *map(slow, ("gru", "transformer", "images"))])
 def test_numbers_of_a_unit_follow_from_four_that_were_traced(name):
     counts = counts_of(task_of(name), 100, "cpu")
@@ -297,12 +297,14 @@ def test_what_does_not_fit_the_mesh_is_refused():
         estimate_step(dataclasses.replace(task_of("lm"), batch_size=9), "dp2", machine=CPU)
 
 
+@pytest.mark.slow
 def test_a_mesh_to_be_inferred_takes_all_devices_of_the_machine():
     cost = estimate_step(task_of("lm"), "dp-1tp2", machine="v5e:4x4")
     assert cost.parallel.mesh == MeshConfig(data=8, tensor=2)
     assert estimate_step(task_of("lm")).parallel.mesh == MeshConfig(data=8)
 
 
+@pytest.mark.slow
 def test_a_stage_has_its_layers():
     settings = make_settings((1, 2, 1), (2, 2), task_of("mixed"))
     step = Step(counts_of(settings.task, 100, "cpu"), settings.parallel, settings.train)

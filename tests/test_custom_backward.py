@@ -219,7 +219,7 @@ def test_what_would_depend_on_the_mesh_is_refused_by_name(options, mesh, units, 
     check_custom_backward(Setup.of(*make_settings(task=Own(**options))[:2]).layout)  # has it all
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

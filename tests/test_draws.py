@@ -154,7 +154,7 @@ def test_masks_that_are_held_are_the_same_on_any_mesh():
     assert_same_as_plain(make_settings((2, 2, 1), (2, 2), awd(word_dropout=0.2, drop_connect=0.2)))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("time_major", [True, False])
 def test_a_blocks_draw_is_part_of_the_wholes(time_major):
     key, shape, block = jax.random.key(5), (6, 8, 3), (slice(2, 5), slice(4, 8))
@@ -311,6 +311,7 @@ def test_draws_that_depend_on_how_a_batch_is_cut_are_refused(place, noise, paral
         check_rows_alone(Setup.of(OfModel(place=place, noise=noise), parallel).layout)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("place", "noise", "parallel"),
     [
@@ -340,6 +341,7 @@ class Split(OfModel):
         return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["first", slow("last")])
 def test_draws_of_a_whole_window_are_refused_where_an_axis_splits_time(place):
     parallel = Parallel(MeshConfig.parse("dp1context2"))

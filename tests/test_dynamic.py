@@ -96,6 +96,7 @@ def test_evaluation_is_a_plain_loop(run, sizes, adaptation):
         np.testing.assert_allclose(found.metrics["perplexity"], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize("mesh", ["dp2pp2tp2", slow("dp4tp2"), slow("pp2dp4")])
 def test_dynamic_evaluation_is_the_same_on_every_mesh(run, mesh):
@@ -105,6 +106,7 @@ def test_dynamic_evaluation_is_the_same_on_every_mesh(run, mesh):
         np.testing.assert_allclose(own.loss, other.loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "message"),
     [

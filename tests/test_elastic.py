@@ -62,6 +62,7 @@ def test_where_nothing_fits_it_is_what_needs_the_least(monkeypatch):
     assert reason.endswith(" needs the least memory by arithmetic for cpu")
 
 
+@pytest.mark.slow
 def test_a_mesh_that_the_batch_does_not_fit_is_passed_over():
     """Twelve rows are not for eight groups."""
     asked = Parallel.of("dp1pp6", Parallel())

@@ -532,6 +532,7 @@ def test_a_beam_of_one_is_greedy_search(translated):
     assert len({*texts}) > len(texts) / 2
 
 
+@pytest.mark.slow
 def test_a_beam_of_four_finds_likelier_translations(translated):
     found, *_ = translated
     greedy, beam = found["dp1", 1][1], found["dp1", 4][1]
@@ -539,13 +540,14 @@ def test_a_beam_of_four_finds_likelier_translations(translated):
     assert (beam > greedy + 1e-3).any()
 
 
+@pytest.mark.slow
 def test_translations_are_the_same_on_stages(translated):
     found, *_ = translated
     assert found["pp2", 4][0] == found["dp1", 4][0]
     np.testing.assert_allclose(found["pp2", 4][1], found["dp1", 4][1], rtol=RELATIVE_ERROR)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("beam", [1, 4])
 def test_a_likelihood_is_the_loss_of_that_translation(beam, translated):
     found, sources, task, model = translated
@@ -564,6 +566,7 @@ def test_a_likelihood_is_the_loss_of_that_translation(beam, translated):
     np.testing.assert_allclose(-scores, losses, rtol=RELATIVE_ERROR)
 
 
+@pytest.mark.slow
 def test_translation_prints_bleu_and_refuses_what_is_no_pair(translated, capsys, tmp_path):
     *_, task, _ = translated
     module = sys.modules[type(task).__module__]

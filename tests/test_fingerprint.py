@@ -202,6 +202,7 @@ def test_batches_that_are_no_function_of_step_and_rows_are_refused(own, tmp_path
 # ---- a run that is resumed ----
 
 
+@pytest.mark.slow
 def test_other_data_of_a_task_that_does_not_describe_them_are_refused(own, tmp_path):
     fit(own, on("dp2"), make_train(tmp_path))
     fit(own, on("dp4"), make_train(tmp_path, num_steps=5), resume=True)  # the same, on another mesh
@@ -230,6 +231,7 @@ def test_a_row_that_changes_in_a_later_batch_is_found(own, tmp_path):
         fit(own, on("dp4"), make_train(tmp_path, num_steps=6), resume=True)
 
 
+@pytest.mark.slow
 def test_batches_that_are_cut_otherwise_are_not_compared(own, tmp_path):
     """Their settings say so: other rows are what was asked for."""
     free = dataclasses.make_dataclass(

@@ -47,7 +47,7 @@ def results(layer, w_h, x, carry, resets):
     return out, d_w_h, [d_rest["w_x"], d_rest["b"]], rest
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize("name", LAYERS)
 def test_heads_are_a_matrix_of_blocks(name):

@@ -71,7 +71,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(("strategy", "mesh"), LAYOUTS, ids=str)
 def test_loss_and_gradients_equal_one_device(strategy, mesh):
@@ -133,6 +133,7 @@ def test_a_width_that_does_not_split_is_refused_by_its_name():
         init_state(task, on_mesh(2, 4))
 
 
+@pytest.mark.slow
 def test_evaluation_counts_every_image_once():
     task, parallel = make_task(), on_mesh(2, 4)
     mesh = parallel.mesh.build()

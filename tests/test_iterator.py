@@ -162,7 +162,7 @@ READS = r"read {} batches of a stream in \d+\.\d s to come to batch {}, counted 
 BACK = r"the stream is read from its beginning, not from its position \(batch 7 is not the one .*"
 
 
-@pytest.mark.rows(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "read", "expected"),
     [

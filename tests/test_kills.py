@@ -231,6 +231,7 @@ def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
     assert kills == num_kills
 
 
+@pytest.mark.slow
 def test_losses_are_compared_to_the_last_bit(undisturbed):
     whole = undisturbed[0]
     losses = whole.losses()

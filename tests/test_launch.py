@@ -249,6 +249,7 @@ def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_
     assert losses == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_process_0_alone_prints_and_writes(run):
     out_dir, out = run
     assert all(line.startswith("[0] ") for line in out.splitlines()), out
@@ -422,6 +423,7 @@ def test_ctrl_c_lets_the_run_save_its_state(text, tmp_path):
     assert "error" not in err
 
 
+@pytest.mark.slow
 def test_a_failed_process_does_not_wait_for_the_others(tmp_path):
     # Process 1 fails alone, process 0 waits for it; without a launcher to end it.
     program = (

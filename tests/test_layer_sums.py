@@ -199,7 +199,7 @@ def test_evaluation_reports_them():
         np.testing.assert_allclose(sums.by_name[name], value, rtol=RELATIVE_ERROR, err_msg=name)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

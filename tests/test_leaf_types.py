@@ -199,7 +199,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(what, tmp_path):
     folder = tmp_path / "run"

@@ -63,6 +63,7 @@ def plainly(task):
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["gru", *map(slow, ("rglru", "mingru", "slstm", "gated_delta"))])
 def test_layers_of_any_kind_learn_a_batch_by_heart(layer):
     config = OptimizerConfig(learning_rate=0.02, lr_schedule="constant", warmup_steps=0)
@@ -94,7 +95,7 @@ HEADS = [
 ]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("task", [TASK, TIED], ids=["apart", "tied"])
 @pytest.mark.parametrize(("mesh", "units", "pipeline"), HEADS, ids=str)
@@ -136,6 +137,7 @@ def test_the_probabilities_of_the_words_add_up_to_one():
     np.testing.assert_array_equal(probabilities[..., NUM_WORDS:], 0.0)
 
 
+@pytest.mark.slow
 def test_training_leaves_padding_as_it_is():
     task = dataclasses.replace(TASK, optimizer=OptimizerConfig("sgd", 0.5, warmup_steps=0))
     mesh, state, batch = placed(task, ONE)

@@ -167,6 +167,7 @@ def test_a_run_without_a_mesh_goes_on_with_the_one_that_it_found(text, tmp_path)
     assert "resumed at step 4" in done.stdout
 
 
+@pytest.mark.slow
 def test_evaluate_and_sample_need_the_folder_alone(run, capsys):
     out_dir, printed = run
     assert main(["evaluate", str(out_dir)]) == 0
@@ -237,6 +238,7 @@ def test_a_run_that_has_taken_its_steps_says_so_and_how_it_goes_on(run, tmp_path
     assert f"step {found[2]}/{found[2]}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_files_for_others_may_be_read_as_the_umask_says(run, tmp_path):
     before = os.umask(0o026)
     try:
@@ -431,6 +433,7 @@ def test_ctrl_c_saves_and_resume_goes_on(text, tmp_path):
     assert f"step {step + 2}/{step + 2}" in resumed.stdout
 
 
+@pytest.mark.slow
 def test_devices_that_jax_cannot_start_are_refused(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "jaxpar", "train", "lm", "--train.out-dir", str(tmp_path / "run")],

@@ -252,6 +252,7 @@ def layer_by_steps(name, layer, x, resets):
     return after, y.reshape(*y.shape[:2], -1)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 @pytest.mark.parametrize("name", MEMORIES)
@@ -534,6 +535,7 @@ def test_an_evaluation_and_a_resumed_run_are_the_same_on_another_mesh(layer, tex
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["mlstm", slow("gated_delta")])
 def test_nothing_is_sent_over_tensor_within_the_loop_over_chunks(layer):
     """A window has eight chunks: in their loop, each collective would run as often."""

@@ -148,6 +148,7 @@ def test_a_group_with_fewer_microbatches_waits_for_the_others():
     assert measured.schedule.num_microbatches == 1
 
 
+@pytest.mark.slow
 def test_busy_and_idle_time_are_all_of_the_loop(measured):
     assert all(0 < busy < measured.loop_seconds for busy in measured.busy_seconds)
     assert 0 < measured.bubble < 1

@@ -70,7 +70,7 @@ def flax_lstm(stack, inputs, hidden):
 SIZES = [(8, 8, 1, T, B), (8, 8, 3, T, B), (4, 8, 2, T, B), (7, 7, 2, 1, 1), (3, 5, 2, T, 1)]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(("inputs", "hidden", "layers", "num_steps", "num_rows"), SIZES)
 def test_lstm_and_its_gradients_equal_flax(inputs, hidden, layers, num_steps, num_rows):
@@ -107,6 +107,7 @@ def test_lstm_and_its_gradients_equal_flax(inputs, hidden, layers, num_steps, nu
         assert_close(grads["b"][...][number], d_h["bias"].reshape(4, hidden))
 
 
+@pytest.mark.slow
 def test_two_windows_equal_one():
     stack = lstms(8, 3)
     x, carry = random_inputs(8, 8, 3, num_steps=6)
@@ -139,6 +140,7 @@ def test_forget_bias_is_the_second_gates():
     np.testing.assert_array_equal(bias, np.broadcast_to([[0], [1.5], [0], [0]], (2, 4, 4)))
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_float32_and_keeps_its_parameters_float32():
     stack = lstms(16, 2)
     x, carry = random_inputs(16, 16, 2)

@@ -181,6 +181,7 @@ ORIGINS = {
 }
 
 
+@pytest.mark.slow
 def test_the_first_module_is_named(setup):
     settings, mesh, step = setup
     batch = batch_of(settings, mesh, 0)
@@ -279,7 +280,7 @@ class Roots(Task):
         return ArrayBatches({"x": np.full((16, 4), 0.5, np.float32)}, 8, seed)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (2, 2), (1, 4)])
 def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
     num_devices = mesh[0] * mesh[1]
@@ -442,6 +443,7 @@ class Steep(LM):
         return optax.adam(lambda count: jnp.where(count == 1, jnp.inf, jnp.float32(0.005)))
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize(
     ("name", "skips"),
     [
@@ -483,7 +485,7 @@ class SometimesEmpty(Regress):
         return batches if seed is None else Unweighted(batches.arrays, 16, 8, seed)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("log_every", [1, 10])
 def test_a_batch_in_which_nothing_counts_has_no_loss(log_every, tmp_path):
     class Told(Report):

@@ -194,7 +194,7 @@ def parallel_of(name, mesh):
 QUICK = ("tied", "tp4"), ("transformer", "dp4"), ("lm", "pp4"), ("regress", "dp4")
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -222,7 +222,7 @@ def test_estimates_are_near_what_is_compiled(name, mesh):
         assert {row.sent_bytes for row in rows if row.sent_bytes} == permutes
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lm", "transformer", "block", "dense"])
 def test_flops_are_near_those_of_the_compiled_step(name):
     """XLA counts the body of a loop once: there is one layer here, and one time step of a recurrent one."""

@@ -38,7 +38,7 @@ def train(task, folder, num_steps=2, **options):
     return [line.get("learning_rate") for line in lines if line["split"] == "train"]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "told"), [(Own, [None, None]), (Tells, [0.0, 0.125])])
 def test_an_unused_config_is_neither_reported_nor_refuses_a_run(kind, told, text, tmp_path):
     task = kind(corpus=str(text), optimizer=UNUSED, **SMALL)

@@ -168,6 +168,7 @@ def test_it_trains_on_every_axis(world):
     assert rows["test"][0] == pytest.approx(found[60] ** 0.5, rel=1)
 
 
+@pytest.mark.slow
 def test_the_run_knows_its_task(world):
     folder, _ = world
     tables = tomllib.loads((folder / "runs/0001/config.toml").read_text())
@@ -235,6 +236,7 @@ def test_it_is_inspected_and_plotted(here):
     assert picture.count("stage") >= 4
 
 
+@pytest.mark.slow
 def test_help_tells_its_options(world):
     printed, _ = jaxpar("train", "forecast.py:Forecast", "--help", cwd=world[0])
     said = " ".join(re.sub("[│╭╮╰╯─]", " ", printed).split())

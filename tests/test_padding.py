@@ -141,7 +141,7 @@ def assert_near(found, expected):
         )
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("resets", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in LAYERS])
 def test_what_a_layer_gives_for_real_steps_is_independent_of_padding(name, resets):
@@ -576,7 +576,7 @@ def test_parts_that_leave_padding_out_are_accepted(name):
     check(*INERT[name])
 
 
-@pytest.mark.rows(3)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", READING)
 def test_parts_that_read_padding_are_refused_before_a_run(name):
     part, call, message = READING[name]

@@ -205,7 +205,7 @@ def test_all_lengths_are_one_program_on_stages_and_equal_plain(
     assert_close(params, expected)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "num_buckets", "message"),
     [
@@ -314,7 +314,7 @@ def last(weights, frozen, y, at):
     return (jnp.sum(jnp.square(jnp.sin(y * weights) - at.batch["targets"])),)
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("kinds", "kind_of", "num_chunks", "how"),
@@ -426,7 +426,7 @@ def lstm_pipeline(num_stages, microbatches, num_chunks, kind="1f1b", groups=1, a
     return run, params, {"x": x, "targets": targets}
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_chunks", "groups", "apart", "percent"),
     [
@@ -484,6 +484,7 @@ def test_data_parallel_devices_may_have_different_numbers_of_microbatches():
         assert np.linalg.norm(actual - wanted) <= RELATIVE_ERROR * np.linalg.norm(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.law
 def test_autodiff_through_the_forward_loop_equals_plain():
     slots = make_slots((3, 2))
@@ -577,6 +578,7 @@ def test_the_program_does_not_grow_with_layers_microbatches_and_chunks():
     assert lines_of(64, (32, 16)) == lines_of(8, (4, 4))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_microbatches():
     def temporary(num_microbatches):
         task = LM(
@@ -671,6 +673,7 @@ def test_what_would_give_another_number_without_a_word_is_refused(pipeline, run,
         run_pipeline(make_pipeline(**pipeline), **run)
 
 
+@pytest.mark.slow
 def test_what_the_mistakes_are_made_of_is_right():
     loss, grads = run_pipeline(make_pipeline())
     whole = make_pipeline(chunk_len=16, microbatch_rows=16)
@@ -710,6 +713,7 @@ def half_a_layer(params, frozen, carry, x, at):
     return carry, y * frozen**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [False, True])
 def test_what_depends_on_weights_alone_is_computed_again_and_not_kept(splits):
     draw, shapes = np.random.default_rng(0), ((8, 8), (1, 1, 8), (5, 3, 8), (5, 3, 8))
@@ -780,6 +784,7 @@ def test_where_b_makes_gradients_of_weights_they_are_not_apart():
     assert not part.has_weights
 
 
+@pytest.mark.slow
 def test_layers_of_several_groups_are_not_written_out():
     with pytest.raises(
         ValueError, match=r"unroll=True: .* got 1 kinds in 2 groups\.\nFix: use unroll=False"

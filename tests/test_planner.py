@@ -106,6 +106,7 @@ def test_256_devices_take_seconds():
     assert taken < 20, f"{taken:.1f} s"  # 4 on an idle machine
 
 
+@pytest.mark.slow
 def test_the_words_are_those_of_the_numbers():
     ranking = plan(TASK, machine=of(CPU, 2), num_finalists=0)
     best = ranking.best
@@ -163,6 +164,7 @@ def test_finalists_run_and_the_quickest_is_chosen():
     assert shown.startswith(f"8 x {jax.devices()[0].device_kind}, 2 devices: ")
 
 
+@pytest.mark.slow
 def test_what_was_measured_decides(monkeypatch):
     """The first by arithmetic is slow on the clock, the third is quick; the best few run again."""
     asked = []
@@ -192,6 +194,7 @@ def test_what_was_measured_decides(monkeypatch):
 REPORT = inspect_step(TEXT, "dp1")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_by_the_compiler_falls_out(monkeypatch):
     """The compiler refuses the first, and finds the second too large: others take their places."""
     large = dataclasses.replace(REPORT, memory=dataclasses.replace(REPORT.memory, temporary=10**12))
@@ -255,7 +258,7 @@ def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
     )
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["/proc/nowhere", None, "broken"])
 def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
@@ -285,6 +288,7 @@ def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, capl
 # ---- one layout ----
 
 
+@pytest.mark.slow
 def test_a_step_is_compared_with_its_program_and_with_the_clock():
     cost = compare(estimate_step(TEXT, "dp2"))
     assert cost.program is not None
@@ -377,6 +381,7 @@ def test_a_machine_that_cannot_be_described_is_refused(machine):
         described_devices(machine)
 
 
+@pytest.mark.slow
 def test_sizes_of_memory_are_numbers_with_units(capsys):
     flags = "--vocab-size 768 --num-layers 2 --hidden-size 96 --embed-size 96 --machine h100:1x1x1"
     for size in ("16 potatoes", "1.2.3GB", "GB"):

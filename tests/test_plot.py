@@ -56,6 +56,7 @@ def texts(figure):
     return [text for text, _ in found]
 
 
+@pytest.mark.slow
 def test_figures_of_memory_and_bytes_add_up():
     parallel = Parallel(MeshConfig(data=2, tensor=4))
     report = inspect_step(TASK, parallel)

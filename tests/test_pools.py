@@ -299,6 +299,7 @@ class Own(Unequal):
         return optax.adam(0.01)
 
 
+@pytest.mark.slow
 def test_where_stacks_stay_the_table_says_why():
     setup = Setup.of(Own(batch_size=8), parallel_of((1, 2, 1)))
     assert setup.layout.pools is None

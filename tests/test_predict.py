@@ -427,6 +427,7 @@ CALLS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_a_wrong_call_of_a_run_is_told_at_once(name, text_run):
     call, message = CALLS[name]
@@ -455,6 +456,7 @@ def test_a_size_that_changes_the_model_is_refused():
     assert changed.task == Wide(batch_size=4)
 
 
+@pytest.mark.slow
 def test_images_have_probabilities():
     pytest.importorskip("sklearn")
     task = Digits(channels=(4, 4), widths=(8,), batch_size=64)

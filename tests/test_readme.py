@@ -296,6 +296,7 @@ def test_the_ranking_of_the_readme_is_of_its_command():
             assert {part: int(share) for part, share in told} == pytest.approx(shares, abs=1)
 
 
+@pytest.mark.slow
 def test_options_in_the_text_exist(tmp_path):
     """Also those that stand in a sentence, in which nothing runs them."""
     scripts = (["-m", "recipes.dynamic_evaluation"], [ROOT / "examples/translation.py"])

@@ -120,6 +120,7 @@ def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
         assert abs(np.sum(slopes[moved] * direction) - slope) <= 1e-6 * size, moved
 
 
+@pytest.mark.slow
 def test_in_evaluation_nothing_is_dropped_and_nothing_is_added():
     mesh = MeshConfig(devices=(0,)).build()
 
@@ -180,6 +181,7 @@ def test_impossible_rates_are_refused(options, message):
         AWD(**{"forget_bias": 1.0, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_bubble", [True, slow(False)])
 def test_a_pipeline_equals_plain_with_numbers_of_64_bits(zero_bubble):
     """JAX_ENABLE_X64 makes Python's whole numbers int64, beside the int32 of ticks and units."""

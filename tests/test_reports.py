@@ -58,6 +58,7 @@ def break_down(*_):
     raise ConnectionError("no route to host")
 
 
+@pytest.mark.slow
 def test_what_a_report_raises_is_one_warning_and_ends_no_run(whole, tmp_path, caplog):
     broken, hears = Hears(**dict.fromkeys(HOOKS, break_down)), Hears()
     result = fit(TASK, ONE, train(tmp_path / "run"), report=[broken, hears])
@@ -129,6 +130,7 @@ print(result.stopped_by, int(result.state.step), *result.evaluations)
 """
 
 
+@pytest.mark.slow
 def test_processes_stop_and_save_after_the_same_steps(tmp_path):
     script = tmp_path / "stops.py"
     script.write_text(STOPS)

@@ -302,6 +302,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "pipeline"), ROWS)
 def test_packed_sequences_equal_those_one_by_one(mesh, pipeline):

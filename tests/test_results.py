@@ -89,6 +89,7 @@ def test_columns_are_equally_long_and_in_the_order_of_steps():
     assert columns_of([]) == {"step": []}
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_what_came_of_it(result):
     shown = result._repr_html_()
     out_dir = result.out_dir
@@ -110,6 +111,7 @@ def test_a_notebook_shows_what_came_of_it(result):
     assert re.search(r"^[▁-█]{8} training loss *$", printed.file.getvalue(), re.M)
 
 
+@pytest.mark.slow
 def test_what_it_says_to_go_on_works(result, capsys):
     ways = dict(ways_on(result))
     assert [*ways] == ["go on", "evaluate", "in Python"]
@@ -176,6 +178,7 @@ JUPYTER = """<style>body{background:#111}.lab td,.lab th{text-align:right}.lab t
 background:#eee}.lab tbody tr:nth-child(odd){background:#fff}</style>"""
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_browser_shows_a_run_in_the_theme_of_the_notebook(result, tmp_path):
     page, body = tmp_path / "page.html", result._repr_html_()

@@ -285,7 +285,7 @@ CHUNKED = {
 }  # fmt: skip
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("mistake", CHUNKED)
 def test_what_chunks_of_time_would_change_is_named(mistake):
     options, message = CHUNKED[mistake]
@@ -394,7 +394,7 @@ MEANS = [
 ]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("task", MEANS, ids=str)
 def test_a_mean_over_the_places_that_count_is_refused(task):
     units = Parallel("pp2", PipelineConfig(num_microbatches=2))
@@ -404,6 +404,7 @@ def test_a_mean_over_the_places_that_count_is_refused(task):
         check_rows_alone(Setup.of(task, parallel).layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [c if c in ("positive", "long") else slow(c) for c in COUNTS])
 def test_a_sum_over_the_places_that_count_is_not(counts):
     check_rows_alone(Setup.of(Tagged(counts, "sum", later=-1), ONE).layout)
@@ -487,7 +488,7 @@ SMALL = {
 }
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task",
     [

@@ -116,6 +116,7 @@ class Timeless(Task):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize("mesh", [(2, 2, 1), slow((1, 1, 1))])
 def test_a_model_without_time_mixes_rows_too(mesh):

@@ -90,6 +90,7 @@ def test_one_run_at_a_time_and_the_other_is_named(run, text):
     assert len(fit(task, ONE, make_train(run, num_steps=5), resume=True).losses) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_is_begun_meanwhile_is_not_overwritten(text, tmp_path, monkeypatch):
     folder, take = tmp_path / "run", FolderLock._take
     task, train = make_task(text), make_train(tmp_path / "run")
@@ -134,7 +135,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
 # ---- its path ----
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("move", ["copied", "of another path"])
 def test_a_run_goes_on_in_the_folder_that_was_asked_for(run, tmp_path, monkeypatch, move):
     elsewhere = tmp_path / "elsewhere"
@@ -171,7 +172,7 @@ def test_a_file_of_settings_does_not_say_which_run_goes_on(run, tmp_path, monkey
     )
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_every", [0, 1])
 def test_a_folder_that_is_removed_ends_the_run_with_an_error(text, tmp_path, checkpoint_every):
     folder = tmp_path / "run"
@@ -181,6 +182,7 @@ def test_a_folder_that_is_removed_ends_the_run_with_an_error(text, tmp_path, che
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_removed_at_the_end_ends_the_run_with_an_error(text, tmp_path):
     class Remove(Report):
         def evaluation(self, step, evaluation):

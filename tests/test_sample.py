@@ -73,6 +73,7 @@ def test_a_sample_is_the_same_on_another_mesh(run):
     assert sample(run.out_dir, "a", mesh=mesh, **options) == sample(run.out_dir, "a", **options)
 
 
+@pytest.mark.slow
 def test_only_words_are_drawn(run):
     """Of 384 rows 11 are words; at so high a temperature all that can be drawn is."""
     text = sample(run.out_dir, length=300, temperature=1e6)

@@ -82,6 +82,7 @@ class WithOwnKeys(Regress):
         return OwnKeys(rngs)
 
 
+@pytest.mark.slow
 def test_layers_of_other_keys_are_the_same_on_any_mesh():
     def layers(mesh):
         setup = Setup.of(WithOwnKeys(), mesh)
@@ -122,6 +123,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_its_own_settings_alone(run):
     train = TrainConfig(num_steps=3, out_dir=str(run))
     before = jax.config.jax_random_seed_offset  # pyright: ignore[reportAttributeAccessIssue]

@@ -93,6 +93,7 @@ def test_a_text_that_has_changed_is_read_again(tmp_path):
     assert "dog" in words
 
 
+@pytest.mark.slow
 def test_what_computes_reaches_the_layers():
     """A model is for the devices of its mesh, which need not be those that JAX has."""
     task = LM(1, 16, 16, 384, layer="rglru", batch_size=2, seq_len=8)
@@ -113,6 +114,7 @@ def test_what_computes_reaches_the_layers():
     assert Setup.of(task, "dp2").layout.facts.platform == "cpu"
 
 
+@pytest.mark.slow
 def test_two_thousand_layouts_take_seconds():
     """As many as a plan for 256 devices has."""
     facts = ModelFacts.of(LM(16, 256, 256, 384, batch_size=4096, seq_len=64))

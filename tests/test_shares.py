@@ -173,6 +173,7 @@ def test_shares_of_extreme_times_are_shares(seconds):
     assert 8 >= first >= second >= 1
 
 
+@pytest.mark.slow
 def test_any_task_can_be_timed():
     task = Digits(channels=(4,), widths=(8,), batch_size=16)
     [[seconds]] = time_steps([Setup.of(task, "dp2tp4")], 1, num_steps=1)

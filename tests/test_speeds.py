@@ -86,6 +86,7 @@ def test_what_training_says_of_speeds():
     assert "a step with placement=(2, 6) would be up to ~2.00 times as fast" in warning
 
 
+@pytest.mark.slow
 def test_a_cost_goes_by_the_speeds():
     only_flops = dataclasses.replace(
         find_machine("v5e:1x2"), memory_bytes_per_second=1e20, loop_seconds=0.0, memory_bytes=1e12

@@ -214,7 +214,7 @@ HEEDS_EMPTY_ROWS = {
 }
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEEDS_EMPTY_ROWS)
 def test_empty_rows_change_nothing_and_stay_zeros(name):
     optimizer = HEEDS_EMPTY_ROWS[name]
@@ -307,6 +307,7 @@ def test_a_run_is_not_resumed_with_an_optimizer_that_sees_stacks(tmp_path):
 FACTORED = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=8), optax.scale(-1e-2))
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_looks_at_large_arrays_only_is_tried_on_some():
     """It factors matrices: those of a layer, and with as many layers as hidden units, stacks of vectors."""
     check_stacking(setup_of(Own()).layout, FACTORED)

@@ -80,7 +80,7 @@ def test_layers_give_way_to_what_is_before_them():
     assert laid_out(Regress(kinds=("gru",) * 6), (1, 2, 1)).placement == (3, 3)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options", "expected"),
     [

@@ -159,6 +159,7 @@ def test_a_row_of_a_stack_that_stages_split_is_picked_bit_by_bit(array):
         assert np.asarray(picked).tobytes() == array[row].tobytes()
 
 
+@pytest.mark.slow
 def test_many_tensors_are_in_several_files_with_an_index(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "LIMIT_BYTES", 4000)
     *files, index = write(tmp_path / "model.safetensors", MIXED, on("pp2", (3, 2)))
@@ -337,6 +338,7 @@ class Copies(Regress):
         return opt_state[-1] if isinstance(opt_state, tuple) else opt_state
 
 
+@pytest.mark.slow
 def test_the_optimizer_begins_with_the_weights_too(run):
     state = start_of(Copies(kinds=MIXED.kinds), Start(str(run.out_dir)))
     kept = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]

@@ -143,6 +143,7 @@ def test_plain_data_needs_no_jax():
     assert not {*done.stdout.split()} & HEAVY
 
 
+@pytest.mark.slow
 def test_all_that_is_offered_is_there():
     for package in (jaxpar, jaxpar.lm):
         assert {*package.__all__} <= {*dir(package)}

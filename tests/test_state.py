@@ -94,6 +94,7 @@ def test_every_parameter_of_a_compiled_step_is_split_over_the_axes_that_it_names
     assert {name for name, _ in annotated(after.params)} == set(SHARDS)
 
 
+@pytest.mark.slow
 def test_initialisation_needs_the_memory_of_its_shards():
     task = LM(num_layers=8, hidden_size=256, embed_size=256, vocab_size=3072)
     _, parallel, _ = make_settings((2, 2, 2))

@@ -128,6 +128,7 @@ class SlowTask(Regress):
         return Slow(super().make_batches(split, seed), SLEEPS[split])
 
 
+@pytest.mark.slow
 def test_every_second_is_where_it_was_spent(tmp_path, monkeypatch):
     save, found = Checkpoints.save, {}
 

@@ -298,6 +298,7 @@ def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):
         evaluate_run(folder, best=True)
 
 
+@pytest.mark.slow
 def test_without_keep_best_the_newest_are_kept(text, tmp_path):
     options = {"optimizer": RESTLESS, "eval_every": 1, "checkpoint_every": 4}
     run = make_run(
@@ -360,6 +361,7 @@ def test_a_run_can_be_stopped_and_resumed_on_another_mesh(text, tmp_path, whole_
     np.testing.assert_allclose(losses, whole_run[0].losses, rtol=RELATIVE_ERROR)
 
 
+@pytest.mark.slow
 def test_fit_runs_outside_the_main_thread(text, tmp_path):
     results = []
     run = make_run(text, tmp_path / "run", num_steps=2)
@@ -456,6 +458,7 @@ def test_a_state_is_read_where_its_text_is_gone(text, tmp_path):
         folder.restore()
 
 
+@pytest.mark.slow
 def test_a_run_is_not_overwritten_unless_asked_to(text, tmp_path):
     run = make_run(text, tmp_path / "run", num_steps=1)
     fit(*run)
@@ -495,6 +498,7 @@ def test_lines_in_buckets_train_alike_on_any_mesh_and_resume_in_mid_epoch(text, 
     )
 
 
+@pytest.mark.slow
 def test_padding_of_buckets_changes_no_evaluation(whole_run, text):
     """Each line by itself, without a batch or padding."""
     result, _ = whole_run
@@ -613,6 +617,7 @@ def test_a_task_of_ones_own_stopped_at_any_step_goes_on_on_another_mesh(tmp_path
         assert numbers == pytest.approx(expected.metrics, rel=RELATIVE_ERROR)
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_task_of_ones_own_have_its_names(whole_walk):
     assert np.mean(whole_walk.losses[-3:]) < 0.5 * whole_walk.losses[0]
     folder = RunFolder(whole_walk.out_dir)
@@ -629,6 +634,7 @@ def test_the_lines_of_a_task_of_ones_own_have_its_names(whole_walk):
     )
 
 
+@pytest.mark.slow
 def test_what_is_frozen_stays_as_it_was(whole_walk):
     before = init_state(whole_walk.setup)
     changed = jax.tree.map(
@@ -639,6 +645,7 @@ def test_what_is_frozen_stays_as_it_was(whole_walk):
     assert [any(jax.tree.leaves(part)) for part in changed] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_run_tells_of_itself_unless_it_is_to_be_quiet(tmp_path, capsys):
     """Where there is no terminal, in plain lines; what is returned is short enough to be looked at."""
     run = (Walk(), make_layout(), make_train(tmp_path / "run", num_steps=10))
@@ -814,6 +821,7 @@ def test_a_value_that_the_task_refuses_ends_the_run_before_it_begins(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
     state, parallel = whole_walk.state, whole_walk.setup.parallel
 

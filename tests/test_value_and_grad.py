@@ -203,6 +203,7 @@ def test_a_task_needs_no_optimizer_for_its_gradients():
         np.testing.assert_array_equal(own, other)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_comes_back_as_it_is():
     state, run = bare()
     batch = Bare().make_batches("train", 0).batch(0)

@@ -120,6 +120,7 @@ def test_each_way_holds_and_sends_what_its_compiled_step_does(found):
     assert model.holds == pipeline.holds == tuple(f"layer {n}, {ends}" for n in range(4))
 
 
+@pytest.mark.slow
 def test_blocks_take_the_estimated_time_and_leave_the_rest_idle(found):
     for each in found.drawn:
         parts, sends = each.cost.parts, each.cost.waiting
@@ -240,6 +241,7 @@ def test_the_picture_of_the_page_has_what_its_command_draws(tmp_path, no_compile
     assert stored.count("http") == 1  # the name of SVG
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_picture_moves_and_stands_still_where_motion_is_not_wanted(tmp_path, found):
     page = tmp_path / "strategies.html"

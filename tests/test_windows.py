@@ -146,6 +146,7 @@ def test_late_windows_of_other_layers_are_the_same_on_every_mesh(layer):
     assert_same_as_plain(make_settings((2, 2, 2), (2, 4), task))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["replicated", slow("host")])
 def test_one_program_takes_all_lengths_and_the_rate_of_each(update):
     task = dataclasses.replace(LATE, optimizer=MODEL.optimizer)

@@ -138,6 +138,7 @@ def test_blocks_are_those_of_their_authors(blocks):
     assert_close(named(d_params), theirs(arrays, "gradients"))
 
 
+@pytest.mark.slow
 def test_windows_and_single_steps_are_the_whole(blocks):
     graphdef, params, arrays = blocks
     x = jnp.asarray(arrays["x"]).swapaxes(0, 1)
