@@ -3,6 +3,7 @@
 Plain data: what needs JAX is imported where it is used.
 """
 
+import collections
 import dataclasses
 import difflib
 import hashlib
@@ -295,18 +296,34 @@ def spec_of(task: Task) -> str:
     return f"{file}:{type(task).__name__}" if file and Path(file).is_file() else task.name
 
 
+# The text of each module of a user's folder as it was loaded: tasks, and what they import from beside them.
+_LOADED = collections.defaultdict[Path, dict[str, bytes | None]](dict)
+
+
+def _text_of(name: str) -> bytes | None:
+    """The text of a module's file as it is now; None if there is none."""
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    return file.read_bytes() if file.is_file() else None
+
+
 def _load(path: Path, source: bytes) -> Any:
-    """The module of a file; the same one as long as the file does not change."""
-    digest = hashlib.sha256(bytes(path) + source).hexdigest()
-    name = f"{FILE_OF_TASK}{path.stem}_{digest[:8]}"
-    if name in sys.modules:
+    """The module of a file; the same one as long as nothing changes that was loaded from its folder."""
+    folder, known = path.parent, _LOADED[path.parent]
+    if any(_text_of(name) != text for name, text in known.items()):
+        for name in known:
+            if not name.startswith(FILE_OF_TASK):
+                sys.modules.pop(name, None)
+        known.clear()
+    name = f"{FILE_OF_TASK}{path.stem}_{hashlib.sha256(bytes(path) + source).hexdigest()[:8]}"
+    if name in known:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    others = {*sys.modules} - {name}
     sys.modules[name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.parent))
+    sys.path.insert(0, str(folder))
     before = LOADED.set(path)
     try:
         spec.loader.exec_module(module)
@@ -315,5 +332,9 @@ def _load(path: Path, source: bytes) -> Any:
         raise ValueError(f"{path} fails when it is run: {type(error).__name__}: {error}") from error
     finally:
         LOADED.reset(before)
-        sys.path.remove(str(path.parent))
+        sys.path.remove(str(folder))
+    for new in {*sys.modules} - others:
+        file = Path(getattr(sys.modules[new], "__file__", None) or "")
+        if folder in file.parents and "site-packages" not in file.parts:
+            known[new] = _text_of(new)
     return module
