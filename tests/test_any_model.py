@@ -233,7 +233,7 @@ MISTAKES = {
     ),
     "carry without rows": (
         layer_that(lambda c, x, at: (c, x), lambda rows: jnp.zeros((3, 3))),
-        r"layer wrong: its initial_carry\(32\) has the shape \[3, 3\]; let it be \[rows, \.\.\.\]",
+        r"layer wrong: its initial_carry\(32\) has the shape \[3, 3\]\.\nFix: give \[rows, \.\.\.\]",
     ),
     "a collective over stages": (
         layer_that(lambda c, x, at: (c, jax.lax.psum(x, "stage"))),

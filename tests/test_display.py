@@ -335,7 +335,7 @@ def test_a_report_shows_the_same_in_text_and_html(mesh):
 
 
 def test_a_plan_shows_the_same_in_text_and_html():
-    ranking = plan(TASK, machine="h100:1x1x2", num_finalists=0, tensor=(1,))
+    ranking = plan(TASK, machine="h100:1x1x2", num_finalists=0)
     for picture in (ranking, ranking.best):
         words = " ".join(str(picture).split())
         cells = [" ".join(cell.split()) for row in Rows(picture._repr_html_()).rows for cell in row]

@@ -207,7 +207,7 @@ def test_other_data_of_a_task_that_does_not_describe_them_are_refused(own, tmp_p
     fit(own, on("dp2"), make_train(tmp_path))
     fit(own, on("dp4"), make_train(tmp_path, num_steps=5), resume=True)  # the same, on another mesh
     np.save(tmp_path / "data.npy", rows() + 1)
-    message = r"not those that the run in .* began with: batches\.train was [0-9a-f]{16}, is [0-9a-f]{16}; "
+    message = r"the data of the run in .* have changed: batches\.train was [0-9a-f]{16}, is [0-9a-f]{16}; "
     with pytest.raises(ValueError, match=message):
         fit(own, on("dp2"), make_train(tmp_path, num_steps=6), resume=True)
     with pytest.raises(ValueError, match=message):

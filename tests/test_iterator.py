@@ -198,8 +198,8 @@ def test_a_stream_that_ends_ends_training_with_its_state_saved(whole, tmp_path, 
     config = train(tmp_path / "run", log_every=4)
     monkeypatch.setattr(sys.modules[__name__], "numbers", lambda split, first=0: range(first, 6))
     ended = (
-        r"the stream has ended after 6 batches\.\nFix: .* The state of "
-        r"step 6 is saved: go on with --resume"
+        r"the stream has ended after 6 batches\. The state of step 6 is saved\.\n"
+        r"Fix: .* --resume --train.out-dir"
     )
     with pytest.raises(EndOfStreamError, match=ended):
         fit(Streamed(), TWO, config, quiet=True)

@@ -217,7 +217,7 @@ class HoldsKey(Layer):
 
 def test_a_key_in_a_layer_is_refused():
     with pytest.raises(
-        ValueError, match="layer HoldsKey has key, a random key, which would be the same"
+        ValueError, match="layer HoldsKey has key, a random key, the same in every step"
     ):
         nnx.eval_shape(lambda: Stack([HoldsKey], rngs=nnx.Rngs(0)))
 

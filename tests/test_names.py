@@ -219,7 +219,7 @@ def test_two_metrics_that_are_written_under_one_name_are_refused():
 
 def test_the_loss_is_shown_as_the_loss():
     assert Task().metrics(1.5, {"loss": 7.0, "error": 2.0}) == {"loss": 1.5, "error": 2.0}
-    with pytest.raises(ValueError, match=r"returns 7 as 'loss', and the loss is 1.5. Fix: use"):
+    with pytest.raises(ValueError, match=r"returns 7 as 'loss', and the loss is 1.5\nFix: use"):
         check_reported(Named(), 1.5, {"loss": 7.0})
     check_reported(Named(), float("nan"), {"loss": float("nan")})
     check_reported(Named(), 1.5, {"perplexity": 4.5}, ["perplexity of a guess"])

@@ -420,8 +420,8 @@ CALLS = {
     ),
     "a mesh of a number": (lambda run: jaxpar.load_run(run.folder.path, 4), r"mesh=4 \(int\): must be"),
     "a run of a number": (lambda run: jaxpar.load_run(3), r"folder=3 \(int\): must be a path"),
-    "a run without a name": (lambda run: jaxpar.load_run(""), "folder='' names nothing; give a path"),
-    "a start without a name": (lambda run: jaxpar.Start(""), "start='' names nothing; give a path"),
+    "a run without a name": (lambda run: jaxpar.load_run(""), "folder='' names nothing\nFix: give a path"),
+    "a start without a name": (lambda run: jaxpar.Start(""), "start='' names nothing\nFix: give a path"),
     "an export to a number": (lambda run: run.export(3), r"path=3 \(int\): must be a path"),
     "words of a number": (lambda run: run.vocabulary.encode(5), r"text=5 \(int\): must be"),
 }  # fmt: skip

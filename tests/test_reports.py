@@ -239,7 +239,7 @@ def test_a_tracker_of_ones_own_hears_all_numbers_by_name(tmp_path):
 
 def test_a_package_that_is_not_there_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="WandB needs the package wandb; pip install wandb"):
+    with pytest.raises(ValueError, match="WandB needs the package wandb\nFix: pip install wandb"):
         WandB()
     assert main(["train", "lm", "--track", "wandb"]) == 2
     assert "error: WandB needs the package wandb" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_a_setup_is_taken_for_what_it_was_made_of():
 
 def test_a_mesh_of_other_sizes_is_refused():
     mesh = MeshConfig(data=2, devices=(0, 1)).build()
-    with pytest.raises(ValueError, match=r"mesh has the sizes .*'data': 2.* parallel has data=1,"):
+    with pytest.raises(ValueError, match=r"mesh has the sizes .*'data': 2.* parallel has pp2"):
         Setup.of(SMALL, "pp2", mesh=mesh)
 
 

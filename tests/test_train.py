@@ -404,7 +404,7 @@ def test_a_text_shorter_than_the_batch_is_read_in_fewer_streams(whole_run):
     tokens = np.arange(6)
     nll = [-log_probabilities(result, tokens[n : n + 1])[0, n + 1] for n in range(5)]
     assert loss_of(result, tokens) == pytest.approx(np.mean(nll), rel=RELATIVE_ERROR)
-    with pytest.raises(ValueError, match="1 tokens are too few"):
+    with pytest.raises(ValueError, match="1 tokens are fewer than the 2 that"):
         loss_of(result, np.arange(1))
 
 

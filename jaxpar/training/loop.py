@@ -140,8 +140,8 @@ class Run:
         self.report.end(step, config.num_steps, stop.reason)
         if ended is not None:
             raise EndOfStreamError(
-                f"{ended}. The state of step {step} is saved\n"
-                f"Fix: continue with --resume --train.out-dir {self.folder}"
+                f"{str(ended).partition(chr(10))[0]} The state of step {step} is saved.\nFix: let the stream "
+                f"repeat its data, or give more, and use --resume --train.out-dir {self.folder}."
             ) from ended
         if tracer.path is not None:
             self.report.profile(tracer.path)
