@@ -251,7 +251,7 @@ def test_files_for_others_may_be_read_as_the_umask_says(run, tmp_path):
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) == 4
+    assert len(files) == 3
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
 
 

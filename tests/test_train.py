@@ -128,7 +128,7 @@ def test_losses_fall_and_everything_is_reported(whole_run):
         perplexity_of(result, "valid") < result.evaluations["valid"].baseline["unigram perplexity"]
     )
     assert recorder.told == [
-        "plan", "begin 0/20", 1, 5, 10, "valid 10", 15, 20, "end 20", "valid 20", "test 20", "finish",
+        "plan", "begin 0/20", 1, 5, 10, "valid 10", 15, 20, "valid 20", "end 20", "test 20", "finish",
     ]  # fmt: skip
 
 
