@@ -150,15 +150,11 @@ def test_a_loss_without_any_gradient_is_refused(fields, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
 def test_a_parameter_of_whole_numbers_is_refused_where_it_is_trained(dtype):
-    with pytest.raises(
-        ValueError, match=rf"parameter extra of task Tiny is {dtype}\[3\]"
-    ):
+    with pytest.raises(ValueError, match=rf"parameter extra of task Tiny is {dtype}, which has no"):
         ModelFacts.of(Tiny(dtype=dtype))
     ModelFacts.of(Tiny(dtype=dtype, trained="out"))
 
 
 def test_a_complex_loss_is_refused():
-    with pytest.raises(
-        ValueError, match=r"`last` of Net returns complex64 as 'loss' of its Sums"
-    ):
+    with pytest.raises(ValueError, match=r"`last` of Net returns complex64 as 'loss' of its Sums"):
         _ = ModelFacts.of(Tiny("complex")).traces

@@ -257,7 +257,7 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
         ({"num_layers": 0}, "num_layers=0: must be positive"),
         ({"hidden_size": -4}, "hidden_size=-4: must be positive"),
         ({"embed_size": 17}, "embed_size=17 is larger than hidden_size=16"),
-        ({"tie_embedding": True}, "tie_embedding needs embed_size=8 equal to hidden_size=16\\.\nFix: set"),
+        ({"tie_embedding": True}, "tie_embedding needs embed_size=8 equal to hidden_size=16"),
         ({"vocab_size": 0, "num_words": None}, "vocab_size=0: must be positive"),
         ({"num_words": 0}, "num_words=0: must be positive"),
         ({"dropout": 1.0}, r"dropout=1\.0: must be at least 0 and less than 1"),

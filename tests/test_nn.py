@@ -230,7 +230,9 @@ def test_a_layer_of_flax_takes_the_product_of_ours():
     ],
 )
 def test_slots_that_do_not_hold_each_layer_once_are_refused(slots, found):
-    message = rf"(?s)slots with layers {found} in .* the stack has \[\[0, 1, 2\]\].*kind_of=\(0, 0, 0\)"
+    message = (
+        rf"(?s)slots with layers {found} in .* the stack has \[\[0, 1, 2\]\].*kind_of=\(0, 0, 0\)"
+    )
     with pytest.raises(ValueError, match=message):
         lstms(8, 3).place(slots)
 

@@ -158,9 +158,7 @@ def test_other_mistakes_are_told():
             ValueError, match=rf"sequence .* of 2 steps begins at step {max(starts, key=abs)} of 4"
         ):
             PackedBatches({"x": np.zeros(4)}, [2, 2], 1, 4, starts=starts)
-    with pytest.raises(
-        ValueError, match="sequence 0 of 4 steps begins at step 0 of 4"
-    ):
+    with pytest.raises(ValueError, match="sequence 0 of 4 steps begins at step 0 of 4"):
         PackedText(
             {TOKENS: np.zeros(4, int)}, [4], 1, 4, starts=[0]
         )  # its last token has none after it

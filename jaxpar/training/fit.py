@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 
 import jax
@@ -31,7 +31,7 @@ from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
 from jaxpar.training.console import ConsoleReport
-from jaxpar.training.evaluate import evaluate, in_batches
+from jaxpar.training.evaluate import check_reported, evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
 from jaxpar.training.progress import Evaluation
@@ -229,6 +229,10 @@ def _check_model(setup: Setup, target: TrainState) -> None:
     _ = setup.optimizer  # is there one?
     layout.facts.check_gradient()
     check_optimizer(setup)
+    metrics: Mapping[str, float] = {}
+    with contextlib.suppress(ArithmeticError, ValueError):  # it makes no sense of these numbers
+        metrics = task.metrics(0.5, dict.fromkeys(layout.facts.traces.sums.metrics, 0.5))
+    check_reported(task, 0.5, metrics)
     if parallel.mesh.data > 1 or parallel.runs_in_units:
         layout.facts.check_loops()
     check_rows_alone(layout)
