@@ -70,7 +70,8 @@ def make_schedule(
       ValueError: unknown name, a count below 1, a number of groups or a zero_bubble that the schedule does
         not have.
     """
-    num_groups = least_groups(name) if num_groups is None else num_groups
+    if num_groups is None:
+        num_groups = 2 if name in ("interleaved", "v") else 1
     _check(name, zero_bubble, (num_stages, num_microbatches, num_chunks, num_groups))
     route = route_of(name, num_stages, num_groups)
     num_units = num_microbatches * num_chunks
@@ -109,11 +110,6 @@ def make_schedule(
         backward=back,
         weights=weights,
     )
-
-
-def least_groups(name: str) -> int:
-    """The least number of groups of layers on a stage that a schedule has."""
-    return 2 if name in ("interleaved", "v") else 1
 
 
 def _ticks_on_the_way(name: str, route: Route, num_units: int) -> np.ndarray:
@@ -298,7 +294,6 @@ def _check(name: str, zero_bubble: bool, counts: tuple[int, ...]) -> None:
     for what, count in zip(names, counts, strict=True):
         if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
             raise ValueError(f"{what}={count!r} is not a count.\nFix: use an integer of 1 or more.")
-    require(isinstance(zero_bubble, bool), f"zero_bubble={zero_bubble!r}: must be True or False.")
     fits = {"interleaved": counts[-1] > 1, "v": counts[-1] == 2}.get(name, counts[-1] == 1)
     require(
         fits,
