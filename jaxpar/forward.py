@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.at import At, anywhere
+from jaxpar.base.at import At
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import constants_told, same_along, vary_like
@@ -113,15 +113,14 @@ def _run_at_once(
 ):
     """The whole batch and window as one block on every data-parallel group."""
 
-    def run(params, others, frozen, carry, batch, key, time=0, first_row=0, at_layout=anywhere):
+    def run(params, others, frozen, carry, batch, key, at_layout, time: Any = 0, row: Any = 0):
         at = layout.facts.at(layout.facts.to_block(batch), draws=False)
-        time, row = jnp.int32(time), jnp.int32(first_row)
-        at = at._replace(time=time, row=row, key=key, layout=at_layout)
+        at = at._replace(time=jnp.int32(time), row=jnp.int32(row), key=key, layout=at_layout)
         return run_block(layout, layers, params, others, frozen, carry, at, predicts=predicts)
 
     own = layout.task.axes
     if not own and (mesh.shape[DATA] == 1 or not layout.facts.divides_by_hand):
-        return run(params, others, frozen, carry, batch, key, at_layout=layout.constraint(mesh))
+        return run(params, others, frozen, carry, batch, key, layout.constraint(mesh))
 
     # Left to itself, the compiler would sum gradients over `data` in the loop over the layers. Here they
     # are summed where the parameters came in, all at once.
@@ -137,7 +136,7 @@ def _run_at_once(
         if facts.time_axes:
             time = lax.axis_index(facts.time_axes) * (layout.chunk_len or 0)
         at_layout = layout.constraint(mesh, DATA)
-        carry, sums = run(params, others, frozen, carry, batch, key, time, first_row, at_layout)
+        carry, sums = run(params, others, frozen, carry, batch, key, at_layout, time, first_row)
         carry = same_along(own, carry, of_carry)
         if predicts:
             return carry, same_along(own, vary_like(sums, group), of_block)

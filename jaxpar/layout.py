@@ -371,10 +371,21 @@ class Layout:
             return self.possible_pools
         return self._pools_of_ends if self.may_pool and not self._has_own_optimizer else None
 
-    @property
+    @functools.cached_property
     def pools_layers(self) -> bool:
-        """Whether layers lie in pools; otherwise they are in stacks."""
-        return self.may_pool and self.possible_pools is not None and not self.why_stacks
+        """Whether layers lie in pools; otherwise they are in stacks.
+
+        They are where axes of one's own may split them, or an optimizer that is not an `OptimizerConfig` may
+        look at single parameters; where the model's `draw` or `prepare` looks at them; and where what they
+        carry begins with parameters.
+        """
+        return (
+            self.may_pool
+            and self.possible_pools is not None
+            and not (self.task.axes or self._has_own_optimizer)
+            and not any(path.startswith(f"{LAYERS_OF_MODEL}/") for path in self._looked_at)
+            and not self.facts.starts_with_variables
+        )
 
     @property
     def _has_own_optimizer(self) -> bool:
@@ -382,22 +393,6 @@ class Layout:
         kind, task = type(self.task), self.task
         is_own = any(getattr(kind, name) is not getattr(Task, name) for name in names)
         return is_own or not task.has_optimizer
-
-    @functools.cached_property
-    def why_stacks(self) -> str:
-        """Why layers lie in stacks of their kinds though pools would take less, in words; "" otherwise."""
-        model = self.facts.model
-        if self.possible_pools is None:
-            return ""
-        if self.task.axes:
-            return "axes of its own may split them"
-        if self._has_own_optimizer:
-            return "an optimizer that is not an OptimizerConfig may look at single parameters"
-        if any(path.startswith(f"{LAYERS_OF_MODEL}/") for path in self._looked_at):
-            return f"{type(model).__name__}.draw or prepare looks at them"
-        if self.facts.starts_with_variables:
-            return "what layers carry begins with parameters"
-        return ""
 
     @property
     def _looked_at(self) -> frozenset[str]:

@@ -83,7 +83,7 @@ class MeshConfig(Shown):
         text = text.strip()
         require(
             re.fullmatch(rf"({_AXIS}-?\d+)+", text) is not None,
-            f"mesh {text!r} is not made of axes and sizes here\nFix: write it such as dp2pp2tp2.",
+            f"mesh {text!r} is not made of axes and sizes\nFix: write it as dp2pp2tp2.",
         )
         sizes: dict[str, int] = {}
         for name, size in list[tuple[str, str]](re.findall(rf"({_AXIS})(-?\d+)", text)):

@@ -106,11 +106,6 @@ def check_variables(what: str, state: nnx.State) -> None:
                 f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which its calls change.\n"
                 f"Fix: use jaxpar.nn.dropout(x, rate, at), or a norm over features, such as nnx.LayerNorm."
             )
-        require(
-            not is_variable(leaf) or leaf.get_value() is not None,
-            f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__} of None.\n"
-            f"Fix: let the attribute itself be None.",
-        )
 
 
 class Layer(nnx.Module):

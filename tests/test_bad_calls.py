@@ -193,7 +193,7 @@ CALLS = {
         lambda m: jaxpar.fit(TASK, Parallel("tp8", fsdp=True)), "fsdp=True splits over data, and mesh tp8 ",
     ),
     "a mesh of the planner's": (
-        lambda m: jaxpar.fit(TASK, "auto"), "mesh 'auto' is not made of axes and sizes here",
+        lambda m: jaxpar.fit(TASK, "auto"), "mesh 'auto' is not made of axes and sizes",
     ),
     "a picture of an array of NumPy": (
         lambda m: jaxpar.show(np.zeros(3)), r"no picture of type ndarray\nFix: give a mesh, a JAX array",

@@ -342,10 +342,10 @@ DEVICES = {
         "machine 'h100:1x1x0': must be one of",
     ),
     "a mesh of the planner's elsewhere": (
-        ["inspect", "lm", "--mesh", "auto"], "mesh 'auto' is not made of axes and sizes here",
+        ["inspect", "lm", "--mesh", "auto"], "mesh 'auto' is not made of axes and sizes",
     ),
     "a mesh of the planner's for a finished run": (
-        ["evaluate", "run", "--mesh", "auto"], "is not made of axes and sizes here",
+        ["evaluate", "run", "--mesh", "auto"], "is not made of axes and sizes",
     ),
     "a plan that nothing fits in": (
         ["plan", "lm", *SIZES[:10], "--corpus", "text", "--memory", "1kB"],

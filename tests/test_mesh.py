@@ -102,13 +102,13 @@ def test_parse_reads_what_a_mesh_prints(sizes):
     [
         ("dp2dp4", "'data' twice"),
         ("data=2,stage=2", "mesh 'data=2,stage=2' is not made of axes"),
-        ("dp2.5", "mesh 'dp2.5': must be axes"),
-        ("data", "mesh 'data': must be axes"),
-        ("", "mesh '': must be axes"),
-        ("xP2", "mesh 'xP2': must be axes"),
-        ("dp2tp", "mesh 'dp2tp': must be axes"),
+        ("dp2.5", "mesh 'dp2.5' is not made of axes"),
+        ("data", "mesh 'data' is not made of axes"),
+        ("", "mesh '' is not made of axes"),
+        ("xP2", "mesh 'xP2' is not made of axes"),
+        ("dp2tp", "mesh 'dp2tp' is not made of axes"),
         ("dp0", "mesh data=0"),
-        ("dp-1tp-1", "-1 for data and tensor: only one"),
+        ("dp-1tp-1", "-1 for data and tensor"),
     ],
 )
 def test_parse_refuses(text, message):
@@ -123,13 +123,13 @@ def test_parse_refuses(text, message):
         (lambda: MeshConfig(stage=-2), "mesh stage=-2\nFix: use 1 or more, or -1"),
         (lambda: MeshConfig(tensor=2.0), r"tensor=2\.0 \(float\): must be a whole number"),
         (lambda: MeshConfig(data=True), r"data=True \(bool\): must be a whole number"),
-        (lambda: MeshConfig(data=-1, stage=-1), "-1 for data and stage: only one"),
+        (lambda: MeshConfig(data=-1, stage=-1), "-1 for data and stage"),
         (
             lambda: MeshConfig(devices=(0, 0)),
             r"devices=\(0, 0\)\nFix: name one or more of them, each once",
         ),
         (lambda: MeshConfig(devices=(-1,)), r"devices=\(-1,\)\nFix: .*, from 0"),
-        (lambda: MeshConfig(devices=()), r"devices=\(\): must be at least one"),
+        (lambda: MeshConfig(devices=()), r"devices=\(\)"),
         (
             lambda: MeshConfig(data=16).build(),
             "needs 16 devices, got 8\n.*simulate 16",

@@ -117,12 +117,11 @@ def describe_pools(layout: Layout) -> list[tuple[str, str]]:
     """Where layers of unequal shapes lie, if a device could have room for those of its stage alone."""
     if layout.possible_pools is None:
         return []
-    if layout.why_stacks:
-        where = f"stacks of their kinds; pools would take less, but {layout.why_stacks}"
-    else:
-        size = sum(pool.num_bytes for pool in layout.possible_pools)
-        where = f"pools, {format_bytes(size)} of layers on a device"
-    return [("layers in", where)]
+    size = format_bytes(sum(pool.num_bytes for pool in layout.possible_pools))
+    pools = f"pools, {size} of layers on a device"
+    return [
+        ("layers in", pools if layout.pools_layers else "stacks of their kinds, which take more")
+    ]
 
 
 def describe_balance(layout: Layout) -> list[tuple[str, str]]:
