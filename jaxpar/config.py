@@ -127,14 +127,11 @@ class Parallel:
         if isinstance(self.mesh, str):
             object.__setattr__(self, "mesh", MeshConfig.parse(self.mesh))
         check_fields(self)
-        require(
-            self.shares is None or (len(self.shares) > 0 and min(self.shares) > 0),
-            f"shares={self.shares}: must be positive\nFix: leave idle devices out with devices=(...).",
-        )
-        require(
-            self.speeds is None or (len(self.speeds) > 0 and min(self.speeds) > 0),
-            f"speeds={self.speeds}: must be positive\nFix: use such as (1, 2).",
-        )
+        for name, own in (("shares", self.shares), ("speeds", self.speeds)):
+            require(
+                own is None or (len(own) > 0 and min(own) > 0),
+                f"{name}={own}: must be positive\nFix: leave idle devices out with devices=(...).",
+            )
 
     @classmethod
     def of(cls, parallel: "Parallel | MeshConfig | str | None", default: "Parallel") -> "Parallel":
@@ -251,16 +248,13 @@ class Parallel:
             -1 not in sizes.values(),
             f"mesh {self.mesh}: a size is not inferred yet\nFix: use resolve().",
         )
-        require(
-            len(self.group_shares) == sizes[DATA],
-            f"shares={self.group_shares}: expected {sizes[DATA]} (data), got {len(self.group_shares)}\n"
-            f"Fix: give each data-parallel group one.",
-        )
-        require(
-            self.speeds is None or len(self.speeds) == sizes[STAGE],
-            f"speeds={self.speeds}: expected {sizes[STAGE]} (stage), got {len(self.speeds or ())}\n"
-            f"Fix: give each stage one.",
-        )
+        known = ("shares", self.group_shares, DATA), ("speeds", self.speeds, STAGE)
+        for name, own, axis in known:
+            require(
+                own is None or len(own) == sizes[axis],
+                f"{name}={own}: expected {sizes[axis]} ({axis}), got {len(own or ())}\n"
+                f"Fix: give one number for each along {axis}.",
+            )
         parts = {DATA: sizes[DATA]} if self.shares is None else {"sum of shares": sum(self.shares)}
         if self.pipeline.num_microbatches > 1:
             parts["num_microbatches"] = self.pipeline.num_microbatches

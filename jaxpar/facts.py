@@ -591,11 +591,9 @@ class ModelFacts:
           ValueError: it returned sums, which it did not when it was traced.
         """
         carry, y, *sums = out
-        if not self.traces.adds_sums and sums:
-            raise ValueError(
-                f"layer {kind} returns sums for some of its calls only.\nFix: return (carry, y, sums) always."
-            )
         if not self.traces.adds_sums:
+            always = "Fix: return (carry, y, sums) always."
+            require(not sums, f"layer {kind} returns sums for some of its calls only.\n{always}")
             return carry, y
         names = self.traces.sums.metrics
         return carry, y, sums[0].with_names(names) if sums else self.no_sums

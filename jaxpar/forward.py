@@ -240,6 +240,9 @@ def _run_in_units(
     last_names = frozenset[str]()
     if sharded:
         last_names = None if is_part else in_parts[1]
+    states = layout.params, layout.frozen
+    own, frozen_specs = (layout.of_layers(layout.specs(state, STAGE)) for state in states)
+    of_layers = _with_others(own, (P(STAGE),) * len(others)), frozen_specs
     deal, gather = _deal(layout, mesh)
     b = layout.microbatch_rows
     constraint = layout.constraint(mesh, DATA, STAGE)
@@ -257,12 +260,7 @@ def _run_in_units(
         shares_first=any(STAGE in each for each in axes),
         first_specs=first_specs,
         last_specs=outer.specs(outer.last, last_names),
-        layer_specs=(P(STAGE), P(STAGE))
-        if layout.pools_layers
-        else (
-            _with_others(layout.layer_specs(layout.params), (P(STAGE),) * len(others)),
-            layout.layer_specs(layout.frozen),
-        ),
+        layer_specs=(P(STAGE), P(STAGE)) if layout.pools_layers else of_layers,
         carry_specs=_carry_specs(layout, carry, STAGE, DATA),
         row_axes=layout.facts.row_axes,
         time_axes=layout.facts.time_axes,

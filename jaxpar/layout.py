@@ -615,10 +615,6 @@ class Layout:
         pairs = zip(functions, shapes, strict=True)
         return tuple(functools.partial(self.facts.run_padded, *pair) for pair in pairs)
 
-    def layer_specs(self, state: nnx.State) -> tuple[Any, ...]:
-        """Of each kind the partition specs of its part of parameters or frozen variables, in a pipeline."""
-        return self.of_layers(self.specs(state, STAGE))
-
     def carry_specs(self, *axes: str) -> list[list[P]]:
         """Of each kind those of the arrays of its carry, over these axes and those of one's own."""
         carry = jax.eval_shape(self.initial_carry, self.params, self.frozen)

@@ -1,6 +1,5 @@
 """The state of a training run, born sharded: abstract first, then initialised where it will live."""
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Container
@@ -321,21 +320,15 @@ def _evaluated_params(setup: Setup) -> Callable[..., nnx.State]:
 def audit(state: TrainState) -> None:
     """Compares the declared and the actual sharding of parameters, optimizer state and carry.
 
-    All must lie on one mesh, the one that most arrays of the state lie on.
+    All must lie on one mesh, that of `state.step`.
 
     Raises:
       ValueError: names each annotated array that is sharded otherwise.
     """
     require_instance("state", state, TrainState, "what init_state or a step returns")
-    layouts = [leaf.sharding for leaf in jax.tree.leaves(state)]
-    meshes = collections.Counter(
-        layout.mesh
-        for layout in layouts
-        if isinstance(layout, NamedSharding) and isinstance(layout.mesh, Mesh)
-    )
-    if not meshes:
+    mesh, lines = getattr(state.step.sharding, "mesh", None), []
+    if not isinstance(mesh, Mesh):
         raise ValueError("state lies on no mesh\nFix: place it by init_state.")
-    mesh, lines = max(meshes, key=meshes.__getitem__), []
     declared = state_shardings(state, mesh)
     for (name, leaf), (_, wanted) in zip(*map(annotated, (state, declared)), strict=True):
         array, where = leaf.get_value(), wanted.get_value()

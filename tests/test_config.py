@@ -175,7 +175,7 @@ SIZES = [
     ),
     (
         Parallel("pp2", PipelineConfig(placement="first, 0-3 | 4, last")),
-        r"placement='first, 0-3 \| 4, last' names 5 layers[\s\S]*such as 'first, 0-1 \| 2-3, last'",
+        r"placement=\(4, 1\) has 5 layers[\s\S]*such as \(2, 2\)",
     ),
     (Parallel("dp-1"), r"mesh dp-1: a size is not inferred yet"),
     (

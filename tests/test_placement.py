@@ -391,8 +391,8 @@ def test_names_say_where_the_head_is():
         (
             read_placement("first, 0-1 | 2, last"),
             (4, 3),
-            r"placement='first, 0-1 \| 2, last' names 3 layers in 2 places, num_layers=4 on stage=3 needs 4 "
-            r"in 3\.\nFix: use such as 'first, 0-1 \| 2 \| 3, last'\.$",
+            r"placement=\(2, 1\) has 3 layers in 2 places, num_layers=4 on stage=3 needs 4 in 3\.\n"
+            r"Fix: use such as \(2, 1, 1\)\.$",
         ),
     ],
 )

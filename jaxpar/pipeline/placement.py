@@ -160,16 +160,12 @@ def resolve_placement(
             f"{nearest_multiples(num_layers, num_places)} layers, or a placement such as {best}.",
         )
         return (num_layers // num_places,) * num_places
-    if isinstance(placement, NamedPlacement):
-        numbers, what = placement.layers, f"placement={str(placement)!r} names"
-        such = repr(str(dataclasses.replace(placement, layers=best)))
-    else:
-        assert not isinstance(placement, str)
-        numbers, what, such = tuple(placement), f"placement={tuple(placement)} has", str(best)
+    assert not isinstance(placement, str)
+    numbers = placement.layers if isinstance(placement, NamedPlacement) else tuple(placement)
     require(
         len(numbers) == num_places and sum(numbers) == num_layers and min(numbers) >= 0,
-        f"{what} {sum(numbers)} layers in {len(numbers)} places, num_layers={num_layers} on {places} needs "
-        f"{num_layers} in {num_places}.\nFix: use such as {such}.",
+        f"placement={numbers} has {sum(numbers)} layers in {len(numbers)} places, num_layers={num_layers} on "
+        f"{places} needs {num_layers} in {num_places}.\nFix: use such as {best}.",
     )
     return numbers
 

@@ -116,25 +116,17 @@ def _ticks_on_the_way(name: str, route: Route, num_units: int) -> np.ndarray:
     """The tick at which the u-th unit to enter is on each virtual stage, [P, MK]."""
     if name == "v":
         return 2 * np.arange(num_units) + np.arange(len(route.stages))[:, None]
-    stage_P, group_P = np.array(route.stages), np.array(route.groups)
-    entry_VU = _entry_ticks(route.num_stages, route.num_groups, num_units)
-    return stage_P[:, None] + entry_VU[group_P]
-
-
-def _entry_ticks(num_stages: int, num_groups: int, num_units: int) -> np.ndarray:
-    """Returns the tick at which stage 0 runs the forward of each group and unit, [V, MK].
-
-    Even rounds of S units or a few more: a unit is back at stage 0, S ticks later, when the turn of
-    its next group comes. In a round of S + r units it waits r ticks, in up to r + 1 buffers. Fewer
-    than S units are one round, with gaps. With one group, unit u enters at tick u in any case.
-    """
-    num_rounds = max(1, num_units // num_stages)
+    # Even rounds of S units or a few more: a unit is back at stage 0, S ticks later, when the turn of its
+    # next group comes. In a round of S + r units it waits r ticks, in up to r + 1 buffers. Fewer than S
+    # units are one round, with gaps. With one group, unit u enters at tick u in any case.
+    num_rounds = max(1, num_units // route.num_stages)
     bounds = np.arange(num_rounds + 1) * num_units // num_rounds
     round_U = np.repeat(np.arange(num_rounds), np.diff(bounds))
     start_U = bounds[round_U]
-    length_U = np.maximum(np.diff(bounds)[round_U], num_stages)
-    place_U = np.arange(num_units) - start_U
-    return num_groups * start_U + np.arange(num_groups)[:, None] * length_U + place_U
+    length_U = np.maximum(np.diff(bounds)[round_U], route.num_stages)
+    stage_P1, group_P1 = (np.array(own)[:, None] for own in (route.stages, route.groups))
+    entry_PU = route.num_groups * start_U + group_P1 * length_U + np.arange(num_units) - start_U
+    return stage_P1 + entry_PU
 
 
 def _assign_slots(
