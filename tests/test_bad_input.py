@@ -207,7 +207,7 @@ FLAGS = {
     ),
     "placement for other stages": (
         train("--mesh", "dp4pp2", "--pipeline.placement", "first, 0 | 1 | last"),
-        r"has 2 layers in 3 places, num_layers=2 on stage=2 needs 2 in 2\.\n.* \(1, 1\)",
+        r"has 2 layers in 3 places, num_layers=2 on stage=2 needs 2 in 2\.\s.* \(1, 1\)",
     ),
     "layers by stages": (
         train("--mesh", "dp4pp2", "--num-layers", "3", "--pipeline.placement", "even"),
@@ -243,7 +243,7 @@ FLAGS = {
         train("--optimizer.warmup-steps", "50"), "warmup_steps=50 of num_steps=2: .*; use warmup_steps=0",
     ),
     "negative hold": (train("--optimizer.hold-steps", "-1"), "hold_steps=-1: must not be negative"),
-    "decay of more": (train("--optimizer.lr-decay", "1.5"), r"lr_decay=1\.5\nFix: use a factor"),
+    "decay of more": (train("--optimizer.lr-decay", "1.5"), r"lr_decay=1\.5\s+Fix: use a factor"),
     "decay at no time": (train("--optimizer.lr-decay-every", "0"), "lr_decay_every=0: must be pos"),
     "weight decay of adam": (
         train("--optimizer.weight-decay", "0.1"),
@@ -257,7 +257,7 @@ FLAGS = {
     "negative clipping": (train("--train.clip-norm", "-1"), r"clip_norm=-1\.0: must not be"),
     "unknown policy": (train("--train.nonfinite", "ignore"), "nonfinite.*stop.*skip"),
     "none skipped": (train("--train.max-skipped", "0"), "max_skipped=0: must be positive"),
-    "negative seed": (train("--train.seed", "-1"), "seed=-1\nFix: use one from 0 to"),
+    "negative seed": (train("--train.seed", "-1"), r"seed=-1\s+Fix: use one from 0 to"),
     "seed too large": (train("--train.seed", str(2**70)), "seed=1180591620717411303424: must"),
     "unknown update": (train("--update", "shard"), "update.*replicated.*sharded"),
     "never logged": (train("--train.log-every", "0"), "log_every=0: must be positive"),
@@ -325,7 +325,7 @@ DEVICES = {
         train("--devices", "9"), r"mesh devices=\(9,\): there is no device 9",
     ),
     "a device twice": (
-        train("--devices", "0", "0"), r"devices=\(0, 0\)\nFix: name one or more",
+        train("--devices", "0", "0"), r"devices=\(0, 0\)\s+Fix: name one or more",
     ),
     "mesh of no size": (train("--mesh", "tp0"), "mesh tensor=0"),
     "a mesh in two ways": (
@@ -446,7 +446,7 @@ FILES = {
         config("[pipeline]\nplacement = [1, 2.5]\n"),
         r"placement=\(1, 2\.5\): must be a string or a list of whole numbers",
     ),
-    "a number for a table": (config("train = 3\n"), r"train=3 is no table\nFix: write \[train\]"),
+    "a number for a table": (config("train = 3\n"), r"train=3 is no table\s+Fix: write \[train\]"),
     "infinite": (config("[train]\nclip_norm = inf\n"), r"train\.clip_norm=inf: must be a finite number"),
     "no such corpus": (
         train("--corpus", "python-dogs"), "(?s)no corpus 'python-dogs'.*did you mean 'python-docs'",
