@@ -79,8 +79,8 @@ class PipelineConfig:
         )
         require(
             (self.num_groups > 1) == (self.schedule == "interleaved"),
-            f"num_groups={self.num_groups} with schedule={self.schedule!r}: must be 1, and 2 or more "
-            f"with 'interleaved'",
+            f"num_groups={self.num_groups} with schedule={self.schedule!r}\n"
+            f"Fix: use 1, or 2 or more with 'interleaved'.",
         )
         if named := self.named_placement:
             object.__setattr__(self, "placement", str(named))
@@ -127,14 +127,11 @@ class Parallel:
         if isinstance(self.mesh, str):
             object.__setattr__(self, "mesh", MeshConfig.parse(self.mesh))
         check_fields(self)
-        require(
-            self.shares is None or (len(self.shares) > 0 and min(self.shares) > 0),
-            f"shares={self.shares}: must be positive\nFix: leave idle devices out with devices=(...).",
-        )
-        require(
-            self.speeds is None or (len(self.speeds) > 0 and min(self.speeds) > 0),
-            f"speeds={self.speeds}: must be positive, such as (1, 2)",
-        )
+        for name, own in (("shares", self.shares), ("speeds", self.speeds)):
+            require(
+                own is None or (len(own) > 0 and min(own) > 0),
+                f"{name}={own}: must be positive\nFix: leave idle devices out with devices=(...).",
+            )
 
     @classmethod
     def of(cls, parallel: "Parallel | MeshConfig | str | None", default: "Parallel") -> "Parallel":
@@ -251,14 +248,13 @@ class Parallel:
             -1 not in sizes.values(),
             f"mesh {self.mesh}: a size is not inferred yet\nFix: use resolve().",
         )
-        require(
-            len(self.group_shares) == sizes[DATA],
-            f"shares={self.group_shares}: expected {sizes[DATA]} (data), got {len(self.group_shares)}",
-        )
-        require(
-            self.speeds is None or len(self.speeds) == sizes[STAGE],
-            f"speeds={self.speeds}: expected {sizes[STAGE]} (stage), got {len(self.speeds or ())}",
-        )
+        known = ("shares", self.group_shares, DATA), ("speeds", self.speeds, STAGE)
+        for name, own, axis in known:
+            require(
+                own is None or len(own) == sizes[axis],
+                f"{name}={own}: expected {sizes[axis]} ({axis}), got {len(own or ())}\n"
+                f"Fix: give one number for each along {axis}.",
+            )
         parts = {DATA: sizes[DATA]} if self.shares is None else {"sum of shares": sum(self.shares)}
         if self.pipeline.num_microbatches > 1:
             parts["num_microbatches"] = self.pipeline.num_microbatches
@@ -304,7 +300,8 @@ class OptimizerConfig:
     def __post_init__(self):
         check_fields(self)
         require_positive(self, "learning_rate", "lr_decay_every")
-        require(0 < self.lr_decay <= 1, f"lr_decay={self.lr_decay}: must be above 0 and at most 1")
+        is_factor = 0 < self.lr_decay <= 1
+        require(is_factor, f"lr_decay={self.lr_decay}\nFix: use a factor above 0, at most 1.")
         require_rate(self, "momentum")
         require_not_negative(self, "warmup_steps", "hold_steps", "weight_decay")
         require_int32(self, "warmup_steps", "hold_steps", "lr_decay_every")
@@ -369,7 +366,7 @@ class TrainConfig:
             f"patience={self.patience} needs validations during the run, and eval_every=0 has none\n"
             f"Fix: set eval_every.",
         )
-        require(0 <= self.seed < 2**32, f"seed={self.seed}: must be from 0 to {2**32 - 1}")
+        require(0 <= self.seed < 2**32, f"seed={self.seed}\nFix: use one from 0 to {2**32 - 1}.")
         require_int32(self, "num_steps", "max_skipped")
         if self.out_dir is not None:
             require(self.out_dir != "", "out_dir='' names no folder\nFix: leave it out.")

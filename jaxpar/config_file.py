@@ -51,7 +51,8 @@ def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> S
         _take_simulated(tables)
         return _change(_base(tables, base), tables)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        error.args = (f"{path}: {error}",)
+        raise
 
 
 def read_simulated(path: str | os.PathLike[str]) -> int | None:
@@ -76,7 +77,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not TOML in UTF-8: {error}") from error
+        raise ValueError(f"{path} is not TOML in UTF-8: {error}\nFix: correct it.") from error
 
 
 def option_words(settings: Settings, before: Settings) -> list[str]:
@@ -121,7 +122,9 @@ def to_toml(settings: Settings, simulate: int | None = None) -> str:
     try:
         text = tomli_w.dumps(head | tables)
     except TypeError as error:
-        raise ValueError(f"task {head[TASK]} cannot be written as TOML: {error}") from error
+        raise ValueError(
+            f"task {head[TASK]} cannot be written as TOML: {error}\nFix: use numbers and strings."
+        ) from error
     again = keys_of(_change(default_settings(type(task)), tomllib.loads(tomli_w.dumps(tables))))
     for key, value in keys_of(settings).items():
         if key not in again or value != again[key]:
@@ -158,7 +161,7 @@ def default_settings(task: type[Task]) -> Settings:
 def _take_simulated(tables: dict[str, Any]) -> int | None:
     number = tables.pop(SIMULATE, None)
     if number is not None and (type(number) is not int or number < 1):
-        raise ValueError(f"{SIMULATE}={number!r}: must be a number of devices, 1 or more")
+        raise ValueError(f"{SIMULATE}={number!r} is no number of devices\nFix: use 1 or more.")
     return number
 
 
@@ -199,7 +202,7 @@ def _replace(config: Any, values: Any, path: str, known: Sequence[str]) -> Any:
       known: all keys that there are.
     """
     if not isinstance(values, dict):
-        raise ValueError(f"{path[:-1]}={values!r}: must be a table [{path[:-1]}]")
+        raise ValueError(f"{path[:-1]}={values!r} is no table\nFix: write [{path[:-1]}].")
     names = [field.name for field in dataclasses.fields(config)]
     changes = {}
     for key, value in values.items():

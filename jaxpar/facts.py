@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh
-from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At, anywhere
 from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TIME
@@ -28,9 +26,7 @@ from jaxpar.base.trees import (
     add,
     check_floats,
     check_same,
-    constants_told,
     shape_of,
-    vary_over,
     whole_bytes,
     zeros,
 )
@@ -96,7 +92,6 @@ class ModelFacts:
       platform: that computes, which layers may ask (`At.on_cpu`).
       batch: `ShapeDtypeStruct`s of a batch, as users have it; `batch_size` its rows, `num_steps` its time
         steps (None if the model has no time).
-      rounded: the names of its arrays that are float64 and that devices have as float32.
       time_major: of the model.
       model: of shapes, as the task makes it, its layers not yet in their slots.
       kinds: names of the kinds of layers; `kind_of` the number of each layer's kind; `unroll` of the stack.
@@ -114,9 +109,7 @@ class ModelFacts:
         """
         self.task, self.platform = task, platform
         task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
-        example = _example_of(task)
-        self.batch = jax.tree.map(shape_of, example)
-        self.rounded = _rounded(example)
+        self.batch = jax.tree.map(shape_of, _example_of(task))
         what = f"the model of task {task.name}, a"
         self.model = traced_twice(what, lambda: self.make(0))[0]
         _check_model(task, self.model)
@@ -270,19 +263,9 @@ class ModelFacts:
         return frozenset(path for n, path in enumerate(paths) if n in changed or used[n])
 
     @functools.cached_property
-    def x_numbers(self) -> int:
-        """How many numbers of a whole batch go from stage to stage."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.passed))
-
-    @property
-    def padding(self) -> Padding:
-        """Makes blocks of one shape of what goes from layer to layer."""
-        return self.traces.padding
-
-    @functools.cached_property
     def passed(self) -> Any:
         """Shapes of what goes from stage to stage, of a whole batch."""
-        return jax.eval_shape(lambda x: self.padding.pad(x, anywhere), self.traces.x)
+        return jax.eval_shape(lambda x: self.traces.padding.pad(x, anywhere), self.traces.x)
 
     @property
     def divides_by_hand(self) -> bool:
@@ -432,7 +415,7 @@ class ModelFacts:
         num_own = len(jax.tree.leaves(params))
         depends, passes = any(found[:num_own]), any(found[num_own:])
         for kind in reversed(self.kind_of):
-            if depends or not (passes or self.adds_sums):
+            if depends or not (passes or self.traces.adds_sums):
                 break
             layer, ((own, carry, x), *others) = self.layer_totals[kind]
             found = moving_inputs(layer, (own, carry, x), *others)
@@ -477,17 +460,6 @@ class ModelFacts:
                 *(self.task.name, STARTS, kinds[0], STARTS),
             )
 
-    def check_loops(self) -> None:
-        """Checks loops and branches of the model's own as devices trace that have parts of a batch.
-
-        Raises:
-          ValueError: in one of them constants meet what differs from device to device.
-        """
-        if self.task.axes:
-            return  # whose layers differ over axes that are not there yet: the step's own trace tells
-        for what, (run, args) in self.parts.items():
-            _check_types(what, run, *args)
-
     @property
     def parts(self) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         """`first`, a layer of each kind and `last` as functions, and shapes of their arguments."""
@@ -507,16 +479,10 @@ class ModelFacts:
 
     def uses_of(self, model: Any, *, predicts: bool = False) -> tuple[Uses, Uses]:
         """How `first` and `last`, or `predict`, use the modules of a model."""
-        run = functools.partial(self.run_end, y=zeros(self.traces.y), predicts=predicts)
-        first, last = (uses(model, functools.partial(run, place)) for place in (0, -1))
-        return first, last
-
-    def run_end(self, place: int, model: Any, y: Any, *, predicts: bool = False) -> Any:
-        """`first` of a model (place 0), or what follows y (-1), on a whole batch of zeros, for tracing."""
-        batch = zeros(self.block)
-        if place == 0:
-            return model.first(batch, self.at(batch))
-        return self.after_layers(model, y, self.at(batch), predicts=predicts)
+        batch, y = zeros(self.block), zeros(self.traces.y)
+        at = self.at(batch)
+        of_last = uses(model, lambda own: self.after_layers(own, y, at, predicts=predicts))
+        return uses(model, lambda own: own.first(batch, at)), of_last
 
     @functools.cached_property
     def ends(self) -> dict[str, End]:
@@ -533,14 +499,9 @@ class ModelFacts:
         }
 
     @property
-    def adds_sums(self) -> bool:
-        """Whether layers add to the sums of `last`."""
-        return self.traces.adds_sums
-
-    @property
     def no_sums(self) -> Any:
         """What layers have added before the first of them; () if none does."""
-        return zeros(self.traces.sums) if self.adds_sums else ()
+        return zeros(self.traces.sums) if self.traces.adds_sums else ()
 
     def total(self, sums: Any, of_layers: Any = ()) -> Sums:
         """What `last` returned, with what layers have added.
@@ -549,7 +510,7 @@ class ModelFacts:
           ValueError: it is not a `Sums`.
         """
         own = checked_sums(sums, f"`last` of {type(self.model).__name__}")
-        if not self.adds_sums:
+        if not self.traces.adds_sums:
             return own
         own = own.with_names(self.traces.sums.metrics)
         return add(own, of_layers) if of_layers else own
@@ -630,11 +591,9 @@ class ModelFacts:
           ValueError: it returned sums, which it did not when it was traced.
         """
         carry, y, *sums = out
-        if not self.adds_sums and sums:
-            raise ValueError(
-                f"layer {kind} returns sums for some of its calls only.\nFix: return (carry, y, sums) always."
-            )
-        if not self.adds_sums:
+        if not self.traces.adds_sums:
+            always = "Fix: return (carry, y, sums) always."
+            require(not sums, f"layer {kind} returns sums for some of its calls only.\n{always}")
             return carry, y
         names = self.traces.sums.metrics
         return carry, y, sums[0].with_names(names) if sums else self.no_sums
@@ -649,15 +608,15 @@ class ModelFacts:
         block: Any,
         at: At,
     ) -> tuple[Any, ...]:
-        """A layer, as a function of its variables, on a block (`padding`).
+        """A layer, as a function of its variables, on a block of one shape (`Padding`).
 
         Args:
           like: shapes of what the layer takes.
         """
-        x = self.padding.unpad(block, like, at.layout)
+        x = self.traces.padding.unpad(block, like, at.layout)
         x = jax.tree.map(lambda a, shape: a.astype(shape.dtype), x, like)
         after, y, *sums = layer(params, frozen, carry, x, at)
-        return after, self.padding.pad(y, at.layout), *sums
+        return after, self.traces.padding.pad(y, at.layout), *sums
 
     def _trace_layer(self, kind: int, x: Any) -> tuple[Any, ...]:
         """As a function, with shapes of the arguments; and the shapes of y, and of the sums, or ()."""
@@ -722,18 +681,6 @@ def _check_method(what: str, owner: Any, name: str, *arguments: str) -> None:
     check_takes(getattr(owner, name), arguments, f"{what}: {name}", use)
 
 
-def _check_types(what: str, run: Callable[..., Any], *args: Any) -> None:
-    """Traces a part of the model inside a `shard_map`, as one whose arguments differ over `data`."""
-
-    def traced(*args):
-        with constants_told(what):
-            run(*jax.tree.map(lambda a: vary_over(a, frozenset([DATA])), args))
-        return ()
-
-    specs: Any = {"in_specs": P(), "out_specs": P(), "axis_names": {DATA}}
-    jax.eval_shape(jax.shard_map(traced, mesh=AbstractMesh((1,), (DATA,)), **specs), *args)
-
-
 def _example_of(task: Task) -> Any:
     """A batch, as users have it."""
     _check_method(f"task {task.name}", task, "make_model", "rngs")
@@ -749,15 +696,6 @@ def _example_of(task: Task) -> Any:
     check_numbers(batch)
     check_parts(batch, f"of task {task.name}")
     return batch
-
-
-def _rounded(batch: Any) -> tuple[str, ...]:
-    """The names of arrays of float64 that JAX takes as float32."""
-    return tuple(
-        jax.tree_util.keystr(path, simple=True, separator=".")
-        for path, leaf in jax.tree.leaves_with_path(batch)
-        if np.ndim(leaf) and leaf.dtype == np.float64 != shape_of(leaf).dtype
-    )
 
 
 def _check_model(task: Task, model: Any) -> None:

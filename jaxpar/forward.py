@@ -12,16 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.at import At, anywhere
+from jaxpar.base.at import At
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.parts import starts_of
-from jaxpar.base.trees import same_along, vary_like
+from jaxpar.base.trees import constants_told, same_along, vary_like
 from jaxpar.config import Parallel
-from jaxpar.layout import Layout, Outer
+from jaxpar.layout import POOLS, Layout, Outer
 from jaxpar.model import Sums, mean_loss, says, values, wrap_like
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
@@ -112,15 +113,14 @@ def _run_at_once(
 ):
     """The whole batch and window as one block on every data-parallel group."""
 
-    def run(params, others, frozen, carry, batch, key, time=0, first_row=0, at_layout=anywhere):
+    def run(params, others, frozen, carry, batch, key, at_layout, time: Any = 0, row: Any = 0):
         at = layout.facts.at(layout.facts.to_block(batch), draws=False)
-        time, row = jnp.int32(time), jnp.int32(first_row)
-        at = at._replace(time=time, row=row, key=key, layout=at_layout)
+        at = at._replace(time=jnp.int32(time), row=jnp.int32(row), key=key, layout=at_layout)
         return run_block(layout, layers, params, others, frozen, carry, at, predicts=predicts)
 
     own = layout.task.axes
     if not own and (mesh.shape[DATA] == 1 or not layout.facts.divides_by_hand):
-        return run(params, others, frozen, carry, batch, key, at_layout=layout.constraint(mesh))
+        return run(params, others, frozen, carry, batch, key, layout.constraint(mesh))
 
     # Left to itself, the compiler would sum gradients over `data` in the loop over the layers. Here they
     # are summed where the parameters came in, all at once.
@@ -130,9 +130,13 @@ def _run_at_once(
         group = sum(lax.axis_index(axis) for axis in axes)
         with jax.named_scope("gradients"):
             params, others = vary_like((params, others), group)
-        places = _places(layout, mesh)
+        shape = mesh.shape
+        num_rows = facts.batch_size // math.prod(shape[axis] for axis in (DATA, *facts.row_axes))
+        first_row, time = lax.axis_index((DATA, *facts.row_axes)) * num_rows, 0
+        if facts.time_axes:
+            time = lax.axis_index(facts.time_axes) * (layout.chunk_len or 0)
         at_layout = layout.constraint(mesh, DATA)
-        carry, sums = run(params, others, frozen, carry, batch, key, *places, at_layout)
+        carry, sums = run(params, others, frozen, carry, batch, key, at_layout, time, first_row)
         carry = same_along(own, carry, of_carry)
         if predicts:
             return carry, same_along(own, vary_like(sums, group), of_block)
@@ -157,16 +161,6 @@ def _run_at_once(
     )(params, others, frozen, carry, batch, key)
 
 
-def _places(layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
-    """The first time step and row of a device's block, of a batch that is not cut into units."""
-    facts, sizes = layout.facts, mesh.shape
-    rows = facts.batch_size // math.prod(sizes[axis] for axis in (DATA, *facts.row_axes))
-    first_row, first_step = lax.axis_index((DATA, *facts.row_axes)) * rows, 0
-    if facts.time_axes:
-        first_step = lax.axis_index(facts.time_axes) * (layout.chunk_len or 0)
-    return first_step, first_row
-
-
 def _carry_specs(layout: Layout, carry: Any, *axes: str) -> Any:
     """Partition specs of a carry as the engine takes it, maybe with marks beside it."""
     known = layout.carry_specs(*axes)
@@ -188,13 +182,13 @@ def run_block(
 ):
     """All of a model on a block of rows and time steps: the carry, and the sums or what `predict` gives."""
     model, facts = layout.merge(params, frozen), layout.facts
-    with jax.named_scope("first"):
+    with jax.named_scope("first"), constants_told("`first`"):
         x = model.first(at.batch, at._replace(layer=len(facts.kind_of) + 1))
     own = _with_others(layout.of_layers(params), others), layout.of_layers(frozen)
     no_sums = () if predicts else facts.no_sums
     start = x, vary_like(no_sums, (carry, x))  # in a loop over layers all is of one type
     carry, (y, of_layers) = _run_stack(layout, layers, *own, carry, start, at)
-    with jax.named_scope("head"):
+    with jax.named_scope("head"), constants_told("`predict`" if predicts else "`last`"):
         return carry, facts.after_layers(model, y, at, of_layers, predicts=predicts)
 
 
@@ -225,17 +219,7 @@ def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
 
 
 def _run_in_units(
-    layout: Layout,
-    mesh,
-    layers,
-    predicts,
-    params,
-    others,
-    frozen,
-    carry,
-    batch,
-    key,
-    table,
+    layout: Layout, mesh, layers, predicts, params, others, frozen, carry, batch, key, table
 ):
     """The model's three parts, handed to the pipeline engine."""
     parallel, model = layout.parallel, layout.merge(params, frozen)
@@ -256,6 +240,9 @@ def _run_in_units(
     last_names = frozenset[str]()
     if sharded:
         last_names = None if is_part else in_parts[1]
+    states = layout.params, layout.frozen
+    own, frozen_specs = (layout.of_layers(layout.specs(state, STAGE)) for state in states)
+    of_layers = _with_others(own, (P(STAGE),) * len(others)), frozen_specs
     deal, gather = _deal(layout, mesh)
     b = layout.microbatch_rows
     constraint = layout.constraint(mesh, DATA, STAGE)
@@ -268,17 +255,12 @@ def _run_in_units(
         chunk_len=layout.chunk_len,
         microbatch_rows=b,
         collects="rows" if predicts else "sums",
-        adds_sums=layout.facts.adds_sums and not predicts,
+        adds_sums=layout.facts.traces.adds_sums and not predicts,
         head="sharded" if sharded else "last",
         shares_first=any(STAGE in each for each in axes),
         first_specs=first_specs,
         last_specs=outer.specs(outer.last, last_names),
-        layer_specs=(P(STAGE), P(STAGE))
-        if layout.pools_layers
-        else (
-            _with_others(layout.layer_specs(layout.params), (P(STAGE),) * len(others)),
-            layout.layer_specs(layout.frozen),
-        ),
+        layer_specs=(P(STAGE), P(STAGE)) if layout.pools_layers else of_layers,
         carry_specs=_carry_specs(layout, carry, STAGE, DATA),
         row_axes=layout.facts.row_axes,
         time_axes=layout.facts.time_axes,
@@ -304,7 +286,7 @@ def _run_in_units(
             tuple(None if name in pooled else leaves[n] for n, name in zip(own, names, strict=True))
             for own, names in ((first, ends[0][number]), (last, ends[1][number]))
         )
-        planes = layout.planes_of((params, frozen)[number], number)
+        planes = nnx.State((params, frozen)[number].get(POOLS[number], {}))
         if layout.pools_layers:
             return PipelineParams(first, planes, last)
         layers = _with_others(layout.of_layers(outer.states[number]), others)
@@ -312,19 +294,18 @@ def _run_in_units(
 
     block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)
+
+    def d_mean_loss(sums: Sums) -> jax.Array:
+        return mean_loss(sums._replace(loss=jnp.float32(1)))
+
     run = pipeline.forward
     if not predicts:
-        d_loss = _d_mean_loss if layout.facts.knows_weight else None
+        d_loss = d_mean_loss if layout.facts.knows_weight else None
         run = functools.partial(pipeline.sums, d_loss=d_loss)
     sums, carry, _ = run(parts(0, others), carry, block, table, frozen=parts(1), key=key)
     if predicts:
         sums = jax.tree.map(lambda a: gather(a, pipeline.rows_dim), sums)
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
-
-
-def _d_mean_loss(sums: Sums) -> jax.Array:
-    """The cotangent of the sum of losses where the mean is differentiated."""
-    return mean_loss(sums._replace(loss=jnp.float32(1)))
 
 
 def _deal(layout: Layout, mesh: Mesh):

@@ -164,21 +164,17 @@ class Layout:
         model, pipeline = type(self.facts.model).__name__, self.parallel.pipeline
         named = pipeline.named_placement
         if self.head == "sharded" and not self._can_share_head:
-            what, use = "head='sharded'", "head='last'"
-            if named:
-                what, use = f"placement={str(named)!r} leaves out last", "last on the last stage"
+            what = f"placement={str(named)!r} leaves out last" if named else "head='sharded'"
             raise ValueError(
                 f"{what}: model {model} has no method last_part, and `last` calls no linear layer whose "
-                f"outputs divide by stage={self.parallel.mesh.stage}.\nFix: use {use}, or write last_part."
+                f"outputs divide by stage={self.parallel.mesh.stage}.\n"
+                f"Fix: have all of it on the last stage, or write last_part."
             )
         if named and named.has_first == self.shares_first:
-            why, use = "cannot be split over stages", "name it on the first stage"
-            if named.has_first:
-                why = f"shares {', '.join(sorted(self.parts[0]))} with what comes after, in parts"
-                use = "leave it out, or name last as well"
             raise ValueError(
                 f"placement={str(named)!r} {'names' if named.has_first else 'leaves out'} first: what comes "
-                f"before the layers of model {model} {why}.\nFix: {use}."
+                f"before the layers of model {model} is {'in parts' if named.has_first else 'whole'}.\n"
+                f"Fix: {'leave it out, or name last as well' if named.has_first else 'name it'}."
             )
 
     @property
@@ -283,7 +279,8 @@ class Layout:
         """
         sizes, facts = self.parallel.mesh.sizes, self.facts
         before, after = (number / sizes[DATA] for number in end.num_outputs)
-        x = facts.x_numbers / sizes[DATA] if after else 0.0
+        numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(facts.passed))
+        x = numbers / sizes[DATA] if after else 0.0
         rest = sum(uses.flops for uses in facts.uses if end.name in uses.called)
         layers = facts.layer_numbers / sizes[STAGE]
         if end.size % self.num_parts(end):
@@ -374,10 +371,21 @@ class Layout:
             return self.possible_pools
         return self._pools_of_ends if self.may_pool and not self._has_own_optimizer else None
 
-    @property
+    @functools.cached_property
     def pools_layers(self) -> bool:
-        """Whether layers lie in pools; otherwise they are in stacks."""
-        return self.may_pool and self.possible_pools is not None and not self.why_stacks
+        """Whether layers lie in pools; otherwise they are in stacks.
+
+        They are where axes of one's own may split them, or an optimizer that is not an `OptimizerConfig` may
+        look at single parameters; where the model's `draw` or `prepare` looks at them; and where what they
+        carry begins with parameters.
+        """
+        return (
+            self.may_pool
+            and self.possible_pools is not None
+            and not (self.task.axes or self._has_own_optimizer)
+            and not any(path.startswith(f"{LAYERS_OF_MODEL}/") for path in self._looked_at)
+            and not self.facts.starts_with_variables
+        )
 
     @property
     def _has_own_optimizer(self) -> bool:
@@ -385,22 +393,6 @@ class Layout:
         kind, task = type(self.task), self.task
         is_own = any(getattr(kind, name) is not getattr(Task, name) for name in names)
         return is_own or not task.has_optimizer
-
-    @functools.cached_property
-    def why_stacks(self) -> str:
-        """Why layers lie in stacks of their kinds though pools would take less, in words; "" otherwise."""
-        model = self.facts.model
-        if self.possible_pools is None:
-            return ""
-        if self.task.axes:
-            return "axes of its own may split them"
-        if self._has_own_optimizer:
-            return "an optimizer that is not an OptimizerConfig may look at single parameters"
-        if any(path.startswith(f"{LAYERS_OF_MODEL}/") for path in self._looked_at):
-            return f"{type(model).__name__}.draw or prepare looks at them"
-        if self.facts.starts_with_variables:
-            return "what layers carry begins with parameters"
-        return ""
 
     @property
     def _looked_at(self) -> frozenset[str]:
@@ -539,14 +531,6 @@ class Layout:
         ]
         return self.in_pools((self.params, self.frozen), planes)
 
-    def planes_of(self, state: nnx.State, number: int) -> nnx.State:
-        """Those of a state; nothing if it has no pool.
-
-        Args:
-          number: 0 of what is trained, 1 of other variables.
-        """
-        return nnx.State(state.get(POOLS[number], {}))
-
     def _without_pools(self, params: nnx.State, frozen: nnx.State) -> tuple[nnx.State, ...]:
         """The same, with zeros for what is in pools, which nobody reads."""
         made = []
@@ -619,21 +603,17 @@ class Layout:
         """For each kind (params, frozen, carry, x, at) -> (carry, y), or with sums if layers add any.
 
         Args:
-          in_units: whether x and y are blocks of one shape (`ModelFacts.padding`).
+          in_units: whether x and y are blocks of one shape (`ModelFacts.traces`).
         """
         functions = [
             functools.partial(self._run_layer, kind, self._graphdef_of(kind))
             for kind in self.facts.kinds
         ]
-        if not (in_units and self.facts.padding.width):
+        if not (in_units and self.facts.traces.padding.width):
             return tuple(functions)
         shapes = (args[2] for _, args in self.facts.traces.layers)
         pairs = zip(functions, shapes, strict=True)
         return tuple(functools.partial(self.facts.run_padded, *pair) for pair in pairs)
-
-    def layer_specs(self, state: nnx.State) -> tuple[Any, ...]:
-        """Of each kind the partition specs of its part of parameters or frozen variables, in a pipeline."""
-        return self.of_layers(self.specs(state, STAGE))
 
     def carry_specs(self, *axes: str) -> list[list[P]]:
         """Of each kind those of the arrays of its carry, over these axes and those of one's own."""
@@ -751,7 +731,11 @@ class Outer:
     def _numbers(self, uses: Uses) -> tuple[list[int], ...]:
         """Of the leaves outside of the stack that a function reads."""
         return tuple(
-            [n for n, path in enumerate(own) if path in uses.read and not _is_layer(path)]
+            [
+                n
+                for n, path in enumerate(own)
+                if path in uses.read and not path.startswith(f"{LAYERS_OF_MODEL}/")
+            ]
             for own in self._paths
         )
 
@@ -802,7 +786,7 @@ class Outer:
             calls[name] = functools.partial(look_up, name, calls.get(name, call_as_it_is))
         with constants_told("`first`"):
             x = with_calls(model, calls).first(at.batch, at)
-        return self.layout.facts.padding.pad(x, at.layout)
+        return self.layout.facts.traces.padding.pad(x, at.layout)
 
     def add_first_gradient(self, grads: Any, leaves: Any, frozen: Any, at: At, dx: Any) -> Any:
         """The gradients of these leaves, with what a unit adds: to a table only in the rows of its words."""
@@ -846,7 +830,7 @@ class Outer:
     def run_last(self, leaves: Any, frozen: Any, y: Any, at: At, *, is_part: bool) -> Any:
         """`last` of the model with the leaves that it uses, or `predict`, of a block; or a part of either."""
         model, facts = self._with(self.last, leaves, frozen), self.layout.facts
-        y = facts.padding.unpad(y, facts.traces.y, at.layout)
+        y = facts.traces.padding.unpad(y, facts.traces.y, at.layout)
         if is_part:  # each part of y has a cotangent of its own
             y = jax.tree.map(lambda a: vary_over(a, frozenset([STAGE])), y)
         else:
@@ -858,10 +842,6 @@ class Outer:
     def _with(self, numbers: Sequence[Sequence[int]], *given: Any) -> Any:
         """The model with leaves of these numbers; of the others it has shapes."""
         return self.merge([*map(_replaced, self.leaves, numbers, given)])
-
-
-def _is_layer(path: str) -> bool:
-    return path.startswith(f"{LAYERS_OF_MODEL}/")
 
 
 def _replaced(leaves: Sequence[Any], numbers: Sequence[int], values: Any) -> list[Any]:

@@ -51,30 +51,24 @@ class MeshConfig(Shown):
     axes: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self):
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise ValueError(f"mesh {error}") from error
-        names = [name for name, _ in self.axes]
+        check_fields(self)
+        names, taken = [name for name, _ in self.axes], (*MESH_AXES, *SHORT_NAMES)
         for name in names:
-            if not re.fullmatch(_AXIS, name) or name in (*MESH_AXES, *SHORT_NAMES):
+            if not re.fullmatch(_AXIS, name) or name in taken or names.count(name) > 1:
                 raise ValueError(
                     f"mesh axes={self.axes}: {name!r} cannot name an axis of yours\n"
-                    f"Fix: use small letters, other than {', '.join((*MESH_AXES, *SHORT_NAMES))}."
+                    f"Fix: use small letters, each name once, other than {', '.join(taken)}."
                 )
-            if names.count(name) > 1:
-                raise ValueError(f"mesh axes={self.axes}: {name!r} must be named once")
         for axis, size in self.sizes.items():
             if size < 1 and size != -1:
-                raise ValueError(f"mesh {axis}={size}: must be positive, or -1 to infer it")
+                raise ValueError(f"mesh {axis}={size}\nFix: use 1 or more, or -1 to infer it.")
         if (inferred := [a for a, size in self.sizes.items() if size == -1])[1:]:
-            raise ValueError(f"mesh has -1 for {' and '.join(inferred)}: only one can be inferred")
-        if self.devices is not None:
-            repeated = sorted({d for d in self.devices if self.devices.count(d) > 1})
-            if repeated:
-                raise ValueError(f"mesh devices={self.devices}: {repeated} must be named once")
-            if not self.devices or min(self.devices) < 0:
-                raise ValueError(f"mesh devices={self.devices}: must be at least one, from 0")
+            raise ValueError(f"mesh has -1 for {' and '.join(inferred)}\nFix: use -1 for one.")
+        numbers = (0,) if self.devices is None else self.devices
+        if len({*numbers}) < len(numbers) or min(numbers, default=-1) < 0:
+            raise ValueError(
+                f"mesh devices={self.devices}\nFix: name one or more of them, each once, from 0."
+            )
 
     @classmethod
     def parse(cls, text: str) -> "MeshConfig":
@@ -88,18 +82,14 @@ class MeshConfig(Shown):
         require_instance("mesh", text, str, 'the shape of one, such as "dp2pp2tp2"')
         text = text.strip()
         require(
-            text != "auto",
-            "mesh 'auto': must be axes and sizes here, such as dp2pp2tp2; only train plans a mesh",
-        )
-        require(
             re.fullmatch(rf"({_AXIS}-?\d+)+", text) is not None,
-            f"mesh {text!r}: must be axes and sizes, such as dp2pp2tp2",
+            f"mesh {text!r} is not made of axes and sizes\nFix: write it as dp2pp2tp2.",
         )
         sizes: dict[str, int] = {}
         for name, size in list[tuple[str, str]](re.findall(rf"({_AXIS})(-?\d+)", text)):
             axis = SHORT_NAMES.get(name, name)
             if axis in sizes:
-                raise ValueError(f"mesh {text!r}: {axis!r} must be named once")
+                raise ValueError(f"mesh {text!r} has {axis!r} twice\nFix: name it once.")
             sizes[axis] = int(size)
         own = tuple((axis, size) for axis, size in sizes.items() if axis not in MESH_AXES)
         data, stage, tensor = (sizes.get(axis, 1) for axis in MESH_AXES)
@@ -188,7 +178,8 @@ class MeshConfig(Shown):
             missing = [number for number in self.devices if number >= len(devices)]
             if missing:
                 raise ValueError(
-                    f"mesh devices={self.devices}: {missing[0]} must be at most {len(devices) - 1}"
+                    f"mesh devices={self.devices}: there is no device {missing[0]}\n"
+                    f"Fix: use numbers up to {len(devices) - 1}."
                 )
             devices = [devices[number] for number in self.devices]
         elif -1 not in self.sizes.values() and is_alone:
@@ -280,15 +271,12 @@ def split_machine(machine: str) -> tuple[str, tuple[int, ...]]:
     """
     require_instance("machine", machine, str, 'the name of one, such as "v5e:4x8" or "h100:1x2x8"')
     name, _, sides = machine.partition(":")
-    if name not in (*_TPUS, *_GPUS) or not re.fullmatch(r"\d+(x\d+){1,2}", sides):
+    if name not in (*_TPUS, *_GPUS) or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", sides):
         raise ValueError(
             f"machine {machine!r}: must be one of {', '.join([*_TPUS, *sorted(_GPUS)])} with its sides\n"
             f"Fix: write chips, such as v5e:4x8, or partitions x hosts x GPUs, such as h100:1x2x8."
         )
-    sizes = tuple(map(int, sides.split("x")))
-    if 0 in sizes:
-        raise ValueError(f"machine {machine!r}: sides must be positive")
-    return name, sizes
+    return name, tuple(map(int, sides.split("x")))
 
 
 def described_devices(machine: str) -> list[Any]:
@@ -317,7 +305,9 @@ def described_devices(machine: str) -> list[Any]:
             raise ValueError(
                 f"no compiler for {name} is installed\nFix: pip install 'jax[{extra}]'."
             ) from error
-        raise ValueError(f"machine {machine!r}: {error}") from error
+        raise ValueError(
+            f"machine {machine!r} cannot be described: {error}\nFix: use sides such as v5e:4x8."
+        ) from error
 
 
 def num_simulated() -> int | None:

@@ -106,11 +106,6 @@ def check_variables(what: str, state: nnx.State) -> None:
                 f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which its calls change.\n"
                 f"Fix: use jaxpar.nn.dropout(x, rate, at), or a norm over features, such as nnx.LayerNorm."
             )
-        require(
-            not is_variable(leaf) or leaf.get_value() is not None,
-            f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__} of None.\n"
-            f"Fix: let the attribute itself be None.",
-        )
 
 
 class Layer(nnx.Module):
@@ -303,20 +298,12 @@ class Stack(nnx.Module):
         """Draws the layers again, now in these slots; each has the same values as before.
 
         Call it once, in the function that made the stack: under `jax.jit` the earlier values cost nothing.
-
-        Raises:
-          ValueError: the slots are not those of these layers.
         """
         own = [
             [layer for layer, kind in enumerate(self.kind_of) if kind == number]
             for number in range(len(self.kinds))
         ]
-        found = [sorted(layer for layer in rows if layer >= 0) for rows in slots.rows]
-        require(
-            found == own,
-            f"slots with layers {found} in the stacks of their kinds; the stack has {own}.\n"
-            f"Fix: make slots of {len(self)} layers with kind_of={self.kind_of}.",
-        )
+        assert own == [sorted(layer for layer in rows if layer >= 0) for rows in slots.rows]
         self.slots = slots
         self._draw()
         self._source = None

@@ -116,32 +116,21 @@ def update(
       rate: what the learning rate is multiplied by; None is 1.
     """
 
-    def keep(params, grads, opt_state, scale, rate):
+    def times(tree: Any, factor: jax.Array | None) -> Any:
+        if factor is None:
+            return tree
+        return jax.tree.map(lambda a: (a * factor).astype(a.dtype), tree)
+
+    def run(params: Any, grads: Any, opt_state: Any, scale: Any, rate: Any) -> tuple[Any, Any]:
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
+            updates, opt_state = optimizer.update(times(grads, scale), opt_state, params)
+            return optax.apply_updates(params, times(updates, rate)), opt_state
+
+    def keep(params: Any, _: Any, opt_state: Any, *others: Any) -> tuple[Any, Any]:
         return params, opt_state
 
     # A choice between old and new arrays would hold both of them.
-    run = functools.partial(next_state, optimizer)
     return lax.cond(applies, run, keep, params, grads, opt_state, scale, rate)
-
-
-def next_state(
-    optimizer: optax.GradientTransformation,
-    params: Any,
-    grads: Any,
-    opt_state: optax.OptState,
-    scale: jax.Array | None = None,
-    rate: jax.Array | None = None,
-) -> tuple[Any, optax.OptState]:
-    """Parameters and state after a step with gradients times `scale`, and the update times `rate`."""
-
-    def times(tree: Any, factor: jax.Array) -> Any:
-        return jax.tree.map(lambda a: (a * factor).astype(a.dtype), tree)
-
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
-        grads = grads if scale is None else times(grads, scale)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        updates = updates if rate is None else times(updates, rate)
-        return optax.apply_updates(params, updates), opt_state
 
 
 class HostOptimizer:

@@ -217,7 +217,7 @@ class Trial:
         }
 
         def draw_inputs() -> Tree:
-            return {"carry": carry, "x": self.random_x(), "batch": self.batch}
+            return {"carry": carry, **self.draw_y()}
 
         mixes = name in facts.rows_together
         return Part(f"layer {name}", run, variables, draw_inputs, dims, run, mixes)
@@ -313,9 +313,8 @@ class Trial:
             own = part.map("row", functools.partial(_replace, row=row, by_nan=by_nan), inputs)
             found = self.run(part, self.with_special(own, row) if by_nan else own, self.key)
             if name := _unlike(others(whole), others(found), same):
-                by = " (whole numbers by -1, 0 and others)" if by_nan else ""
                 raise ValueError(
-                    f"{part.what} mixes the rows of a batch: where row {row} of its input is replaced{by}, "
+                    f"{part.what} mixes the rows of a batch: where row {row} of its input is replaced, "
                     f"its {name} changes in others, too.\nFix: {_ALONE[name == 'gradient']}"
                 )
 

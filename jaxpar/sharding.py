@@ -276,7 +276,8 @@ def check_sizes(tree: Any, mesh: Mesh, rules: Rules) -> None:
         try:
             spec = _spec(variable, mesh, rules)
         except ValueError as error:
-            raise ValueError(f"parameter {name}: {error}") from error
+            error.args = (f"parameter {name}: {error}",)
+            raise
         check_split(f"parameter {name}", dims, variable.shape, spec, mesh.shape)
 
 

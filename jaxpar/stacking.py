@@ -112,13 +112,9 @@ def check_stacking(layout: Layout, optimizer: optax.GradientTransformation) -> N
                 f"Fix: use as many layers of each kind on every stage, or {elementwise}."
             )
         if found:
-            by_kind = tried(
-                trial._replace(layers=1), rows if layout.parallel.mesh.stage > 1 else ()
-            )
-            alone = "" if by_kind else ", or give each layer its own kind_name"
             raise ValueError(
                 f"{what} updates {found}, a stack of layers, in another way than each layer's own array.\n"
-                f"Fix: use {elementwise}, masked by names{alone}."
+                f"Fix: use {elementwise}, masked by names."
             )
 
 

@@ -181,17 +181,12 @@ def check_batch_shape(layout: Layout, batch: Any) -> int:
                 f"of task {name} it is {wanted.dtype}{list(wanted.shape)}.\n"
                 f"Fix: change the sizes of the batch, or those of the task."
             )
-    if len(lengths) > 1:
+    length, *others = lengths or {whole or 1}
+    may_be_shorter = layout.task.variable_length
+    if others or (whole and (length > whole or (length < whole and not may_be_shorter))):
         raise ValueError(
-            f"the arrays of a batch have {sorted(lengths)} time steps.\nFix: make them equally long."
-        )
-    length = lengths.pop() if lengths else whole or 1
-    if whole is not None and (
-        length > whole or (length < whole and not layout.task.variable_length)
-    ):
-        at_most = " at most" * layout.task.variable_length
-        raise ValueError(
-            f"a batch of {length} time steps, those of task {name} have {whole}{at_most}.\n"
+            f"a batch of {' and '.join(map(str, sorted(lengths)))} time steps, those of task {name} have "
+            f"{whole}{' at most' * may_be_shorter}.\n"
             f"Fix: change the length of the batch, or that of the task."
         )
     return length

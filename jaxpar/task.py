@@ -251,8 +251,6 @@ def find_task(spec: str) -> type[Task]:
     if not colon or not file.endswith(".py"):
         near = difflib.get_close_matches(spec, TASKS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        if Path(spec, "config.toml").is_file():
-            hint = f"; it is the folder of a run, for --config {spec}/config.toml."
         raise ValueError(
             f"there is no task {spec!r}{hint}\nFix: use {', '.join(TASKS)}, or yours as path/to/file.py:Name."
         )
@@ -329,7 +327,9 @@ def _load(path: Path, source: bytes) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"{path} fails when it is run: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{path} fails when it is run: {type(error).__name__}: {error}\nFix: correct it."
+        ) from error
     finally:
         LOADED.reset(before)
         sys.path.remove(str(folder))

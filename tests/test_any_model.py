@@ -37,7 +37,6 @@ from jaxpar.step import (
     value_and_grad,
 )
 from jaxpar.task import Settings
-from jaxpar.training.summary import summarize
 
 pytestmark = pytest.mark.law
 
@@ -639,12 +638,6 @@ def test_whole_numbers_that_devices_cannot_hold_are_refused(tmp_path):
         place_batch(later, 1, where)
     with jax.enable_x64(True):
         assert int(place_batch(later, 1, where)["id"][0]) == 2**63
-
-
-def test_the_table_says_what_loses_digits():
-    facts = dict(summarize(Setup.of(Numbered(), Parallel(on_devices((1, 1, 1))))))
-    assert facts["numbers"] == "float64 in wide: computed as float32, as JAX_ENABLE_X64 is off"
-    assert "numbers" not in dict(summarize(Setup.of(Regress(), Parallel(on_devices((1, 1, 1))))))
 
 
 def test_stages_need_layers_and_a_sharded_head_needs_a_method():

@@ -207,7 +207,7 @@ FLAGS = {
     ),
     "placement for other stages": (
         train("--mesh", "dp4pp2", "--pipeline.placement", "first, 0 | 1 | last"),
-        "names 2 layers in 3 places, num_layers=2 on stage=2 needs 2 in 2.\n.* 'first, 0 | 1, last'",
+        r"has 2 layers in 3 places, num_layers=2 on stage=2 needs 2 in 2\.\s.* \(1, 1\)",
     ),
     "layers by stages": (
         train("--mesh", "dp4pp2", "--num-layers", "3", "--pipeline.placement", "even"),
@@ -243,7 +243,7 @@ FLAGS = {
         train("--optimizer.warmup-steps", "50"), r"warmup_steps=50 is more than num_steps=2\..*warmup_steps=0",
     ),
     "negative hold": (train("--optimizer.hold-steps", "-1"), "hold_steps=-1: must not be negative"),
-    "decay of more": (train("--optimizer.lr-decay", "1.5"), r"lr_decay=1\.5: must be above 0 and at most 1"),
+    "decay of more": (train("--optimizer.lr-decay", "1.5"), r"lr_decay=1\.5\s+Fix: use a factor"),
     "decay at no time": (train("--optimizer.lr-decay-every", "0"), "lr_decay_every=0: must be pos"),
     "weight decay of adam": (
         train("--optimizer.weight-decay", "0.1"),
@@ -257,7 +257,7 @@ FLAGS = {
     "negative clipping": (train("--train.clip-norm", "-1"), r"clip_norm=-1\.0: must not be"),
     "unknown policy": (train("--train.nonfinite", "ignore"), "nonfinite.*stop.*skip"),
     "none skipped": (train("--train.max-skipped", "0"), "max_skipped=0: must be positive"),
-    "negative seed": (train("--train.seed", "-1"), "seed=-1: must be from 0 to"),
+    "negative seed": (train("--train.seed", "-1"), r"seed=-1\s+Fix: use one from 0 to"),
     "seed too large": (train("--train.seed", str(2**70)), "seed=1180591620717411303424: must"),
     "unknown update": (train("--update", "shard"), "update.*replicated.*sharded"),
     "never logged": (train("--train.log-every", "0"), "log_every=0: must be positive"),
@@ -305,7 +305,7 @@ FLAGS = {
     "a task as a module": (["train", "own:Task"], r"no task 'own:Task'\. Fix: use lm, or .*py:Name\.$"),
     "a run for a task": (
         ["inspect", "run"],
-        r"no task 'run'; it is the folder of a run, for --config run/config\.toml\. Fix: use lm",
+        r"no task 'run'\. Fix: use lm",
     ),
     "unknown command": (["trian", "lm"], "no command 'trian' Fix: use train"),
     "no command like it": (["go"], "no command 'go' Fix: use train, plan, evaluate"),
@@ -322,12 +322,12 @@ FLAGS = {
 DEVICES = {
     "too many devices": (train("--mesh", "dp16"), "needs 16 devices, got 8 Fix: use .*simulate 16"),
     "no such device": (
-        train("--devices", "9"), r"mesh devices=\(9,\): 9 must be at most 7",
+        train("--devices", "9"), r"mesh devices=\(9,\): there is no device 9",
     ),
     "a device twice": (
-        train("--devices", "0", "0"), r"devices=\(0, 0\): \[0\] must be named once",
+        train("--devices", "0", "0"), r"devices=\(0, 0\)\s+Fix: name one or more",
     ),
-    "mesh of no size": (train("--mesh", "tp0"), "mesh tensor=0: must be positive"),
+    "mesh of no size": (train("--mesh", "tp0"), "mesh tensor=0"),
     "a mesh in two ways": (
         train("--mesh", "dp2", "--mesh.data", "4"), r"options: --mesh\.data, 4 .* train lm --help$",
     ),
@@ -339,13 +339,13 @@ DEVICES = {
     ),
     "a plan for no devices": (
         ["plan", "lm", "--vocab-size", "96", "--machine", "h100:1x1x0"],
-        "machine 'h100:1x1x0': sides must be positive",
+        "machine 'h100:1x1x0': must be one of",
     ),
     "a mesh of the planner's elsewhere": (
-        ["inspect", "lm", "--mesh", "auto"], r"mesh 'auto': must be axes and sizes here",
+        ["inspect", "lm", "--mesh", "auto"], "mesh 'auto' is not made of axes and sizes",
     ),
     "a mesh of the planner's for a finished run": (
-        ["evaluate", "run", "--mesh", "auto"], r"must be axes and sizes here, such as dp2pp2tp2",
+        ["evaluate", "run", "--mesh", "auto"], "is not made of axes and sizes",
     ),
     "a plan that nothing fits in": (
         ["plan", "lm", *SIZES[:10], "--corpus", "text", "--memory", "1kB"],
@@ -365,10 +365,10 @@ DEVICES = {
     ),
     "no unit of memory": (train("--memory", "16"), "--memory 16: must be a number and its unit"),
     "two sizes to infer": (
-        train("--mesh", "dp-1pp-1"), "-1 for data and stage: only one",
+        train("--mesh", "dp-1pp-1"), "-1 for data and stage",
     ),
     "a mesh in three words": (train("--mesh", "dp2", "pp2", "tp2"), "Unrecognized options: pp2, tp2 "),
-    "a mesh of sizes alone": (train("--mesh", "2x2x2"), "mesh '2x2x2': must be axes and sizes"),
+    "a mesh of sizes alone": (train("--mesh", "2x2x2"), "mesh '2x2x2' is not made of axes"),
     "an axis that nobody knows": (
         train("--mesh", "dp4xx2"), r"unknown axis 'xx' of task LM Fix: use data, stage, tensor\.$",
     ),
@@ -385,7 +385,7 @@ DEVICES = {
     "unknown axis": (
         train("--mesh", "dp2tensr4"), "unknown axis 'tensr' of task LM",
     ),
-    "no mesh": (train("--mesh", "big"), "mesh 'big': must be axes and sizes"),
+    "no mesh": (train("--mesh", "big"), "mesh 'big' is not made of axes"),
     "simulated too late": (train("--simulate", "3"), r"simulate_devices\(3\): JAX has already started"),
     "nothing simulated": (train("--simulate", "0"), r"simulate_devices\(0\): must be from 1 to 1024"),
     "evaluation on no such mesh": (
@@ -446,7 +446,7 @@ FILES = {
         config("[pipeline]\nplacement = [1, 2.5]\n"),
         r"placement=\(1, 2\.5\): must be a string or a list of whole numbers",
     ),
-    "a number for a table": (config("train = 3\n"), r"train=3: must be a table \[train\]"),
+    "a number for a table": (config("train = 3\n"), r"train=3 is no table\s+Fix: write \[train\]"),
     "infinite": (config("[train]\nclip_norm = inf\n"), r"train\.clip_norm=inf: must be a finite number"),
     "no such corpus": (
         train("--corpus", "python-dogs"), "(?s)no corpus 'python-dogs'.*did you mean 'python-docs'",

@@ -684,13 +684,11 @@ def test_what_the_mistakes_are_made_of_is_right():
 
 def test_plans_that_do_not_fit_are_refused():
     small, large = make_schedule("1f1b", 2, 2, 2), make_schedule("1f1b", 2, 8, 2)
-    with pytest.raises(
-        ValueError, match=r"num_ticks=.* is more than the .* of the compiled program"
-    ):
+    with pytest.raises(AssertionError):
         make_table([large], capacity=small)
-    with pytest.raises(ValueError, match="name=gpipe of a schedule differs from 1f1b"):
+    with pytest.raises(AssertionError):
         make_table([small, make_schedule("gpipe", 2, 2, 2)], capacity=small)
-    with pytest.raises(ValueError, match="num_chunks=1 and 2 in one batch"):
+    with pytest.raises(AssertionError):
         make_table([small, make_schedule("1f1b", 2, 2, 1)])
 
 

@@ -70,14 +70,13 @@ def test_balance_agrees_with_brute_force_on_500_models():
         draw = (lambda n: rng.integers(0, 6, n)) if case % 2 else rng.random
         first, last, *layers = map(tuple, draw((num_layers + 2, 2)).tolist())
         costs = PartCosts(tuple(layers), first, last)
-        most = int(rng.integers(-(-num_layers // num_places), num_layers + 1))
 
         def tick(placement, costs=costs):
             up, down = loads(costs, placement)
             return max(up) + max(down)
 
-        every = [p for p in all_placements(num_layers, num_places) if max(p) <= most]
-        found = balance(costs, num_places, most=most)
+        every = [*all_placements(num_layers, num_places)]
+        found = balance(costs, num_places)
         assert {*found} <= {*every}
         ticks = [tick(placement) for placement in found]
         assert ticks == pytest.approx([tick_cost(costs, placement) for placement in found])
@@ -166,18 +165,17 @@ def test_what_training_says_of_the_balance():
 
 
 @pytest.mark.parametrize(
-    ("costs", "num_places", "most", "message"),
+    ("costs", "num_places", "message"),
     [
-        (equal(2), 0, None, "2 layers do not fit into 0 places"),
-        (equal(5), 2, 2, "5 layers do not fit into 2 places of at most 2"),
-        (PartCosts(((1, -2),)), 1, None, r"layers=\(\(1, -2\),\).*\nFix: use numbers from 0"),
-        (PartCosts(((1, float("nan")),)), 1, None, "nan"),
-        (PartCosts(((1, 2),), last=(-1.0, 0)), 1, None, r"last=\(-1.0, 0\)"),
+        (equal(2), 0, "num_places=0 for layers"),
+        (PartCosts(((1, -2),)), 1, r"layers=\(\(1, -2\),\).*\nFix: use numbers from 0"),
+        (PartCosts(((1, float("nan")),)), 1, "nan"),
+        (PartCosts(((1, 2),), last=(-1.0, 0)), 1, r"last=\(-1.0, 0\)"),
     ],
 )
-def test_costs_that_make_no_sense_are_refused(costs, num_places, most, message):
+def test_costs_that_make_no_sense_are_refused(costs, num_places, message):
     with pytest.raises(ValueError, match=message):
-        balance(costs, num_places, most=most)
+        balance(costs, num_places)
 
 
 @hypothesis.given(sizes=places())
@@ -362,14 +360,14 @@ def test_names_say_where_the_head_is():
         (
             "even",
             (6, 4),
-            r"num_layers=6 does not split evenly over stage=4\.\nFix: use 4 or 8 layers, stage=1, 2, 3, 6, "
+            r"num_layers=6 does not split evenly over stage=4\.\nFix: use 4 or 8 layers, "
             r"or a placement such as \(2, 2, 1, 1\)\.$",
         ),
         (
             "even",
             (6, 2, 2),
             r"num_layers=6 does not split evenly over stage=2 x num_groups=2 = 4\.\nFix: use 4 or 8 layers, "
-            r"stage=1, 3, or a placement such as \(2, 2, 1, 1\)\.$",
+            r"or a placement such as \(2, 2, 1, 1\)\.$",
         ),
         (
             "even",
@@ -379,7 +377,7 @@ def test_names_say_where_the_head_is():
         (
             "even",
             (3, 4),
-            r"over stage=4\.\nFix: use 4 layers, stage=1, 3, or .* such as \(1, 1, 1, 0\)\.$",
+            r"over stage=4\.\nFix: use 4 layers, or .* such as \(1, 1, 1, 0\)\.$",
         ),
         (
             (1, 2),
@@ -393,8 +391,8 @@ def test_names_say_where_the_head_is():
         (
             read_placement("first, 0-1 | 2, last"),
             (4, 3),
-            r"placement='first, 0-1 \| 2, last' names 3 layers in 2 places, num_layers=4 on stage=3 needs 4 "
-            r"in 3\.\nFix: use such as 'first, 0-1 \| 2 \| 3, last'\.$",
+            r"placement=\(2, 1\) has 3 layers in 2 places, num_layers=4 on stage=3 needs 4 in 3\.\n"
+            r"Fix: use such as \(2, 1, 1\)\.$",
         ),
     ],
 )

@@ -197,7 +197,7 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
         ),
         (["curves", "-o", "a.png"], "plot curves needs runs"),
         (["curves", "nowhere", "-o", "a.png"], "nowhere"),
-        (["memory", "lm", "--meshes", "dp3x"], "mesh 'dp3x': must be axes and sizes"),
+        (["memory", "lm", "--meshes", "dp3x"], "mesh 'dp3x' is not made of axes"),
     ],
 )
 def test_a_picture_that_cannot_be_is_one_message(flags, message, tmp_path, monkeypatch, capsys):

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.trees import add, axes_in, same_along, summed, zeros
-from jaxpar.pipeline.kept import what_is_kept
+from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.loop import BACKWARD, Loop, State, run_segments
 from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.spec import PipelineParams, Spec
@@ -153,7 +153,8 @@ class Pipeline(Spec):
             stage = Stage.of(self, params, frozen, batch, slots, rows, starts, table, key)
             kept = begin = None
             if with_gradients:
-                kept = what_is_kept(stage, carry, splits=bool(table.weights))
+                splits = bool(table.weights) and not self.remat
+                kept = (Inputs if self.remat else Residuals)(stage, carry, splits=splits)
                 begin = self._known(stage, table, d_loss)
             loop = Loop(stage, kept, table, begin)
             if self.num_segments > 1:

@@ -147,14 +147,14 @@ class Residuals:
     def added_to(self, grads: Any) -> Any:
         """Of the gradients of the stage's layers those that B adds to: of kinds whose W is apart ()."""
         apart = [kind.has_weights for kind in self.kinds]
-        if self._stage.pooled:
+        if self._stage.spec.pools_layers:
             return () if all(apart) else grads
         return tuple(() if is_apart else own for is_apart, own in zip(apart, grads, strict=True))
 
     def after_backward(self, before: Any, own: Any) -> Any:
         """All gradients, after B has added to those."""
         apart = [kind.has_weights for kind in self.kinds]
-        if self._stage.pooled:
+        if self._stage.spec.pools_layers:
             return before if all(apart) else own
         each = zip(apart, before, own, strict=True)
         return tuple(old if is_apart else new for is_apart, old, new in each)
@@ -162,7 +162,7 @@ class Residuals:
     def weights(self, buffers: Any, slot: Any, group: Any, grads: Any) -> Any:
         """Adds W of a unit to the gradients of the stage's layers, type by type: no order is asked for."""
         numbers = [number for number, kind in enumerate(self.kinds) if kind.has_weights]
-        if self._stage.pooled:
+        if self._stage.spec.pools_layers:
             for number in numbers:
                 grads = self._weights_of(number, buffers[number], slot, group, grads, number)
             return grads
@@ -260,10 +260,3 @@ class Inputs(Residuals):
 
     def _move(self, kept: Any, space: Any) -> Any:
         return jax.device_put(kept, space) if self._stage.spec.keeps_on_host else kept
-
-
-def what_is_kept(stage: Stage, carry: Any, *, splits: bool) -> Residuals:
-    """What the options of a pipeline keep of its units; arguments as of `Residuals`."""
-    if stage.spec.remat:
-        return Inputs(stage, carry, splits=False)
-    return Residuals(stage, carry, splits=splits)

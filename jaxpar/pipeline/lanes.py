@@ -192,13 +192,9 @@ class Schedule(Printed):
           forward, backward, weights, head: of a unit; a number, or one for each group and stage. A backward
             unit whole or without W, as the schedule has it; W if it is apart; a head 0 to leave it out.
         """
-        named = {"forward": forward, "backward": backward, "weights": weights, "head": head}
-        costs, stages = dict(zip("FBWH", named.values(), strict=True)), np.arange(self.num_stages)
-        for name, cost in named.items():
-            is_absent = name == "head" or (name == "weights" and not self.weights)
-            may_be_zero = np.ndim(cost) > 0 or is_absent
-            if not (np.min(cost) > 0 or (may_be_zero and np.min(cost) == 0)):
-                raise ValueError(f"the cost {name}={cost} must be above 0.\nFix: use 1 if unknown.")
+        costs = {"F": forward, "B": backward, "W": weights, "H": head}
+        assert all(np.min(cost) >= 0 for cost in costs.values())
+        stages = np.arange(self.num_stages)
         half_T2S = np.zeros((len(self.forward.unit), 2, self.num_stages))
         for work in self.lanes:
             cost_GS = np.broadcast_to(costs[work.letter], (self.num_groups, self.num_stages))

@@ -120,16 +120,10 @@ class Loop:
         """What is run."""
         return self.stage.spec
 
-    @property
-    def meets_once(self) -> bool:
-        """Whether the exchanges of a tick wait for all its work: on CPU each is a meeting of all devices."""
-        return self.spec.platform == "cpu"
-
     def start(self, carry: Any) -> State:
         """The state before the first tick, with nothing kept and all sums 0."""
         stage, table, spec = self.stage, self.table, self.spec
-        here, x = stage.here, stage.x_shape
-        buffers = stage.buffers
+        here, x, buffers = stage.here, stage.x_shape, stage.buffers
         state = State(
             carry=carry,
             arrived_x=buffers(table.num_forward_buffers + 1, x),
@@ -169,10 +163,7 @@ class Loop:
         Args:
           has_head: False where the carry alone is wanted.
         """
-
-        def tick(number, state):
-            return self._tick(number, state, segment=segment, has_head=has_head)
-
+        tick = functools.partial(self._tick, segment=segment, has_head=has_head)
         return lax.fori_loop(0, num_ticks, tick, state)
 
     def _tick(self, number: Any, state: State, *, segment: ArrayLike, has_head: bool) -> State:
@@ -202,7 +193,9 @@ class Loop:
             state, dx = self._backward(backward, leave, segment, recalled, y, state)
             if weights:
                 state, _ = self._weights(weights[1], state, 1)
-        if self.meets_once:
+        if (
+            self.spec.platform == "cpu"
+        ):  # where each exchange is a meeting of all devices: after all work
             y, dx = lax.optimization_barrier((y, dx))
         arrived_x = self._exchange(FORWARD, y, state.arrived_x, forward.arrival)
         if self.kept:
@@ -373,11 +366,7 @@ class Loop:
             grads = state.grads._replace(last=last)
         slot = 0 if self.spec.remat else jnp.where(on_stage & active, slot, -1)
         dy = jax.tree.map(lambda a, dtype: a.astype(dtype), vary_like(dy, stage.here), dtypes)
-        return state._replace(
-            sums=sums,
-            grads=grads,
-            head_dy=write(state.head_dy, dy, slot),
-        )
+        return state._replace(sums=sums, grads=grads, head_dy=write(state.head_dy, dy, slot))
 
     @property
     def _d_sums(self) -> Any:
@@ -471,7 +460,7 @@ class Loop:
                 # take an exchange, of one number. It comes after all that W computes apart: else some devices
                 # would come to it before the exchanges of a kind of layers, and others after them, and wait.
                 apart = [after]
-                if not self.stage.pooled:
+                if not self.spec.pools_layers:
                     apart = [x for kind in after for x in (kind if self.spec.unroll else [kind])]
                 leaves = filter(None, map(jax.tree.leaves, apart))
                 is_one = [jnp.sum(min(each, key=jnp.size)) * 0 == 1 for each in leaves]
@@ -511,15 +500,12 @@ def run_segments(loop: Loop, carry: Any) -> State:
         state = evaluation.run(state, ticks, number, has_head=has_head)
         return (state.carry, _totals(state)), (carry, state.ran_T4)
 
-    def joined(ran_GT4):
-        return ran_GT4.reshape(-1, 4)
-
     start = evaluation.start(carry)
     carried = carry, _totals(start)
     if loop.kept is None:
         run: Callable[..., Any] = functools.partial(forward, has_head=True)
         (carry, totals), (_, ran) = lax.scan(run, carried, numbers)
-        return start._replace(carry=carry, ran_T4=joined(ran), **totals)
+        return start._replace(carry=carry, ran_T4=ran.reshape(-1, 4), **totals)
 
     run = functools.partial(forward, has_head=False)
     (last_carry, _), (carry_G, _) = lax.scan(run, carried, numbers[:-1])
@@ -537,7 +523,7 @@ def run_segments(loop: Loop, carry: Any) -> State:
     d_carry = vary_like(jax.tree.map(jnp.zeros_like, start.d_carry), loop.stage.here)
     carried = carry, _totals(start) | {"d_carry": d_carry}
     (carry, totals), ran = lax.scan(backward, carried, (numbers, carry_G), reverse=True)
-    return start._replace(carry=carry, ran_T4=joined(ran), **totals)
+    return start._replace(carry=carry, ran_T4=ran.reshape(-1, 4), **totals)
 
 
 def _totals(state: State) -> dict[str, Any]:

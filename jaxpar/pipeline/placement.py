@@ -17,9 +17,8 @@ UP, DOWN, STAYS = 1, -1, 0
 # Costs that differ by less are the same: their sums are rounded.
 _ROUNDING = 1e-9
 
-Passes = tuple[
-    float, float
-]  # of a part of a model: the cost of its forward and of its backward pass
+# Of a part of a model: the cost of its forward and of its backward pass.
+Passes = tuple[float, float]
 
 
 class PartCosts(NamedTuple):
@@ -51,7 +50,7 @@ class PartCosts(NamedTuple):
         return [np.concatenate([[0.0], np.cumsum(each)]) for each in passes]
 
 
-def balance(costs: PartCosts, num_places: int, *, most: int | None = None) -> list[tuple[int, ...]]:
+def balance(costs: PartCosts, num_places: int) -> list[tuple[int, ...]]:
     """The numbers of layers in each place that make ticks the shortest, and next to them the runners-up.
 
     Stages of a pipeline meet twice in a tick: after its forward part, which the head ends, and after its
@@ -65,24 +64,16 @@ def balance(costs: PartCosts, num_places: int, *, most: int | None = None) -> li
     Args:
       costs: of the parts.
       num_places: stages, times the groups of layers on each.
-      most: layers in a place; None is any number.
     Returns:
       Placements, the one with the shortest ticks first.
     Raises:
-      ValueError: there is no place, or too few for all layers; or a cost is negative or not a number.
+      ValueError: there is no place, or a cost is negative or not a number.
     """
-    num_layers = len(costs.layers)
-    if not all(
-        0 <= cost < np.inf for each in (*costs.layers, costs.first, costs.last) for cost in each
-    ):
-        raise ValueError(f"{costs}: must be finite.\nFix: use numbers from 0.")
-    most = num_layers if most is None else most
-    if num_places < 1 or num_places * most < num_layers:
-        raise ValueError(
-            f"{num_layers} layers do not fit into {num_places} places of at most {most}.\n"
-            f"Fix: use more places, or a larger most."
-        )
-    up_P, down_P = (_spans_of_places(costs, number, num_places, most) for number in (0, 1))
+    parts = *costs.layers, costs.first, costs.last
+    is_known = all(0 <= cost < np.inf for each in parts for cost in each)
+    require(is_known, f"{costs}: must be finite.\nFix: use numbers from 0.")
+    require(num_places > 0, f"num_places={num_places} for layers.\nFix: use 1 or more.")
+    up_P, down_P = (_spans_of_places(costs, number, num_places) for number in (0, 1))
     found, limit = list[tuple[int, ...]](), np.inf
     while True:
         pairs = [*zip(up_P, down_P, strict=True)]
@@ -108,11 +99,10 @@ def balanced(costs: PartCosts, num_places: int) -> tuple[int, ...]:
     return balance(costs, num_places)[0]
 
 
-def _spans_of_places(costs: PartCosts, number: int, num_places: int, most: int) -> list[np.ndarray]:
+def _spans_of_places(costs: PartCosts, number: int, num_places: int) -> list[np.ndarray]:
     """For every place [begin, end] -> what it costs with these layers, in the forward or backward part."""
     whole, sums = np.arange(len(costs.layers) + 1), costs.sums()[number]
-    sizes_BE = whole - whole[:, None]
-    cost_BE = np.where((sizes_BE < 0) | (sizes_BE > most), np.inf, sums - sums[:, None])
+    cost_BE = np.where(whole < whole[:, None], np.inf, sums - sums[:, None])
     spans = [cost_BE] * num_places
     spans[0] = spans[0] + costs.first[number]
     spans[-1] = spans[-1] + sum(costs.last) * (number == 0)
@@ -164,25 +154,18 @@ def resolve_placement(
     if placement == "balanced":
         return best
     if placement == "even":
-        stages = [s for s in range(1, num_layers + 1) if num_layers % (s * num_groups) == 0]
         require(
             num_layers % num_places == 0,
             f"num_layers={num_layers} does not split evenly over {places}.\nFix: use "
-            f"{nearest_multiples(num_layers, num_places)} layers, "
-            + (f"stage={', '.join(map(str, stages))}, " if stages else "")
-            + f"or a placement such as {best}.",
+            f"{nearest_multiples(num_layers, num_places)} layers, or a placement such as {best}.",
         )
         return (num_layers // num_places,) * num_places
-    if isinstance(placement, NamedPlacement):
-        numbers, what = placement.layers, f"placement={str(placement)!r} names"
-        such = repr(str(dataclasses.replace(placement, layers=best)))
-    else:
-        assert not isinstance(placement, str)
-        numbers, what, such = tuple(placement), f"placement={tuple(placement)} has", str(best)
+    assert not isinstance(placement, str)
+    numbers = placement.layers if isinstance(placement, NamedPlacement) else tuple(placement)
     require(
         len(numbers) == num_places and sum(numbers) == num_layers and min(numbers) >= 0,
-        f"{what} {sum(numbers)} layers in {len(numbers)} places, num_layers={num_layers} on {places} needs "
-        f"{num_layers} in {num_places}.\nFix: use such as {such}.",
+        f"placement={numbers} has {sum(numbers)} layers in {len(numbers)} places, num_layers={num_layers} on "
+        f"{places} needs {num_layers} in {num_places}.\nFix: use such as {best}.",
     )
     return numbers
 

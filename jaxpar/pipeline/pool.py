@@ -214,14 +214,12 @@ class Pool:
     @property
     def stack_bytes(self) -> int:
         """On one device, if each kind were a stack."""
+        size = [np.dtype(plane.dtype).itemsize for plane in self.planes]
         return sum(
-            len(full) // self.num_stages * math.prod(leaf.shape) * self._itemsize(leaf)
+            len(full) // self.num_stages * math.prod(leaf.shape) * size[leaf.plane]
             for full, own in zip(self.is_full, self.leaves, strict=True)
             for leaf in own
         )
-
-    def _itemsize(self, leaf: Leaf) -> int:
-        return np.dtype(self.planes[leaf.plane].dtype).itemsize
 
     def packed(self, kinds: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """A stage's planes, [1, rows, COLUMNS], on one device.

@@ -70,7 +70,8 @@ def make_schedule(
       ValueError: unknown name, a count below 1, a number of groups or a zero_bubble that the schedule does
         not have.
     """
-    num_groups = least_groups(name) if num_groups is None else num_groups
+    if num_groups is None:
+        num_groups = 2 if name in ("interleaved", "v") else 1
     _check(name, zero_bubble, (num_stages, num_microbatches, num_chunks, num_groups))
     route = route_of(name, num_stages, num_groups)
     num_units = num_microbatches * num_chunks
@@ -111,34 +112,21 @@ def make_schedule(
     )
 
 
-def least_groups(name: str) -> int:
-    """The least number of groups of layers on a stage that a schedule has."""
-    return 2 if name in ("interleaved", "v") else 1
-
-
 def _ticks_on_the_way(name: str, route: Route, num_units: int) -> np.ndarray:
     """The tick at which the u-th unit to enter is on each virtual stage, [P, MK]."""
     if name == "v":
         return 2 * np.arange(num_units) + np.arange(len(route.stages))[:, None]
-    stage_P, group_P = np.array(route.stages), np.array(route.groups)
-    entry_VU = _entry_ticks(route.num_stages, route.num_groups, num_units)
-    return stage_P[:, None] + entry_VU[group_P]
-
-
-def _entry_ticks(num_stages: int, num_groups: int, num_units: int) -> np.ndarray:
-    """Returns the tick at which stage 0 runs the forward of each group and unit, [V, MK].
-
-    Even rounds of S units or a few more: a unit is back at stage 0, S ticks later, when the turn of
-    its next group comes. In a round of S + r units it waits r ticks, in up to r + 1 buffers. Fewer
-    than S units are one round, with gaps. With one group, unit u enters at tick u in any case.
-    """
-    num_rounds = max(1, num_units // num_stages)
+    # Even rounds of S units or a few more: a unit is back at stage 0, S ticks later, when the turn of its
+    # next group comes. In a round of S + r units it waits r ticks, in up to r + 1 buffers. Fewer than S
+    # units are one round, with gaps. With one group, unit u enters at tick u in any case.
+    num_rounds = max(1, num_units // route.num_stages)
     bounds = np.arange(num_rounds + 1) * num_units // num_rounds
     round_U = np.repeat(np.arange(num_rounds), np.diff(bounds))
     start_U = bounds[round_U]
-    length_U = np.maximum(np.diff(bounds)[round_U], num_stages)
-    place_U = np.arange(num_units) - start_U
-    return num_groups * start_U + np.arange(num_groups)[:, None] * length_U + place_U
+    length_U = np.maximum(np.diff(bounds)[round_U], route.num_stages)
+    stage_P1, group_P1 = (np.array(own)[:, None] for own in (route.stages, route.groups))
+    entry_PU = route.num_groups * start_U + group_P1 * length_U + np.arange(num_units) - start_U
+    return stage_P1 + entry_PU
 
 
 def _assign_slots(
@@ -298,7 +286,6 @@ def _check(name: str, zero_bubble: bool, counts: tuple[int, ...]) -> None:
     for what, count in zip(names, counts, strict=True):
         if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
             raise ValueError(f"{what}={count!r} is not a count.\nFix: use an integer of 1 or more.")
-    require(isinstance(zero_bubble, bool), f"zero_bubble={zero_bubble!r}: must be True or False.")
     fits = {"interleaved": counts[-1] > 1, "v": counts[-1] == 2}.get(name, counts[-1] == 1)
     require(
         fits,

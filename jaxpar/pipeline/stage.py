@@ -246,12 +246,12 @@ class Stage:
     def left_alone(self, end: int) -> tuple[str, ...]:
         """The fields of gradients that `add_to_end` does not change; all stages may share the other end."""
         other = ("last", "first")[end]
-        return (other,) if self.pooled else (other, "layers")
+        return (other,) if self.spec.pools_layers else (other, "layers")
 
     @property
     def _planes(self) -> str:
         """The field of parameters that has the planes."""
-        return "layers" if self.pooled else "ends"
+        return "layers" if self.spec.pools_layers else "ends"
 
     def _pooled_end(self, end: int, number: int, parts: PipelineParams) -> Any:
         planes = getattr(parts, self._planes)
@@ -360,15 +360,10 @@ class Stage:
     def walk(self, group: Any) -> Scan:
         """The way through the layers of a group."""
         walk = self.spec.walk
-        if not self.pooled:
+        if not self.spec.pools_layers:
             return walk
         starts = tuple(own[: len(self.spec.layers)] for own in self.starts)
         return dataclasses.replace(walk, stores=self.stores(self.of_group(starts, group)))
-
-    @property
-    def pooled(self) -> bool:
-        """Whether the layers lie in pools."""
-        return self.spec.pools_layers
 
     def stores(self, starts: Any = None) -> Sequence[Any]:
         """How parameters and frozen ones have a layer; see `walk.Switch`.
@@ -376,7 +371,7 @@ class Stage:
         Args:
           starts: of a group; None are those of the stage.
         """
-        return self._pooled(starts) if self.pooled else (Stacks(), Stacks())
+        return self._pooled(starts) if self.spec.pools_layers else (Stacks(), Stacks())
 
     def _pooled(self, starts: Any = None) -> Sequence[Pooled]:
         assert self.spec.pools is not None
@@ -385,11 +380,11 @@ class Stage:
 
     def weights_of_group(self, tree: Any, group: Any) -> Any:
         """A group's rows of what lies as parameters of layers do."""
-        return tree if self.pooled else self.of_group(tree, group)
+        return tree if self.spec.pools_layers else self.of_group(tree, group)
 
     def weights_into_group(self, tree: Any, part: Any, group: Any) -> Any:
         """What lies as they do with a group's rows changed."""
-        return part if self.pooled else self.into_group(tree, part, group)
+        return part if self.spec.pools_layers else self.into_group(tree, part, group)
 
     def of_group(self, tree: Any, group: Any) -> Any:
         """A group's rows of every stacked array."""

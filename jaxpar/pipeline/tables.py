@@ -1,6 +1,7 @@
 """Schedules as data: what a compiled pipeline looks up at every tick."""
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
@@ -89,31 +90,16 @@ def make_table(schedules: Sequence[Schedule], capacity: Schedule | None = None) 
     """Schedules as data.
 
     Args:
-      schedules: one for every data-parallel group. They may differ in the number of microbatches.
+      schedules: one for every data-parallel group. They may differ in the number of microbatches alone.
       capacity: the largest schedule that the compiled program shall hold; None takes the largest here.
-    Raises:
-      ValueError: the schedules differ in more than microbatches, or do not fit the capacity.
     """
     capacity = capacity or largest(schedules)
-    shape = ("name", "zero_bubble", "num_stages", "num_groups")
+    shape = operator.attrgetter("name", "zero_bubble", "num_stages", "num_groups")
+    sizes = "num_ticks", "num_slots", "num_forward_buffers", "num_backward_buffers"
     for schedule in schedules:
-        for name in shape:
-            if getattr(schedule, name) != getattr(capacity, name):
-                raise ValueError(
-                    f"{name}={getattr(schedule, name)} of a schedule differs from "
-                    f"{getattr(capacity, name)} of the compiled program.\nFix: use equal ones."
-                )
-        if schedule.num_chunks != schedules[0].num_chunks:
-            raise ValueError(
-                f"num_chunks={schedule.num_chunks} and {schedules[0].num_chunks} in one batch.\n"
-                f"Fix: use schedules of one length."
-            )
-        for name in ("num_ticks", "num_slots", "num_forward_buffers", "num_backward_buffers"):
-            if getattr(schedule, name) > getattr(capacity, name):
-                raise ValueError(
-                    f"{name}={getattr(schedule, name)} is more than the {getattr(capacity, name)} of the "
-                    f"compiled program.\nFix: compile it for a larger capacity."
-                )
+        assert shape(schedule) == shape(capacity)
+        assert schedule.num_chunks == schedules[0].num_chunks
+        assert all(getattr(schedule, name) <= getattr(capacity, name) for name in sizes)
     padded = [
         _with_lanes(schedule, len(capacity.weights)).padded(capacity.num_ticks)
         for schedule in schedules
@@ -142,7 +128,7 @@ def make_table(schedules: Sequence[Schedule], capacity: Schedule | None = None) 
         head=shared(forward, -1),
         leave=shared(backward, 0),
         num_ticks=np.asarray(max(schedule.num_ticks for schedule in schedules), np.int32),
-        num_forward_ticks=np.asarray(_last_tick_of(forward) + 1, np.int32),
+        num_forward_ticks=np.asarray(np.argwhere(forward.unit >= 0)[:, 1].max() + 1, np.int32),
         num_chunks=np.asarray(schedules[0].num_chunks, np.int32),
         max_microbatches=max_microbatches,
         max_chunks=max_chunks,
@@ -180,8 +166,3 @@ def _shared(lane: Lane, is_there: Any, np: Any) -> SharedLane:
         return np.where(is_there & (lane.unit >= 0), a, -1).max(axis=-1)
 
     return SharedLane(found(lane.unit), found(lane.slot))
-
-
-def _last_tick_of(lane: Lane) -> int:
-    """In which a stage has a unit."""
-    return int(np.flatnonzero((lane.unit >= 0).any(axis=(0, 2)))[-1])

@@ -220,7 +220,7 @@ def open_run(
 
 def _check_model(setup: Setup, target: TrainState) -> None:
     """Raises a ValueError if a task's model or optimizer would not do in a run."""
-    task, layout, parallel = setup.task, setup.layout, setup.parallel
+    task, layout = setup.task, setup.layout
     require(
         type(task).after_validation is Task.after_validation or setup.train.eval_every > 0,
         f"eval_every=0 has no validation before the end, and task {task.name} has after_validation\n"
@@ -233,8 +233,6 @@ def _check_model(setup: Setup, target: TrainState) -> None:
     with contextlib.suppress(ArithmeticError, ValueError):  # it makes no sense of these numbers
         metrics = task.metrics(0.5, dict.fromkeys(layout.facts.traces.sums.metrics, 0.5))
     check_reported(task, 0.5, metrics)
-    if parallel.mesh.data > 1 or parallel.runs_in_units:
-        layout.facts.check_loops()
     check_rows_alone(layout)
     check_custom_backward(layout)
     layout.facts.warn_of_resets()

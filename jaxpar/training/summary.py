@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.axes import LAYERS, STAGE, TENSOR
-from jaxpar.base.display import format_bytes, format_count, format_names
+from jaxpar.base.display import format_bytes, format_count
 from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.ends import owner
 from jaxpar.layout import Layout
@@ -28,7 +28,6 @@ def summarize(setup: Setup) -> list[tuple[str, str]]:
         *describe_balance(setup.layout),
         *_describe_tensor(setup.layout),
         *task.describe(),
-        *_describe_rounded(setup.layout),
     ]
     if not parallel.has_equal_shares:
         rows.append(("shares", " : ".join(map(str, parallel.group_shares))))
@@ -118,12 +117,11 @@ def describe_pools(layout: Layout) -> list[tuple[str, str]]:
     """Where layers of unequal shapes lie, if a device could have room for those of its stage alone."""
     if layout.possible_pools is None:
         return []
-    if layout.why_stacks:
-        where = f"stacks of their kinds; pools would take less, but {layout.why_stacks}"
-    else:
-        size = sum(pool.num_bytes for pool in layout.possible_pools)
-        where = f"pools, {format_bytes(size)} of layers on a device"
-    return [("layers in", where)]
+    size = format_bytes(sum(pool.num_bytes for pool in layout.possible_pools))
+    pools = f"pools, {size} of layers on a device"
+    return [
+        ("layers in", pools if layout.pools_layers else "stacks of their kinds, which take more")
+    ]
 
 
 def describe_balance(layout: Layout) -> list[tuple[str, str]]:
@@ -157,10 +155,3 @@ def _describe_tensor(layout: Layout) -> list[tuple[str, str]]:
         return []
     warning = f"tensor={size} splits no parameter, so {size} devices do the same work; name dims of weights"
     return [("warning", f"{warning} (jaxpar.nn.named_param), or use tensor=1")]
-
-
-def _describe_rounded(layout: Layout) -> list[tuple[str, str]]:
-    """What of a batch loses digits."""
-    names = layout.facts.rounded
-    what = f"float64 in {format_names(names)}: computed as float32, as JAX_ENABLE_X64 is off"
-    return [("numbers", what)] * bool(names)
