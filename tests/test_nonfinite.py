@@ -569,7 +569,7 @@ def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_
     settings, bad = poisoned
     folder = RunFolder(tmp_path / "run")
     message = (
-        rf"the loss of step {bad[0] + 1} is not finite \(batch {bad[0]} of \d+ in epoch 0, from 0\); the "
+        rf"(?s)the loss of step {bad[0] + 1} is not finite \(batch {bad[0]} of \d+ in epoch 0, from 0\); the "
         r"first number that is not finite is in the output of first at time step \d, in row \d\. .*"
         rf"--train\.out-dir {folder} and a lower learning rate, .*, or --train\.nonfinite skip with a "
     )
