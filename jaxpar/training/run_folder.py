@@ -455,7 +455,8 @@ class RunFolder:
             name = read_toml(self.config_path).get("task")
             require(isinstance(name, str), "it names no task")
         except ValueError as error:
-            raise ValueError(f"{self.config_path} is damaged: {error}\nFix: {REMEDY}") from error
+            fact = str(error).partition("\nFix: ")[0]
+            raise ValueError(f"{self.config_path} is damaged: {fact}\nFix: {REMEDY}") from error
         return _file_of(str(name))
 
 
