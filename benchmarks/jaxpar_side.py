@@ -6,6 +6,7 @@ JAX_PLATFORMS=cuda python -m benchmarks.jaxpar_side C '{"devices": [0]}' '{}' '{
 Without JAX_PLATFORMS it runs on simulated devices of the CPU.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ from jaxpar.setup import Setup
 from jaxpar.state import TrainState, init_state
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.tasks.lm import LM, Batch
-from jaxpar.training.by_layer import with_parameters
+from jaxpar.training.by_layer import abstract_by_layer, from_layers
 
 TRAIN = TrainConfig(clip_norm=0.0)
 
@@ -58,7 +59,12 @@ def initial_state(work: Work, setup: Setup) -> TrainState:
         **{f"layers/lstm/{name}": stacked(name) for name in ("w_x", "w_h", "b")},
         **{f"head/{name}": weights[name] for name in ("kernel", "bias")},
     }
-    return with_parameters(init_state(setup), setup.layout, arrays)
+    state = init_state(setup)
+    placed = {
+        name: jax.device_put(arrays[name], wanted.sharding)
+        for name, wanted in abstract_by_layer(state.params, setup.layout).items()
+    }
+    return dataclasses.replace(state, params=from_layers(state.params, setup.layout, placed))
 
 
 def make_batch(work: Work, setup: Setup) -> Batch:

@@ -401,6 +401,6 @@ def test_a_process_that_refuses_tells_the_others(text, tmp_path):
     result = start_two([flags(text, out_dir, "--hidden-size", "-1"), flags(text, out_dir)])
     assert_refused(
         result, out_dir,
-        r"^error: hidden_size=-1: must be positive$",
-        r"^error: process 0 ended before the run began: hidden_size=-1: must be positive$",
+        r"^error: hidden_size=-1: must be positive",
+        r"^error: process 0 ended before the run began: hidden_size=-1: must be positive",
     )  # fmt: skip

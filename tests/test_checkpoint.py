@@ -448,11 +448,11 @@ SGD = OptimizerConfig("sgd", 0.01, warmup_steps=2, momentum=0.5)
         ({"tie_embedding": True}, "tie_embedding=False, and the task has tie_embedding=True"),
         (
             {"optimizer": OptimizerConfig("adamw", 0.02)},
-            r"another optimizer: expected name='adamw', .*, got name='adam', learning_rate=0\.01",
+            r"another optimizer: expected name='adamw', got name='adam'\n",
         ),
         (
             {"optimizer": SGD},
-            r"another optimizer: expected name='sgd', momentum=0\.5, got name='adam', momentum=0\.0\n",
+            r"another optimizer: expected name='sgd', got name='adam'\n",
         ),
         ({"batch_size": 4}, r"carry/lstm/\w+ must be float32\[2, 4, 16\], got float32\[2, 8, 16\]"),
     ],

@@ -142,29 +142,6 @@ def test_eight_devices_have_eight_colours():
     assert len(set(map(color_of, range(8)))) == 8
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 130])
-def test_a_line_of_progress_keeps_its_step_and_its_eta(width):
-    console = Console(width=width, file=io.StringIO(), force_terminal=True)
-    report = ConsoleReport(console)
-    report.begin(0, 800, Path("runs/0001"))
-    numbers = {
-        "metrics": {"perplexity": 2333.8},
-        "grad_norm": 1.0,
-        "learning_rate": 0.1,
-        "unit": "tokens",
-    }
-    for step, speed, eta in ((1, None, r"compiled in 5\.3 s"), (400, 6482.0, r"ETA \d+:\d\d")):
-        loss = 7.7 - step / 400
-        progress = Progress(step, loss, **numbers, units_per_second=speed, seconds=5.3, mfu=0.41)
-        report.progress(progress, 800)
-        console.file.truncate(0)
-        report._live.refresh()
-        line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue()).strip("\0\r\n ")
-        assert re.match(rf"step +{step}/800 .*{eta} +loss", line), line
-        assert len(line) <= width
-    report.end(400, 800, None)
-
-
 def test_the_time_left_is_that_of_the_mean_step(monkeypatch):
     """A save or an evaluation in one line is not one in every line to come."""
     now = [0.0]

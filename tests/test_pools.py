@@ -10,6 +10,7 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 from lib.any_model import Calm, assert_same
+from lib.checkpoints import with_parameters
 from lib.laws import assert_close, on_devices, slow
 from lib.models import WIDTH, Regression, draw
 
@@ -22,7 +23,7 @@ from jaxpar.data.batches import place_batch
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, audit, init_state
 from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
-from jaxpar.training.by_layer import by_layer, from_layers, with_parameters
+from jaxpar.training.by_layer import by_layer, from_layers
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.summary import describe_ends, describe_pools

@@ -673,24 +673,6 @@ def test_a_run_tells_of_itself_unless_it_is_to_be_quiet(tmp_path, capsys):
         fit(*run, report=Recorder(), quiet=True)
 
 
-def test_a_live_line_ends_with_its_run_however_that_ends(tmp_path):
-    """Else it would be drawn again and again over what is printed, or typed, later."""
-
-    was_live = []
-
-    class Moves(ConsoleReport):
-        def evaluation(self, step, evaluation):
-            was_live.append(self._live.is_started)
-            (tmp_path / "run").rename(tmp_path / "away")
-
-    report = Moves(Console(width=100, file=io.StringIO(), force_terminal=True))
-    with pytest.raises(FileNotFoundError, match="was removed"):
-        fit(Walk(), make_layout(), make_train(tmp_path / "run", eval_every=5), report=report)
-    assert was_live == [True]
-    assert report._live is None
-    assert report.console.file.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"
-
-
 def test_a_plan_says_what_is_known_of_any_task():
     layout = make_layout((2, 4, 1), (2, 2))
     rows = dict(summarize(Setup.of(Walk(), layout, TrainConfig(num_steps=1))))

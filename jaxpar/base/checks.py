@@ -42,10 +42,10 @@ def check_fields(config: Any) -> None:
             continue
         options = _options(hint)
         if isinstance(value, float) and float in options:
-            raise ValueError(f"{name}={value}: must be a finite number")
+            raise ValueError(f"{name}={value}: must be a finite number\nFix: give one.")
         wanted = " or ".join(map(_describe, options))
         kind = f" ({type(value).__name__})" if isinstance(value, int | float) else ""
-        raise ValueError(f"{name}={_SHORT.repr(value)}{kind}: must be {wanted}")
+        raise ValueError(f"{name}={_SHORT.repr(value)}{kind}: must be {wanted}\nFix: give that.")
 
 
 def _check_bits(name: str, value: Any) -> None:
@@ -55,7 +55,7 @@ def _check_bits(name: str, value: Any) -> None:
             _check_bits(name, each)
     elif isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
         shown = value if value.bit_length() < 1000 else f"a number of {value.bit_length()} bits"
-        raise ValueError(f"{name}={shown}: must be below 2**63")
+        raise ValueError(f"{name}={shown}: must be below 2**63\nFix: give a smaller number.")
 
 
 _hints = functools.cache(typing.get_type_hints)
@@ -149,7 +149,7 @@ def require_instance(name: str, value: Any, kind: Any, use: str) -> None:
             f"{name}={value.__name__} is a class\nFix: give an object, {value.__name__}()."
         )
     shown = " ".join(_SHORT.repr(value).split())  # a tree of arrays has many lines
-    raise ValueError(f"{name}={shown} ({type(value).__name__}): must be {use}")
+    raise ValueError(f"{name}={shown} ({type(value).__name__}): must be {use}\nFix: give that.")
 
 
 def check_takes(function: Any, arguments: Sequence[str], what: str, use: str) -> None:
@@ -196,7 +196,7 @@ def _require_each(
     for name in names:
         value = getattr(config, name)
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
-        require(all(map(holds, numbers)), f"{name}={value}: {rule}")
+        require(all(map(holds, numbers)), f"{name}={value}: {rule}\nFix: give another number.")
 
 
 def check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:

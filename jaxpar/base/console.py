@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WIDTH = 100  # of what goes into a file or pipe
+WIDTH = 100  # of what goes into a file, a pipe or a notebook
 
 
 def make_table(*columns: str) -> Table:
@@ -37,6 +37,9 @@ def rendered(thing: Any, console: Console) -> str:
 
 
 def make_console(file: TextIO | None = None) -> Console:
-    """A console as wide as the terminal, or `WIDTH` columns in a file or pipe; None is stdout."""
-    console = Console(file=file)
-    return console if console.is_terminal else Console(file=file, width=WIDTH)
+    """A console as wide as the terminal, or `WIDTH` columns elsewhere; None is stdout.
+
+    A notebook gets lines of text: else rich would make a display of each.
+    """
+    console = Console(file=file, force_jupyter=False)
+    return console if console.is_terminal else Console(file=file, force_jupyter=False, width=WIDTH)

@@ -79,11 +79,6 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} us"
 
 
-def format_number(number: float) -> str:
-    """In powers of 1000: 516.1 k."""
-    return format_bytes(number).removesuffix("B").rstrip()
-
-
 def format_bytes(num_bytes: float) -> str:
     """In powers of 1000: 516.1 kB."""
     size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]

@@ -53,7 +53,9 @@ def read_file(
         try:
             return as_path(path).read_bytes()
         except MemoryError:
-            raise MemoryError(f"{path} does not fit into the memory of this machine") from None
+            raise MemoryError(
+                f"{path} does not fit into the memory of this machine\nFix: use a smaller file"
+            ) from None
 
 
 def read_text(path: str | os.PathLike[str], what: str = "") -> str:
@@ -127,12 +129,13 @@ def read_json(content: str | bytes, kind: type[Kind] = dict) -> Kind:
     Raises:
       ValueError: it is not JSON in UTF-8, is nested too deeply, or holds something else.
     """
+    name = "object" if kind is dict else kind.__name__
+    told = f"it is not JSON, or nested too deeply, or no JSON {name}"
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
-        raise ValueError("it is not JSON, or nested too deeply") from None
-    if not isinstance(found, kind):
-        raise ValueError(f"it holds no JSON {'object' if kind is dict else kind.__name__}")
+        raise ValueError(told) from None
+    require(isinstance(found, kind), told)
     return found
 
 

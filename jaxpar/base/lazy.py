@@ -27,7 +27,9 @@ def lazily(
 
     def get(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}\nFix: see dir({package})"
+            )
         home = homes[name]
         there = vars(importlib.import_module(home))
         value = there[name] if name in there else importlib.import_module(f"{home}.{name}")

@@ -16,8 +16,8 @@ EXCLUDED = {
 NEWER_JAX_PYTHON = (3, 12)
 
 
-def excluded_reason(jax_version: str, python_version: tuple[int, int]) -> str | None:
-    """The reason why jaxpar does not run on this JAX, with the remedy; None if it does.
+def excluded_reason(jax_version: str, python_version: tuple[int, int]) -> tuple[str, str] | None:
+    """The reason why jaxpar does not run on this JAX, and the remedy; None if it does.
 
     Args:
       jax_version: as in `jax.__version__`; suffixes such as `rc1` are not looked at.
@@ -32,7 +32,7 @@ def excluded_reason(jax_version: str, python_version: tuple[int, int]) -> str | 
         return None
     newer = python_version >= NEWER_JAX_PYTHON
     remedy = "pip install -U 'jax>=0.11.1'" if newer else "pip install 'jax==0.10.1'"
-    return f"jax {jax_version} {reason}\nFix: {remedy}"
+    return f"jax {jax_version} {reason}", remedy
 
 
 def check_jax_version() -> None:
@@ -41,9 +41,9 @@ def check_jax_version() -> None:
     Raises:
       ImportError: with the installed version, the reason and the remedy.
     """
-    reason = excluded_reason(importlib.metadata.version("jax"), sys.version_info[:2])
-    if reason is not None:
-        raise ImportError(f"jaxpar does not run on this JAX: {reason}")
+    if found := excluded_reason(importlib.metadata.version("jax"), sys.version_info[:2]):
+        reason, remedy = found
+        raise ImportError(f"jaxpar does not run on this JAX: {reason}\nFix: {remedy}")
 
 
 def _release(version: str) -> tuple[int, ...]:

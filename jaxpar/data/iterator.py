@@ -96,7 +96,9 @@ class IteratorBatches:
             self._open(state, number)
         except Exception as error:
             self._iterator = None
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{type(error).__name__}: {error}\nFix: read the stream from its beginning."
+            ) from error
 
     def restart(self) -> None:
         """Forgets what is read: the next batch is read from the beginning."""

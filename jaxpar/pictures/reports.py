@@ -16,7 +16,6 @@ from jaxpar.pictures.picture import Picture
 from jaxpar.planning.cost import StepCost
 from jaxpar.planning.planner import Ranking
 from jaxpar.planning.search import describe
-from jaxpar.training.stage_table import stage_table
 
 NUM_SHOWN, NUM_REFUSED = 12, 4  # of a ranking
 # Of all that benchmarks/planner measured.
@@ -95,16 +94,12 @@ def show_ranking(ranking: Ranking) -> Picture:
     notes = [f"~: estimated from a data sheet; {ESTIMATE_ERROR}"]
     if any(cost.program for cost in ranking.fitting):
         notes.append("waits: for transfers with nothing beside them in the program, an estimate")
-    stages: list[Table | str] = []
-    if ranking.fitting and ranking.best.parallel.mesh.stage > 1:
-        stages = ["\nIts stages:\n", *stage_table(ranking.best.layout)]
     return Picture(
         f"{machine.name}, {format_count(machine.num_devices, 'device')}: {number:,} configs, the first of "
         f"them:\n",
         table,
         *notes,
         f"\n{ranking.explain()}",
-        *stages,
     )
 
 

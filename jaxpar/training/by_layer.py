@@ -9,7 +9,6 @@ stored. Layers that a state has in pools are taken out one array at a time: firs
 stage's own into slots of a stack, which sends nothing.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -36,7 +35,6 @@ from jaxpar.sharding import (
     split_over_data,
     to_spec,
 )
-from jaxpar.state import TrainState
 
 Tree = TypeVar("Tree")
 Rows = tuple[int, ...]  # the layer in each row of a kind's stack, -1 in empty ones
@@ -108,22 +106,6 @@ def from_layers(target: Tree, layout: Layout, arrays: Mapping[str, jax.Array]) -
 def _numbers(leaf: Any) -> Any:
     """An array, or the shape of one, as it is stored."""
     return data_of(leaf) if is_key(leaf) else leaf
-
-
-def with_parameters(
-    state: TrainState, layout: Layout, arrays: Mapping[str, np.ndarray]
-) -> TrainState:
-    """The state with other values of its parameters.
-
-    Args:
-      layout: that the state was made with.
-      arrays: on the host, named (without "params/") and shaped as `by_layer` gives them.
-    """
-    placed = {}
-    for name, wanted in abstract_by_layer(state.params, layout).items():
-        assert arrays[name].shape == wanted.shape, (name, arrays[name].shape, wanted.shape)
-        placed[name] = jax.device_put(arrays[name], wanted.sharding)
-    return dataclasses.replace(state, params=from_layers(state.params, layout, placed))
 
 
 def kind_of(leaf: Any) -> str | None:

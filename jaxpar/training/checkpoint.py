@@ -330,9 +330,9 @@ class Checkpoints:
         which = f" of step {step}" if step is not None else " of a validated step" if best else ""
         told = "".join(f"; {number}: {problem}" for number, problem in sorted(damaged.items()))
         left = sorted(whole.keys() - damaged.keys())
+        remedy = f"use one of {left}" if left else "name a run that has saved one"
         raise FileNotFoundError(
-            f"{self._folder} holds no whole checkpoint{which}{told}\n"
-            + (f"Fix: use one of {left}" if left else "Fix: name a run that has saved one")
+            f"{self._folder} holds no whole checkpoint{which}{told}\nFix: {remedy}"
         )
 
     def _find_changed(self, step: int, expected: Mapping[str, str]) -> str | None:
@@ -392,12 +392,13 @@ def read_table(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
       ValueError: it is not what was written.
     """
     check_file(path)
+    content = {}
     with contextlib.suppress(ValueError):
         content = read_json(path.read_bytes())
-        is_whole = content.pop(_HASH, None) == _hash_of(content)
-        if is_whole and all(fits(content.get(key), kind) for key, kind in types.items()):
-            return content
-    raise ValueError(f"{path.name} is not what was written")
+    is_whole = content.pop(_HASH, None) == _hash_of(content)
+    is_whole &= all(fits(content.get(key), kind) for key, kind in types.items())
+    require(is_whole, f"{path.name} is not what was written")
+    return content
 
 
 def _hash_of(content: Mapping[str, Any]) -> str:
@@ -453,8 +454,10 @@ def _describe(task: Task) -> dict[str, Any]:
 
 def _check_task(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises if a checkpoint is of another task than this one, both as `_describe` gives them."""
-    if before["task"] != now["task"]:
-        raise ValueError(f"{path} must be of the task {now['task']}, got {before['task']}")
+    require(
+        before["task"] == now["task"],
+        f"{path} must be of the task {now['task']}, got {before['task']}\nFix: give that one's run",
+    )
     for name, value in now["fields"].items():
         was = before["fields"].get(name, value)
         if was != value:
@@ -482,21 +485,14 @@ def _check_arrays(
     )
     differ = [name for name in {**needed, **stored} if needed.get(name) != stored.get(name)]
     of_model = [name for name in differ if name.startswith(("params/", "frozen/"))]
-    was, is_now = optimizers
-    of_optimizer = any(name.startswith("opt_state/") for name in differ)
-    is_other = bool(was and is_now) and was.get("name") != is_now.get("name")
-    if not of_model and (of_optimizer or is_other):
-        changed = [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]
-        then, today = (
-            ", ".join(f"{name}={each.get(name)!r}" for name in changed) or "other arrays"
-            for each in optimizers
-        )
-        raise ValueError(
-            f"{path} is of another optimizer: expected {today}, got {then}\n"
-            f"Fix: set it as it was, {_ELSEWHERE}"
-        )
+    was, is_now = (each.get("name") for each in optimizers)
+    require(
+        bool(of_model) or None in (was, is_now) or was == is_now,
+        f"{path} is of another optimizer: expected name={is_now!r}, got name={was!r}\n"
+        f"Fix: set it as it was, {_ELSEWHERE}",
+    )
     for name in of_model or differ:
         raise ValueError(
             f"{path}: {name} must be {needed.get(name, 'absent')}, got {stored.get(name, 'nothing')}\n"
-            f"Fix: set model, frozen parameters and batch_size as they were, {_ELSEWHERE}"
+            f"Fix: set model, optimizer, frozen parameters and batch_size as they were, {_ELSEWHERE}"
         )

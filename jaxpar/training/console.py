@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -18,12 +17,8 @@ from jaxpar.base.display import format_seconds
 from jaxpar.base.output import PROGRAM
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
-from jaxpar.training.history import Curves
-from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import Report, describe_stop
-from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.stage_table import stage_table
 from jaxpar.training.summary import summarize
 
 if TYPE_CHECKING:
@@ -31,27 +26,16 @@ if TYPE_CHECKING:
 
 
 class ConsoleReport(Report):
-    """Prints tables and progress with rich.
-
-    A terminal has a live line, a notebook one display that changes; elsewhere lines are plain.
-    """
+    """Prints tables and lines of progress, everywhere the same."""
 
     def __init__(self, console: Console | None = None):
-        in_notebook = Console().is_jupyter
-        self.console = console or (NotebookConsole() if in_notebook else make_console(sys.stdout))
-        self._live: Live | None = None  # of a terminal
-        self._below = ""  # what was printed in a notebook, the line that changes
+        self.console = console or make_console(sys.stdout)
         self._mark: tuple[float, int] | None = None  # time and step of the first line of progress
         self._out_dir = Path()
 
     def plan(self, setup: Setup, state: TrainState) -> None:
         """Devices, mesh, placement, data, parameters."""
-        if isinstance(self.console, NotebookConsole):
-            self.console = NotebookConsole()  # of its own for each run
         self.console.print(facts_table(summarize(setup)), "")
-        if setup.parallel.mesh.stage > 1:
-            table, note = stage_table(setup.layout)
-            self.console.print(table, f"{note}\n", highlight=False)
         self.console.print(state, "", highlight=False)
 
     def start(self, taken: "Taken") -> None:
@@ -63,7 +47,7 @@ class ConsoleReport(Report):
         self.console.print(table, "", highlight=False)
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
-        """Where it goes; a live line where there can be one."""
+        """Where it goes."""
         self._mark = None
         self._out_dir = out_dir
         done = f", resumed at step {step}" if step else ""
@@ -74,27 +58,14 @@ class ConsoleReport(Report):
             )
             return
         self._print(f"training {num_steps} steps into {out_dir}{done}; the first is being compiled")
-        if isinstance(self.console, NotebookConsole):
-            self.console.curves = Curves(num_steps).add(*RunFolder(out_dir).metrics())
-        elif self.console.is_terminal:
-            self._live = Live(Text(_count(step, num_steps)), console=self.console)
-            self._live.start(refresh=True)
 
     def progress(self, progress: Progress, num_steps: int) -> None:
         """Loss, metrics, speed, ETA."""
         eta = self._eta(progress, num_steps - progress.step)
         if progress.units_per_second is None:
             eta = f"compiled in {format_seconds(progress.seconds)}"
-        count, text = _count(progress.step, num_steps), progress.to_text()
-        if self._live is not None:  # where there is little room, the numbers give way
-            line = Text(f"{count}  {eta}  {text}", no_wrap=True, overflow="ellipsis")
-            self._live.update(line)
-        elif isinstance(self.console, NotebookConsole):
-            self._below = f"{count}  {text}  {eta}"
-            self.console.curves.add(progress.to_json())
-            self.console.show_below(self._below)
-        else:
-            self._print(f"{count}  {text}  {eta}")
+        count = f"step {progress.step:{len(str(num_steps))}}/{num_steps}"
+        self._print(f"{count}  {progress.to_text()}  {eta}")
 
     def skipped(self, skipped: Skipped, allowed: int) -> None:
         """A line."""
@@ -106,8 +77,6 @@ class ConsoleReport(Report):
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """A line."""
-        if isinstance(self.console, NotebookConsole):
-            self.console.curves.add(evaluation.to_json(step))
         self._print(f"step {step}  {evaluation.to_text()}")
 
     def adjusted(self, step: int) -> None:
@@ -116,20 +85,11 @@ class ConsoleReport(Report):
 
     def end(self, step: int, num_steps: int, stopped_by: signal.Signals | str | None) -> None:
         """Says so if the run was stopped."""
-        self.close()
         if stopped_by is not None:
             self._print(
                 f"{describe_stop(stopped_by)} after step {step}/{num_steps}; its state is saved, "
                 f"go on with {PROGRAM} train --resume --train.out-dir {self._out_dir}"
             )
-
-    def close(self) -> None:
-        """The live line changes no more."""
-        if self._live is not None:
-            self._live.stop()
-        if self._below:
-            self._print(self._below)
-        self._live, self._below = None, ""
 
     def profile(self, path: Path) -> None:
         """How to look at it."""
@@ -165,10 +125,6 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
     for part in evaluations:
         table.add_row(part.split, *part.to_columns().values())
     return table
-
-
-def _count(step: int, num_steps: int) -> str:
-    return f"step {step:{len(str(num_steps))}}/{num_steps}"
 
 
 def _duration(seconds: float) -> str:

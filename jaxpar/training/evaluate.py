@@ -48,10 +48,8 @@ def evaluate(
     """
     task = setup.task
     sums = sum_batches(setup, state, task.make_batches(split), before_batch, step)
-    require(
-        bool(sums.weight > 0),
-        f"split {split!r}: its weights must be above 0, got {sums.weight} in all",
-    )
+    told = f"split {split!r}: its weights must be above 0, got {sums.weight} in all"
+    require(bool(sums.weight > 0), f"{told}\nFix: give weights, or rows that count")
     loss, means = mean_of(sums)
     metrics, baseline = task.metrics(loss, means), task.baseline(split)
     check_reported(task, loss, metrics, baseline)

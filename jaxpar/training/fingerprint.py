@@ -48,7 +48,9 @@ def describe_data(setup: Setup) -> dict[str, Any]:
         try:
             batches[split] = _read_twice(setup, split)
         except ValueError as error:
-            raise ValueError(f"split {split!r}: {error}") from error
+            fact, _, remedy = str(error).partition("\nFix: ")
+            remedy = remedy or "change these data"
+            raise ValueError(f"split {split!r}: {fact}\nFix: {remedy}") from error
     described = {
         "data": task.fingerprint(),
         "files": {name: checksum(text.encode()) for name, text in task.files().items()},

@@ -276,15 +276,11 @@ class Run:
         self._save()
         self.checkpoints.close()  # it is written, in every process
         self.report.end(step, config.num_steps, None)
-        skip = (
-            f"a larger --train.max-skipped (now {config.max_skipped})"
-            if config.nonfinite == "skip"
-            else "--train.nonfinite skip"
-        )
         return FloatingPointError(
             f"{last.to_text()}; the first number that is not finite is in {origin}. The state before this "
             f"step is saved\nFix: continue with --resume --train.out-dir {self.folder} and a lower learning "
-            f"rate, a smaller --train.clip-norm (now {config.clip_norm:g}; 0 is none), or {skip}"
+            f"rate, a smaller --train.clip-norm (now {config.clip_norm:g}; 0 is none), or --train.nonfinite "
+            f"skip with a larger --train.max-skipped (now {config.max_skipped})"
         )
 
     def _log(

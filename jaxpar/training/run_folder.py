@@ -111,7 +111,9 @@ class FolderLock:
         try:
             holder = self._path.read_text()
         except FileNotFoundError:
-            raise FileNotFoundError(f"{self._folder} was removed during its run") from None
+            raise FileNotFoundError(
+                f"{self._folder} was removed during its run\nFix: begin another, and leave its folder there"
+            ) from None
         if holder != self._text:
             raise BlockingIOError(
                 f"{self._folder} is in use by another run: {holder}\n"
@@ -313,7 +315,7 @@ class RunFolder:
           ValueError: it is damaged, or data.json is, or there is no such file.
         """
         files = self.data()["files"]
-        require(name in files, f"the run in {self} keeps no {name}")
+        require(name in files, f"the run in {self} keeps no {name}\nFix: name one of {[*files]}")
         content = read_file(self.path / name, remedy=REMEDY)
         require(checksum(content) == files[name], f"{self.path / name} is damaged\nFix: {REMEDY}")
         return content.decode()
@@ -453,7 +455,8 @@ class RunFolder:
             name = read_toml(self.config_path).get("task")
             require(isinstance(name, str), "it names no task")
         except ValueError as error:
-            raise ValueError(f"{self.config_path} is damaged: {error}\nFix: {REMEDY}") from error
+            fact = str(error).partition("\nFix: ")[0]
+            raise ValueError(f"{self.config_path} is damaged: {fact}\nFix: {REMEDY}") from error
         return _file_of(str(name))
 
 

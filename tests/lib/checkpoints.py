@@ -16,6 +16,7 @@ from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
+from jaxpar.training.by_layer import abstract_by_layer, from_layers
 from jaxpar.training.checkpoint import Checkpoints
 
 # Another mesh sums in another order: float32 rounding, 6e-8 a term; 1e-5 is the project's promise.
@@ -117,3 +118,12 @@ def next_losses(setup, state):
 
 def restore(folder, setup, step=None):
     return Checkpoints(folder, Setup.of(*setup).replace(keep_checkpoints=1)).restore(step)
+
+
+def with_parameters(state, layout, arrays):
+    """The state with other parameters, on the host, named (without "params/") as `by_layer` gives them."""
+    placed = {
+        name: jax.device_put(arrays[name], wanted.sharding)
+        for name, wanted in abstract_by_layer(state.params, layout).items()
+    }
+    return dataclasses.replace(state, params=from_layers(state.params, layout, placed))
