@@ -684,12 +684,6 @@ class Layout:
         return self.facts.of_layer(kind, out)
 
     @functools.cached_property
-    def whole_kinds(self) -> tuple[str, ...]:
-        """Kinds of layers whose gradients of weights cannot leave their backward pass; see `SplitLayer`."""
-        pairs = zip(self.facts.kinds, self.split_layers, strict=True)
-        return tuple(name for name, layer in pairs if not layer.has_weights)
-
-    @functools.cached_property
     @in_bound(lambda self: self.task.axes)
     def split_layers(self) -> tuple[SplitLayer, ...]:
         """One layer of each kind in parts, on a whole batch."""

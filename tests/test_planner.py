@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import pickle
 import re
 import statistics
 import time
@@ -234,13 +233,6 @@ def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
     setups = [setup_on(cost.settings, machine) for cost in costs]
     assert dict(compile_steps(setups, machine)) == {0: REPORT, 1: REPORT}
     assert len(times) == 2
-    assert dict(compile_steps(setups, machine)) == {0: REPORT, 1: REPORT}
-    assert len(times) == 2
-    assert compile_step(setups[0], of(machine, 2, name="h200:1x1x2")) == REPORT
-    assert len(times) == 3  # of another machine
-    files = [*(tmp_path / "jaxpar" / "compiled").iterdir()]
-    assert len(files) == 3
-    assert [pickle.loads(file.read_bytes()) for file in files] == [REPORT] * 3
 
     def refuses(setup, lowered):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large\nand more")
@@ -250,32 +242,6 @@ def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
         compile_step(setups[1], of(machine, 2, name="a100:1x1x2"))
         == "RESOURCE_EXHAUSTED: too large"
     )
-
-
-@pytest.mark.parametrize("home", ["/proc/nowhere", None, "broken"])
-def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
-    monkeypatch.setattr(compiled, "inspect_lowered", lambda setup, lowered: REPORT)
-    machine = of(H100, 2, name="h100:1x1x2")
-    setup = setup_on(estimate_step(TEXT.resolve(), "dp2", machine=machine).settings, machine)
-    if home == "broken":
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        compile_step(setup, machine)
-        [file] = (tmp_path / "jaxpar" / "compiled").iterdir()
-        file.write_text("{")
-        assert compile_step(setup, machine) == REPORT
-        assert pickle.loads(file.read_bytes()) == REPORT
-        return
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    if home is None:
-        monkeypatch.delenv("HOME")
-        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a container's user without a name
-    else:
-        monkeypatch.setenv("HOME", home)
-    assert compile_step(setup, machine) == REPORT
-    (said,) = caplog.messages
-    assert "compiled programs cannot be kept: " in said
-    assert "Fix: set XDG_CACHE_HOME" in said
 
 
 # ---- one layout ----
@@ -376,10 +342,7 @@ def test_sizes_of_memory_are_numbers_with_units(capsys):
     flags = "--vocab-size 768 --num-layers 2 --hidden-size 96 --embed-size 96 --machine h100:1x1x1"
     for size in ("16 potatoes", "1.2.3GB", "GB"):
         assert main(["plan", "lm", *flags.split(), "--memory", size]) == 2
-        assert (
-            f"--memory {size}: must be a number and its unit, such as 16GB"
-            in capsys.readouterr().err
-        )
+        assert f"--memory {size} is no size" in capsys.readouterr().err
     for size in ("1kB", "2MB"):
         assert main(["plan", "lm", *flags.split(), "--memory", size]) == 2
         assert "none of" in capsys.readouterr().err

@@ -106,7 +106,9 @@ class Train(RunOptions):
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
         if self.resume_or_begin and self.overwrite:
-            raise ValueError("--resume-or-begin and --overwrite: must not be used together")
+            raise ValueError(
+                "--resume-or-begin and --overwrite exclude each other\nFix: leave one out."
+            )
         from jaxpar.training.console import ConsoleReport
         from jaxpar.training.fit import choose_folder, fit
         from jaxpar.training.trackers import TRACKERS
@@ -134,10 +136,12 @@ class Train(RunOptions):
 
         if self.start is None:
             if self.start_rename or self.start_leave:
-                raise ValueError("--start-rename and --start-leave need --start PATH")
+                raise ValueError(
+                    "--start-rename and --start-leave lack weights\nFix: add --start PATH."
+                )
             return None
         if wrong := [pair for pair in self.start_rename if "=" not in pair]:
-            raise ValueError(f"--start-rename {wrong[0]}: must be PATTERN=NAME, such as 'a.b=c.d'")
+            raise ValueError(f"--start-rename {wrong[0]} has no =\nFix: write PATTERN=NAME.")
         pairs = (pair.rpartition("=") for pair in self.start_rename)
         return Start(self.start, tuple((old, new) for old, _, new in pairs), self.start_leave)
 
@@ -517,7 +521,9 @@ def _num_bytes(size: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B", size)
     if match is None:
-        raise ValueError(f"--memory {size}: must be a number and its unit, such as 16GB")
+        raise ValueError(
+            f"--memory {size} is no size\nFix: write a number and its unit, such as 16GB."
+        )
     return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 

@@ -1,24 +1,16 @@
 """Steps compiled for a machine, which need not be there: several at once, and each program once.
 
 XLA leaves Python's lock while it compiles, so threads do; processes would import JAX once more each, and
-could not read a task that is written in a notebook. What is found of a program is kept in a cache of its own:
-JAX's compilation cache writes programs for machines that are not there, and cannot read them back.
+could not read a task that is written in a notebook.
 """
 
-import contextlib
-import hashlib
-import importlib.metadata
-import logging
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 
 import jax
 
 from jaxpar.analysis.program import ProgramReport, inspect_lowered, lower_step
-from jaxpar.base.files import cache_folder, whole_file
 from jaxpar.facts import ModelFacts
 from jaxpar.mesh import described_devices
 from jaxpar.planning.cost import StepCost
@@ -28,11 +20,6 @@ from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import make_train_step
 from jaxpar.task import Settings
-
-_PACKAGES = ("jaxpar", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
-# What is kept of a program, and how it is read; another number where either changes.
-_VERSION = 3
-_log = logging.getLogger(__name__)
 
 
 def setup_on(settings: Settings, machine: Machine, facts: ModelFacts | None = None) -> Setup:
@@ -57,8 +44,7 @@ def setup_of(cost: StepCost) -> Setup:
 def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> ProgramReport | str:
     """What the compiled step does; or why the compiler refuses it, in its own words.
 
-    A program that was compiled before for a machine that is not there is read from the user's cache folder.
-    One for the devices that are there stays in memory with the setup, for `running.time_steps`.
+    A program for the devices that are there stays in memory with the setup, for `running.time_steps`.
 
     Args:
       setup: of `setup_on`.
@@ -68,40 +54,9 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
         if machine.is_here and runs:
             arguments = init_state(setup), batch_of_run(setup, 0)
             return inspect_lowered(setup, make_train_step(setup).lower(*arguments))
-        lowered = lower_step(setup)
-        if machine.is_here:
-            return inspect_lowered(setup, lowered)
-        name = _name_of(lowered, machine)
-        with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):  # not there, or broken
-            return pickle.loads((_folder() / name).read_bytes())
-        report = inspect_lowered(setup, lowered)
+        return inspect_lowered(setup, lower_step(setup))
     except jax.errors.JaxRuntimeError as error:
         return str(error).partition("\n")[0]
-    try:
-        _folder().mkdir(parents=True, exist_ok=True)
-        with whole_file(_folder() / name) as file:
-            file.write_bytes(pickle.dumps(report))
-    except OSError as error:
-        _log.warning(
-            "compiled programs cannot be kept: %s\nFix: set XDG_CACHE_HOME to a writable folder.",
-            error,
-        )
-    return report
-
-
-def _folder() -> Path:
-    return cache_folder() / "compiled"
-
-
-def _name_of(lowered: jax.stages.Lowered, machine: Machine) -> str:
-    """Of the file for what is known of a program: by its text, and all that it depends on besides."""
-    versions = []
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(importlib.metadata.version(package))
-    flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
-    asked = repr((lowered.as_text(), machine.name, versions, flags, _VERSION))
-    return f"{hashlib.sha256(asked.encode()).hexdigest()}.pickle"
 
 
 def compile_steps(
