@@ -284,7 +284,7 @@ def test_a_step_that_a_chip_has_no_room_for_is_refused():
     """By the compiler: 4 GB of parameters and twice as much of Adam's, and their gradients, on 16 GB."""
     large = dataclasses.replace(TASK, num_layers=2, hidden_size=8192, embed_size=8192)
     one = Parallel(MeshConfig(data=4))
-    with pytest.raises(ValueError, match=r"(needs|refuses).*; use --"):
+    with pytest.raises(ValueError, match=r"(needs|refuses).*\nFix: use what plan finds"):
         check_fits(estimate_step(large, one, machine="v5e:2x2"))
 
 

@@ -471,7 +471,6 @@ def test_plan_prints_the_command_of_its_choice(capsys, monkeypatch):
     ]  # fmt: skip
     assert main(["plan", *given, "--machine", "h100:1x1x4"]) == 0
     printed = capsys.readouterr().out
-    assert "M: microbatches; K: chunks of time." in printed
     command = printed.splitlines()[-1].removeprefix("To train with the first: python -m jaxpar ")
     task, parallel, train = read_command(shlex.split(command)).settings
     # The size of the vocabulary was a guess; the text tells it.

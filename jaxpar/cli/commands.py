@@ -200,12 +200,8 @@ class Plan(TaskOptions):
         )  # shares and speeds are kept
         settings = Settings(self.task.resolve(), parallel, self.train)
         ranking = _plan(settings, self.machine, _num_bytes(self.memory))
-        print(
-            "\nM: microbatches; K: chunks of time. More units (M x K) keep stages busier; each has a cost of "
-            "its own."
-        )
         chosen = Settings(self.task, ranking.best.parallel, self.train)
-        print(f"To train with the first: {train_command(chosen, self.simulate)}")
+        print(f"\nTo train with the first: {train_command(chosen, self.simulate)}")
         return 0
 
 
@@ -498,7 +494,7 @@ def _compile_only(machine: str | None) -> None:
 
 
 def _plan(settings: Settings, machine: str | None, num_bytes: float | None) -> "planning.Ranking":
-    """The ranking, shown by arithmetic and at the end; stderr has what is done in between."""
+    """The ranking, shown; stderr has what is done meanwhile."""
     from jaxpar import planning
 
     def tell(doing: str) -> None:
@@ -508,9 +504,7 @@ def _plan(settings: Settings, machine: str | None, num_bytes: float | None) -> "
     steps = planning.plan_in_steps(*settings, found, tell=tell)
     first = next(steps)
     _ = first.best  # raises if none fits
-    _show(first)
     *_, last = first, *steps
-    print()
     _show(last)
     return last
 

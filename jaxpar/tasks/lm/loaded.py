@@ -134,24 +134,6 @@ class TextRun(LoadedRun):
         return np.insert(tokens, 0, self.vocabulary.separator)
 
 
-def load_text_run(
-    run_dir: str | PathLike[str], mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
-) -> TextRun:
-    """As `load_run`, of a language model.
-
-    Raises:
-      ValueError, OSError: as of `load_run`, or the run is of another task.
-    """
-    task = RunFolder(run_dir).settings().task
-    if not isinstance(task, LM):
-        raise ValueError(
-            f"the run in {run_dir} is of the task {spec_of(task)}.\nFix: give a run of the task lm."
-        )
-    run = load_run(run_dir, mesh, best=best)
-    assert isinstance(run, TextRun)
-    return run
-
-
 def sample(
     run_dir: str | PathLike[str],
     prompt: str | Sequence[str] = "",
@@ -176,8 +158,14 @@ def sample(
     Returns:
       the text, or a list of texts.
     Raises:
-      ValueError: a word is outside the vocabulary, or a number is out of range; or layers of the model need
-        all of a text at once.
+      ValueError: the run is of another task, a word is outside the vocabulary, a number is out of range, or
+        layers of the model need all of a text at once.
       FileNotFoundError: no run, or no checkpoint in it.
     """
-    return load_text_run(run_dir, mesh, best=best).sample(prompt, **options)
+    task = RunFolder(run_dir).settings().task
+    if not isinstance(task, LM):
+        raise ValueError(
+            f"the run in {run_dir} is of the task {spec_of(task)}.\nFix: give a run of the task lm."
+        )
+    run: Any = load_run(run_dir, mesh, best=best)
+    return run.sample(prompt, **options)
