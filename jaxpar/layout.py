@@ -46,8 +46,6 @@ from jaxpar.pipeline.placement import (
     route_of,
 )
 from jaxpar.pipeline.pool import Pool
-from jaxpar.pipeline.split import SplitLayer
-from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import (
     PARAM_SHAPE,
     Constraint,
@@ -662,24 +660,6 @@ class Layout:
         with constants_told(f"layer {kind}"):
             out = run_layer(kind, nnx.merge(graphdef, params, frozen), carry, x, at)
         return self.facts.of_layer(kind, out)
-
-    @functools.cached_property
-    def whole_kinds(self) -> tuple[str, ...]:
-        """Kinds of layers whose gradients of weights cannot leave their backward pass; see `SplitLayer`."""
-        pairs = zip(self.facts.kinds, self.split_layers, strict=True)
-        return tuple(name for name, layer in pairs if not layer.has_weights)
-
-    @functools.cached_property
-    @in_bound(lambda self: self.task.axes)
-    def split_layers(self) -> tuple[SplitLayer, ...]:
-        """One layer of each kind in parts, on a whole batch."""
-        facts, split = self.facts, list[SplitLayer]()
-        for (_, (_, carry, _, batch)), function, params, frozen in zip(
-            facts.traces.layers, self.layer_functions(), *self.of_row, strict=True
-        ):
-            own = params, frozen, carry, (facts.passed, facts.no_sums)
-            split.append(SplitLayer(with_sums(function), *own, facts.at(batch), splits=True))
-        return tuple(split)
 
 
 _OTHER = -1

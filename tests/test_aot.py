@@ -230,16 +230,12 @@ def test_memory_is_as_stored_for_this_compiler(compiled):
 
 
 @pytest.mark.parametrize("machine", ["v5e:2x2", _slow("h100:1x1x4")])
-def test_finalists_are_compiled_and_kept(machine, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_finalists_are_compiled(machine):
     ranking = plan(SMALL, machine=machine, num_finalists=2)
     known = [cost for cost in ranking.fitting if cost.program]
     assert len(known) == 2
     assert known == list(ranking.fitting[:2])
     assert not any(cost.measured for cost in ranking.fitting)
-    assert len([*(tmp_path / "jaxpar/compiled").iterdir()]) == 2
-    again = plan(SMALL, machine=machine, num_finalists=2)
-    assert [cost.program for cost in again.fitting[:2]] == [cost.program for cost in known]
     assert ranking.best.seconds_text.startswith("~")
     assert not ranking.best.memory_text.startswith("~")
 
@@ -288,7 +284,7 @@ def test_a_step_that_a_chip_has_no_room_for_is_refused():
     """By the compiler: 4 GB of parameters and twice as much of Adam's, and their gradients, on 16 GB."""
     large = dataclasses.replace(TASK, num_layers=2, hidden_size=8192, embed_size=8192)
     one = Parallel(MeshConfig(data=4))
-    with pytest.raises(ValueError, match=r"(needs|refuses).*; use --"):
+    with pytest.raises(ValueError, match=r"(needs|refuses).*\nFix: use what plan finds"):
         check_fits(estimate_step(large, one, machine="v5e:2x2"))
 
 

@@ -116,10 +116,10 @@ FLAGS = {
     "no width": (train("--hidden-size"), "value for argument '--hidden-size'. Expected 1"),
     "devices by name": (train("--devices", "gpu"), r"parsing --devices: .*\['gpu'\].*INT"),
     "a start without its file": (
-        train("--start-leave", "a"), "--start-rename and --start-leave need --start PATH",
+        train("--start-leave", "a"), "--start-rename and --start-leave lack weights",
     ),
     "a name without its pattern": (
-        train("--start", "run", "--start-rename", "a"), r"--start-rename a: must be PATTERN=NAME, such as",
+        train("--start", "run", "--start-rename", "a"), r"--start-rename a has no =",
     ),
     "a start of a resumed run": (
         resume("--start", "run"), "start is for a run that begins, and resume for one with",
@@ -355,7 +355,7 @@ DEVICES = {
         train("--mesh", "auto", "--devices", "0"), "--mesh auto takes all devices Fix: leave out --devices",
     ),
     "no size of memory": (
-        train("--memory", "much"), "--memory much: must be a number and its unit, such as 16GB",
+        train("--memory", "much"), "--memory much is no size",
     ),
     "nothing to split parameters over": (
         train("--mesh", "tp2", "--fsdp"), r"fsdp=True splits over data, and mesh tp2 has data=1 Fix: use",
@@ -363,7 +363,7 @@ DEVICES = {
     "nothing to split an update over": (
         train("--mesh", "pp2", "--update", "sharded"), "update='sharded' splits over data, and mesh pp2 ha",
     ),
-    "no unit of memory": (train("--memory", "16"), "--memory 16: must be a number and its unit"),
+    "no unit of memory": (train("--memory", "16"), "--memory 16 is no size"),
     "two sizes to infer": (
         train("--mesh", "dp-1pp-1"), "-1 for data and stage",
     ),

@@ -313,17 +313,11 @@ def test_a_stage_has_its_layers():
 
 
 @pytest.mark.slow
-def test_the_command_prints_what_is_known_side_by_side(capsys, monkeypatch):
-    monkeypatch.setattr("jaxpar.pictures.reports.num_cores", lambda: 1)
+def test_the_command_prints_what_is_known_side_by_side(capsys):
     flags = "inspect lm --compare --num-layers 1 --hidden-size 16 --embed-size 16 --mesh dp2 --devices 0 1"
     assert main(flags.split()) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("dp2\n")
     for row in (r"all-reduce", r"memory", r"step"):
         assert row in printed
-    parts = re.search(r"estimated step +([^|]*?) cores", " ".join(printed.split()))[1]
-    units = {"s": 1e6, "ms": 1e3, "us": 1.0}
-    each = [float(n) * units[unit] for n, unit in re.findall(r"([\d.]+) (s|ms|us)\b", parts)]
-    found = re.search(r"2 devices share 1: the work of all takes ~([\d.]+) (\w+)", printed)
-    # There are no stages, so nothing waits for others.
-    assert float(found[1]) * units[found[2]] == pytest.approx(2 * sum(each), rel=0.02)
+    assert re.search(r"estimated step +layers [\d.]+ \w?s, head", printed)

@@ -94,7 +94,7 @@ def test_the_grey_of_a_schedule_is_its_bubble_and_every_unit_is_drawn_once(args)
     assert len(set(labels)) == 2 * places / schedule.num_stages
     assert sum(label[0] == "B" for label in labels) == places
     assert f"bubble {schedule.bubble:.1%}" in picture
-    assert ", ".join(map(str, schedule.live_units)) in picture
+    assert f"live units {' '.join(map(str, schedule.live_units))}" in picture
     text = str(show(schedule))
     assert sorted(re.findall(r"[FB]\d[\d./]*", text.split(args[0])[0])) == sorted(labels)
     assert max(map(len, text.splitlines())) <= 100

@@ -175,13 +175,8 @@ def test_evaluate_and_sample_need_the_folder_alone(run, capsys):
     assert [row.split()[0] for row in rows if row.strip()][-2:] == ["valid", "test"]
     assert rows[-1] in printed.splitlines()
     assert main(["sample", str(out_dir), "--prompt", "the cat", "--length", "5"]) == 0
-    first, told = capsys.readouterr()
+    first = capsys.readouterr().out
     assert first.startswith("the cat")
-    [line] = told.split("\n\n")[0].splitlines()
-    line = " ".join(line.split())
-    assert line == (
-        "mesh one device; the run was trained on dp2pp2tp2, and --mesh dp2pp2tp2 samples there"
-    )
     main(["sample", str(out_dir), "--prompt", "the cat", "--length", "5"])
     assert capsys.readouterr().out == first
 
@@ -278,7 +273,7 @@ def test_one_command_begins_a_run_and_goes_on_with_it(text, tmp_path, capsys):
             [],
             r"--resume-or-begin needs a folder\nFix: add one, such as --train\.out-dir",
         ),
-        ([*folder, "--overwrite"], r"--resume-or-begin and --overwrite: must not be used together"),
+        ([*folder, "--overwrite"], "--resume-or-begin and --overwrite exclude each other"),
     ):
         assert main([*command, *more]) == 2
         assert re.search(message, capsys.readouterr().err)
@@ -490,7 +485,6 @@ def test_plan_prints_the_command_of_its_choice(capsys, monkeypatch):
     ]  # fmt: skip
     assert main(["plan", *given, "--machine", "h100:1x1x4"]) == 0
     printed = capsys.readouterr().out
-    assert "M: microbatches; K: chunks of time." in printed
     command = printed.splitlines()[-1].removeprefix("To train with the first: python -m jaxpar ")
     task, parallel, train = read_command(shlex.split(command)).settings
     # The size of the vocabulary was a guess; the text tells it.

@@ -155,8 +155,6 @@ def test_busy_and_idle_time_are_all_of_the_loop(measured):
     assert measured.loop_seconds < measured.step_seconds < 1.2 * measured.traced_seconds
     assert measured.late < measured.bubble
     assert measured.num_devices == 8
-    # What cores have done cannot be more than there are.
-    assert 0 < measured.core_seconds < 1.2 * measured.num_cores * measured.plain_seconds
     text = " ".join(str(measured).split())
     assert f"idle {measured.bubble:.1%}, predicted {measured.predicted_bubble:.1%}" in text
     cost = r"With the profiler a step takes [\d.]+ ms, without it [\d.]+ ms\."
@@ -211,10 +209,7 @@ def test_the_caption_says_why_a_step_is_not_as_predicted():
     assert late.bubble - late.late == pytest.approx(as_planned.bubble / 2)
     text = " ".join(str(late).split())
     assert "took, 50.0% for data or a core. The loop takes 54000.0 ms, predicted 27000.0 ms" in text
-    assert (
-        "2 devices on 2 cores: a step is 42000.0 ms of work for a core, for all of them 21000.0"
-        in text
-    )
+    assert "2 devices on 2 cores." in text
     # Where stage 0 has a forward unit, that of stage 1 is shorter: it waits for stage 0, by the schedule.
     both_T = (as_planned.schedule.forward.unit >= 0).all(axis=1)
     spans = tuple(

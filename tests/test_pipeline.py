@@ -20,13 +20,12 @@ from lib.laws import (
     plain,
     slow,
 )
-from lib.models import Regress
 
 import jaxpar.forward
 from jaxpar.analysis import inspect_step
 from jaxpar.base.at import At
 from jaxpar.base.compiler import compiler_options
-from jaxpar.config import Parallel, PipelineConfig
+from jaxpar.config import PipelineConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import GateParams, LSTMCarry, lstm_layer
 from jaxpar.pipeline.buffers import order_of_dims
@@ -790,17 +789,6 @@ def test_layers_of_several_groups_are_not_written_out():
         assert_same_as_plain(
             make_settings((1, 2, 1), (2, 2), schedule="interleaved", num_groups=2, unroll=True)
         )
-
-
-@pytest.mark.slow
-def test_the_report_says_which_gradients_are_not_apart():
-    task, units = Regress(("gru", "dense", "cell")), PipelineConfig(zero_bubble=True)
-    [note] = inspect_step(task, Parallel(MeshConfig(stage=3, devices=(0, 1, 2)), units)).notes
-    assert "weights of gru come out of the backward pass" in note
-    assert "dense" not in note
-    assert "recurrent" not in note  # a cell of Flax
-    plain = dataclasses.replace(MODEL, dropout=0.0)
-    assert not inspect_step(*make_settings((1, 2, 1), (2, 2), plain, zero_bubble=True)[:2]).notes
 
 
 @pytest.mark.parametrize(

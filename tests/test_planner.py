@@ -110,15 +110,12 @@ def test_256_devices_take_seconds():
 def test_the_words_are_those_of_the_numbers():
     ranking = plan(TASK, machine=of(CPU, 2), num_finalists=0)
     best = ranking.best
-    chosen, parts, other = ranking.explain().splitlines()
+    chosen, parts = ranking.explain().splitlines()
     assert re.match(rf"Use {describe(best.parallel)}: ~\S+ \w+ a step, ~[\d,]+ \w+/s\.", chosen)
     longest = max(best.parts, key=best.parts.__getitem__)
     assert parts.startswith(
         f"Its estimated time: {longest} {best.parts[longest] / best.seconds:.0%}, "
     )
-    [another, *_] = [c for c in ranking.fitting if c.parallel.mesh != best.parallel.mesh]
-    more = another.seconds / best.seconds - 1
-    assert other == f"The best on another mesh is {describe(another.parallel)}: ~{more:+.0%}."
     for cost in ranking.fitting[:12]:
         assert describe(cost.parallel) in str(ranking)
     slow = plan(TASK, machine=of(CPU, 2, near=Link(1e6, 1e-2)), num_finalists=0)
@@ -245,7 +242,6 @@ def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
     assert compile_step(setups[0], of(machine, 2, name="h200:1x1x2")) == REPORT
     assert len(times) == 3  # of another machine
     files = [*(tmp_path / "jaxpar" / "compiled").iterdir()]
-    assert len(files) == 3
     assert [pickle.loads(file.read_bytes()) for file in files] == [REPORT] * 3
 
     def refuses(setup, lowered):
@@ -303,41 +299,20 @@ def test_a_step_is_compared_with_its_program_and_with_the_clock():
     ("name", "mesh"),
     [("lm", (2, 1, 1)), ("mixed", (1, 2, 1))],
 )
-def test_a_config_that_cannot_fit_is_refused_with_layouts_that_fit(name, mesh):
+def test_a_config_that_cannot_fit_is_refused(name, mesh):
     task = TEXT if name == "lm" else task_of(name)
     settings = make_settings(mesh, (1, 1), task)
     cost = check_fits(estimate_step(*settings))
     assert cost.program is not None
     machine = dataclasses.replace(cost.machine, memory_bytes=0.8 * cost.memory_bytes)
-    with pytest.raises(ValueError, match=r"a step needs .* on a device, 8 x cpu has") as refused:
+    with pytest.raises(ValueError, match=r"a step needs .* on a device, 8 x cpu has"):
         check_fits(estimate_step(*settings, machine))
-    found = re.findall(
-        r"(?:use|or) (--.*?) \(([\d.]+) \w?B, ~([\d.]+) \w+ a step\)", str(refused.value)
-    )
-    assert 1 <= len(found) <= 3
-    for text, _, _ in found:
-        changed = dataclasses.replace(settings.parallel)
-        for flag in re.findall(r"--(\S+(?: (?!--)\S+)*)", text):
-            field, *values = flag.replace("-", "_").split(" ")
-            if field == "mesh":
-                changed = dataclasses.replace(changed, mesh=MeshConfig.parse(values[0]))
-                continue
-            value = int(values[0]) if values and values[0].isdigit() else (values or [True])[0]
-            part, _, field = field.rpartition(".")
-            own = {field: value}
-            if part:
-                own = {part: dataclasses.replace(getattr(changed, part), **own)}
-            changed = dataclasses.replace(changed, **own)
-        assert (
-            check_fits(estimate_step(task, changed, settings.train, machine)).memory_bytes
-            <= machine.memory_bytes
-        )
 
 
 def test_a_config_that_nothing_makes_fit_is_refused():
     settings = make_settings((1, 2, 1), (1, 1), TEXT)
     tiny = dataclasses.replace(planner.find_machine(), memory_bytes=1e3)
-    with pytest.raises(ValueError, match=r"Fix: use more devices, or a smaller model or batch"):
+    with pytest.raises(ValueError, match="Fix: use what plan finds, more devices, or"):
         check_fits(estimate_step(*settings, tiny))
 
 
@@ -386,10 +361,7 @@ def test_sizes_of_memory_are_numbers_with_units(capsys):
     flags = "--vocab-size 768 --num-layers 2 --hidden-size 96 --embed-size 96 --machine h100:1x1x1"
     for size in ("16 potatoes", "1.2.3GB", "GB"):
         assert main(["plan", "lm", *flags.split(), "--memory", size]) == 2
-        assert (
-            f"--memory {size}: must be a number and its unit, such as 16GB"
-            in capsys.readouterr().err
-        )
+        assert f"--memory {size} is no size" in capsys.readouterr().err
     for size in ("1kB", "2MB"):
         assert main(["plan", "lm", *flags.split(), "--memory", size]) == 2
         assert "none of" in capsys.readouterr().err

@@ -125,7 +125,7 @@ def test_a_run_starts_with_fewer_if_there_is_no_room(monkeypatch, capfd):
 
 MISTAKES = {
     "no command": ([], "got no command"),
-    "no process": (["--processes", "0", "--", "train", "lm"], "must be positive"),
+    "no process": (["--processes", "0", "--", "train", "lm"], "use 1 or more of each"),
     "no folder": (["--elastic", "--", "train", "lm"], r"write train and --train\.out-dir FOLDER"),
     "no package": (["--", "train", "lm"], "--on ray needs the package ray\nFix: pip install ray"),
 }

@@ -25,6 +25,8 @@ from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.data.packed import PackedBatches
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, lstm_layer
+from jaxpar.pipeline.split import SplitLayer
+from jaxpar.pipeline.walk import with_sums
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
@@ -317,7 +319,14 @@ def test_learned_initial_states_leave_the_gradients_of_weights_apart():
     """So that zero-bubble schedules can move them."""
     task = Packed(kinds=("learned",) * 4)
     parallel = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2, unroll=True))
-    assert Setup.of(task, parallel).layout.whole_kinds == ()
+    layout = Setup.of(task, parallel).layout
+    [(_, (_, carry, _, batch))], [function] = layout.facts.traces.layers, layout.layer_functions()
+    (params,), (frozen,) = layout.of_row
+    extra = layout.facts.passed, layout.facts.no_sums
+    layer = SplitLayer(
+        with_sums(function), params, frozen, carry, extra, layout.facts.at(batch), splits=True
+    )
+    assert layer.has_weights
     assert_packed_equals_one_by_one(task, parallel)
 
 

@@ -131,7 +131,7 @@ def words_of(run):
 
 
 def words_in(run_dir):
-    return Vocabulary.load(run_dir / "vocabulary.json").words
+    return Vocabulary.from_json((run_dir / "vocabulary.json").read_bytes()).words
 
 
 @pytest.mark.slow

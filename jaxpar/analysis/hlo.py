@@ -250,7 +250,8 @@ def groups(instruction: Instruction, num_partitions: int) -> Groups:
         r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? *\{(.*?)\}", attributes
     )
     if found is None:
-        raise ValueError(f"cannot read the groups of a collective: {attributes[:300]}")
+        groups = attributes[:300]
+        raise ValueError(f"unknown groups of a collective: {groups}\nFix: use another JAX.")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
     ids = _iota(found[2]) if found[2] else np.arange(math.prod(sizes.values()))
     coordinates = np.indices((*sizes.values(),)).reshape(len(sizes), -1)

@@ -8,7 +8,6 @@ unit in one branch of a conditional, and nothing in the other, or in a loop of o
 import dataclasses
 import re
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -65,7 +64,6 @@ class MeasuredStep(Printed):
       loop_seconds: from the first to the last tick.
       step_seconds: of the whole step, from the first operation of its stages to the last.
       traced_seconds, plain_seconds: of the quickest step as seen from outside, with the profiler on and off.
-      core_seconds: that this machine's cores work on a step, all together; the least, with the profiler off.
       num_devices, num_cores: of the mesh, and of this machine. Simulated devices that are more share them.
     """
 
@@ -75,7 +73,6 @@ class MeasuredStep(Printed):
     step_seconds: float
     traced_seconds: float
     plain_seconds: float
-    core_seconds: float
     num_devices: int
     num_cores: int
 
@@ -167,12 +164,8 @@ def measure_step(
         state, metrics = compiled(state, batch, table)
         return state, metrics
 
-    def run_timed() -> tuple[float, float]:
-        start = time.process_time()
-        return seconds_of(run), time.process_time() - start
-
     seconds_of(run)
-    plain, cores = map(min, zip(*(run_timed() for _ in range(num_steps)), strict=True))
+    plain = min(seconds_of(run) for _ in range(num_steps))
     with tempfile.TemporaryDirectory() as folder:
         with trace(folder):
             traced = min(seconds_of(run) for _ in range(num_steps))
@@ -198,7 +191,7 @@ def measure_step(
     unit_TS = np.where(busy[HEAD], np.asarray(table.head.unit)[0, ticks, None], -1)
     head = idle_lane(len(unit_TS), num_stages)._replace(unit=unit_TS)
     schedule = dataclasses.replace(schedule, head=head)
-    return MeasuredStep(schedule, *quickest, traced, plain, cores, mesh.size, num_cores())
+    return MeasuredStep(schedule, *quickest, traced, plain, mesh.size, num_cores())
 
 
 def _check(parallel: Parallel, mesh: Mesh, num_steps: int) -> None:
@@ -251,8 +244,8 @@ def _measure(
         begun = np.sort([op.start for op in events if op.name == conditional])
         if len(begun) != len(busy[part]):
             raise RuntimeError(
-                f"{conditional} ran {len(begun)} times on stage {stage}, in {len(busy[part])} ticks: this "
-                f"version of XLA makes something else of the loop"
+                f"{conditional} ran {len(begun)} times on stage {stage}, in {len(busy[part])} ticks\n"
+                f"Fix: use another JAX, whose XLA keeps the loop."
             )
         # An event of the conditional itself may end before what is in it.
         ends = begun.copy()

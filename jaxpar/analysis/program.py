@@ -95,7 +95,7 @@ class ProgramReport(Printed):
       flops: floating-point operations by XLA's count, which counts the body of every loop once, however
         often it runs; None where XLA does not count.
       memory: None where XLA does not report it.
-      notes: which settings could not be applied, and where a program for CPUs sends more than others do.
+      notes: where a program for CPUs sends more than others do.
     """
 
     collectives: tuple[Collective, ...]
@@ -164,13 +164,7 @@ def inspect_lowered(setup: Setup, lowered: jax.stages.Lowered) -> ProgramReport:
     if table is None:
         return report
     collectives = tuple(_with_units(each, table) for each in report.collectives)
-    whole = ", ".join(setup.layout.whole_kinds) if setup.parallel.zero_bubble else ""
-    note = (
-        f"\nzero_bubble: gradients of the weights of {whole} come out of the backward pass of the inputs, "
-        f"and stay in backward units"
-    )
-    notes = report.notes + (note,) * bool(whole)
-    return dataclasses.replace(report, collectives=collectives, notes=notes)
+    return dataclasses.replace(report, collectives=collectives)
 
 
 def inspect_function(

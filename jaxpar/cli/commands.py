@@ -106,7 +106,9 @@ class Train(RunOptions):
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
         if self.resume_or_begin and self.overwrite:
-            raise ValueError("--resume-or-begin and --overwrite: must not be used together")
+            raise ValueError(
+                "--resume-or-begin and --overwrite exclude each other\nFix: leave one out."
+            )
         from jaxpar.training.console import ConsoleReport
         from jaxpar.training.fit import choose_folder, fit
         from jaxpar.training.trackers import TRACKERS
@@ -134,10 +136,12 @@ class Train(RunOptions):
 
         if self.start is None:
             if self.start_rename or self.start_leave:
-                raise ValueError("--start-rename and --start-leave need --start PATH")
+                raise ValueError(
+                    "--start-rename and --start-leave lack weights\nFix: add --start PATH."
+                )
             return None
         if wrong := [pair for pair in self.start_rename if "=" not in pair]:
-            raise ValueError(f"--start-rename {wrong[0]}: must be PATTERN=NAME, such as 'a.b=c.d'")
+            raise ValueError(f"--start-rename {wrong[0]} has no =\nFix: write PATTERN=NAME.")
         pairs = (pair.rpartition("=") for pair in self.start_rename)
         return Start(self.start, tuple((old, new) for old, _, new in pairs), self.start_leave)
 
@@ -196,12 +200,8 @@ class Plan(TaskOptions):
         )  # shares and speeds are kept
         settings = Settings(self.task.resolve(), parallel, self.train)
         ranking = _plan(settings, self.machine, _num_bytes(self.memory))
-        print(
-            "\nM: microbatches; K: chunks of time. More units (M x K) keep stages busier; each has a cost of "
-            "its own."
-        )
         chosen = Settings(self.task, ranking.best.parallel, self.train)
-        print(f"To train with the first: {train_command(chosen, self.simulate)}")
+        print(f"\nTo train with the first: {train_command(chosen, self.simulate)}")
         return 0
 
 
@@ -494,7 +494,7 @@ def _compile_only(machine: str | None) -> None:
 
 
 def _plan(settings: Settings, machine: str | None, num_bytes: float | None) -> "planning.Ranking":
-    """The ranking, shown by arithmetic and at the end; stderr has what is done in between."""
+    """The ranking, shown; stderr has what is done meanwhile."""
     from jaxpar import planning
 
     def tell(doing: str) -> None:
@@ -504,9 +504,7 @@ def _plan(settings: Settings, machine: str | None, num_bytes: float | None) -> "
     steps = planning.plan_in_steps(*settings, found, tell=tell)
     first = next(steps)
     _ = first.best  # raises if none fits
-    _show(first)
     *_, last = first, *steps
-    print()
     _show(last)
     return last
 
@@ -517,7 +515,9 @@ def _num_bytes(size: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B", size)
     if match is None:
-        raise ValueError(f"--memory {size}: must be a number and its unit, such as 16GB")
+        raise ValueError(
+            f"--memory {size} is no size\nFix: write a number and its unit, such as 16GB."
+        )
     return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 

@@ -40,9 +40,11 @@ def main() -> int:
             "NVIDIA GPUs: this machine has some, and JAX does not use them\n"
             "Fix: pip install 'jax[cuda12]' or 'jax[cuda13]', as the driver allows."
         )
+    versions = ((name, _version(name)) for name in PACKAGES)
+    known = [f"{name} {version}" for name, version in versions if version is not None]
     shown = [f"{number} x {kind}" for kind, number in counts.items()] or ["none"]
     rows = [
-        ("versions", ", ".join([f"python {platform.python_version()}", *_versions()])),
+        ("versions", ", ".join([f"python {platform.python_version()}", *known])),
         ("devices", ", ".join(shown)),
         ("cores", format_count(num_cores(), "core")),
         ("memory", describe_memory(devices)),
@@ -77,11 +79,6 @@ def describe_memory(devices: Sequence[Any]) -> str:
     if any(sizes):
         known.append(f"{format_bytes(min(filter(None, sizes)))} on each device")
     return "; ".join(known) or "unknown"
-
-
-def _versions() -> list[str]:
-    found = ((name, _version(name)) for name in PACKAGES)
-    return [f"{name} {version}" for name, version in found if version is not None]
 
 
 def _version(package: str) -> str | None:

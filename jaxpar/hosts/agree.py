@@ -77,7 +77,7 @@ class Board:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-        raise AssertionError("it waits forever")
+        raise AssertionError  # `waiting` never ends
 
 
 class Together:

@@ -272,6 +272,6 @@ def _start_seconds() -> float:
     text = os.environ.get(START_SECONDS, "300")
     if not text.isdecimal() or not int(text):
         raise ValueError(
-            f"{START_SECONDS}={text!r}: must be a whole number of seconds, such as 300"
+            f"{START_SECONDS}={text!r} is no time\nFix: use a whole number of seconds, such as 300."
         )
     return float(text)

@@ -49,7 +49,9 @@ def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
     """
     address = environ.get(COORDINATOR_ADDRESS)
     if address is not None and not address.rpartition(":")[2].isdecimal():
-        raise ValueError(f"{COORDINATOR_ADDRESS}={address!r}: must be host:port, such as host:8476")
+        raise ValueError(
+            f"{COORDINATOR_ADDRESS}={address!r} has no port\nFix: write host:port, such as host:8476."
+        )
     if environ.get(NUM_PROCESSES) == "1":
         return None
     if NUM_PROCESSES in environ or PROCESS_ID in environ:
@@ -93,7 +95,8 @@ def _numbered(launcher: str, environ: Mapping[str, str], count: str, index: str)
     values = environ[count], environ.get(index, "")
     if not all(map(str.isdecimal, values)) or not int(values[1]) < int(values[0]):
         raise ValueError(
-            f"{count}={values[0]!r}, {index}={values[1]!r}: must be a number of processes and an id from 0"
+            f"{count}={values[0]!r} and {index}={values[1]!r} name no process\n"
+            f"Fix: set the number of processes, and an id from 0 below it."
         )
     num_processes, process_id = map(int, values)
     return ProcessGroup(launcher, num_processes, process_id, environ.get(COORDINATOR_ADDRESS))

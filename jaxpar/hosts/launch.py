@@ -164,7 +164,7 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
         )
     if not 1 <= min_processes <= num_processes:
         raise ValueError(
-            f"min_processes={min_processes}: must be from 1 to processes={num_processes}"
+            f"min_processes={min_processes} is out of range\nFix: use 1 to processes={num_processes}."
         )
     more = ["--elastic"] * ("--elastic" not in options)
     more += ["--resume-or-begin"] * options.keys().isdisjoint({"--resume", "--resume-or-begin"})
@@ -175,7 +175,8 @@ def check_command(command: Sequence[str], num_processes: int, devices_per_proces
     """Raises a ValueError if a number is not positive, or the command not one for several processes."""
     if num_processes < 1 or devices_per_process < 1:
         raise ValueError(
-            f"processes={num_processes}, devices_per_process={devices_per_process}: must be positive"
+            f"processes={num_processes}, devices_per_process={devices_per_process}: nothing to start\n"
+            f"Fix: use 1 or more of each."
         )
     if not command or command[0] not in COMMANDS:
         raise ValueError(

@@ -66,19 +66,16 @@ class LinearRecurrence(Recurrence):
 
     def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
         """See `linear_recurrence`."""
-        factors = self.factors(_gates_of(x_TBH, self.w[...], self.b[...]), x_TBH)
+        given = x_TBH, self.w[...]
+        gates_TB2H = _project(*vary_like(given, given)) + self.b[...][None, None]
+        factors = self.factors(gates_TB2H, x_TBH)
         carry, h_TBH = linear_recurrence(*factors, carry, at.resets, initial, one_by_one=at.on_cpu)
         return carry, h_TBH.astype(x_TBH.dtype)
 
 
-def _gates_of(x_TBI: jax.Array, w_IGH: jax.Array, b_GH: jax.Array) -> jax.Array:
-    """x W + b: float32 [T, B, G, H]."""
-    arguments = x_TBI, w_IGH
-    return _project(*vary_like(arguments, arguments)) + b_GH[None, None]
-
-
 @jax.custom_vjp
 def _project(x_TBI: jax.Array, w_IGH: jax.Array) -> jax.Array:
+    """x W: float32 [T, B, G, H]."""
     w_IGH = w_IGH.astype(x_TBI.dtype)
     return jnp.einsum("tbi,igh->tbgh", x_TBI, w_IGH, preferred_element_type=jnp.float32)
 

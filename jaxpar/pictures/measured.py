@@ -45,15 +45,13 @@ def _caption(step: MeasuredStep) -> str:
     if step.num_devices > step.num_cores:
         waits = 1 - step.num_cores / step.num_devices
         share = f"{devices} share {cores}, so they wait {waits:.0%} of the time or more, also within units"
-    core_ms = 1000 * step.core_seconds
     return (
         f"{_title(step)} from the median unit of each stage, at most {units}.\n"
         f"The idle time: {step.bubble - step.late:.1%} by the schedule, with every unit as long as it took, "
         f"{step.late:.1%} for data or a core.\n"
         f"The loop takes {1000 * step.loop_seconds:.1f} ms, predicted "
         f"{1000 * step.predicted_seconds:.1f} ms, of a step of {1000 * step.step_seconds:.1f} ms. {cost}\n"
-        f"{share}: a step is {core_ms:.1f} ms of work for a core, for all of them "
-        f"{core_ms / step.num_cores:.1f} ms at least."
+        f"{share}."
     )
 
 

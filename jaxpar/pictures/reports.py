@@ -11,7 +11,6 @@ from jaxpar.analysis.program import ProgramReport, Total
 from jaxpar.base.axes import TENSOR
 from jaxpar.base.console import make_table
 from jaxpar.base.display import format_bytes, format_count, format_seconds, format_shape, show
-from jaxpar.base.memory import num_cores
 from jaxpar.pictures.picture import Picture
 from jaxpar.planning.cost import StepCost
 from jaxpar.planning.planner import Ranking
@@ -65,13 +64,6 @@ def show_cost(cost: StepCost) -> Picture:
     facts = Table.grid(padding=(0, 2))
     parts = (f"{name} {format_seconds(seconds)}" for name, seconds in cost.parts.items())
     facts.add_row("estimated step", ", ".join(parts))
-    devices, cores = cost.parallel.mesh.num_devices, num_cores()
-    if cost.machine.is_here and cost.machine.platform == "cpu" and devices > cores:
-        work = (sum(cost.parts.values()) - cost.parts["bubble"]) * devices / cores
-        facts.add_row(
-            "cores",
-            f"{devices} devices share {cores}: the work of all takes ~{format_seconds(work)}",
-        )
     return Picture(
         describe(cost.parallel), "", table, "", facts, *(program.notes if program else ())
     )

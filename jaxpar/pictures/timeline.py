@@ -133,7 +133,7 @@ def _chart(s: Schedule) -> Chart:
     scale = LETTER * max(len(b.label) for b in blocks) + 6
     shown = int(np.searchsorted(times * scale, MAX_WIDTH, "right")) - 1  # whole ticks in that width
     end, left_out = float(times[shown]), s.num_ticks - shown
-    live = ", ".join(map(str, s.live_units))
+    live = " ".join(map(str, s.live_units))
     return Chart(
         title=f"{s.title}: bubble {s.bubble:.1%}"
         + f"; the first {shown} of {s.num_ticks} ticks" * bool(left_out),
@@ -151,11 +151,7 @@ def _chart(s: Schedule) -> Chart:
         unit="tick",
         width=end * scale,
         legend=legend_of(s),
-        caption=f"{s.title}: {format_count(s.num_stages, 'stage')}, "
-        f"{format_count(s.num_microbatches, 'microbatch', 'es')} x {format_count(s.num_chunks, 'chunk')}"
-        + f" x {s.num_groups} groups of layers" * (s.num_groups > 1)
-        + f"; {format_count(s.num_ticks, 'tick')}"
+        caption=f"{s.title}: {s.num_ticks} ticks"
         + f", {left_out} of them left out" * bool(left_out)
-        + f"; bubble {s.bubble:.1%}{', the share of grey' * (not left_out)}"
-        + f"; live units on stage 0, 1, ...: {live}" * bool(s.num_slots),
+        + f"; bubble {s.bubble:.1%}, live units {live}",
     )

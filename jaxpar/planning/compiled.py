@@ -12,7 +12,7 @@ import logging
 import os
 import pickle
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -107,12 +107,7 @@ def _name_of(lowered: jax.stages.Lowered, machine: Machine) -> str:
 def compile_steps(
     setups: Sequence[Setup], machine: Machine
 ) -> Iterator[tuple[int, ProgramReport | str]]:
-    """The number of each setup, and what `compile_step` says of it, in the order in which they are ready."""
+    """The number of each setup, and what `compile_step` says of it."""
     # Of those that are there, devices have room for one state.
-    pool = ThreadPoolExecutor(1 if machine.is_here else os.cpu_count())
-    try:
-        numbers = {pool.submit(compile_step, setup, machine): n for n, setup in enumerate(setups)}
-        for done in as_completed(numbers):
-            yield numbers[done], done.result()
-    finally:  # who stops does not wait for the rest
-        pool.shutdown(wait=False, cancel_futures=True)
+    with ThreadPoolExecutor(1 if machine.is_here else os.cpu_count()) as pool:
+        yield from enumerate(pool.map(lambda setup: compile_step(setup, machine), setups))

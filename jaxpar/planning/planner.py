@@ -13,9 +13,7 @@ import jax
 
 from jaxpar.base.display import Printed, format_bytes, format_count
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.config_file import option_words
 from jaxpar.data.order import check_at_least
-from jaxpar.mesh import short_name
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_of
 from jaxpar.planning.cost import StepCost
 from jaxpar.planning.machine import Machine, find_machine
@@ -71,7 +69,7 @@ class Ranking(Printed):
         )
 
     def explain(self) -> str:
-        """In words: what takes the time of the best, and what the best on another mesh would take.
+        """In words: what takes the time of the best.
 
         Raises:
           ValueError: none fits.
@@ -89,12 +87,6 @@ class Ranking(Printed):
             + ".",
             f"Its estimated time: {', '.join(shares)}.",
         ]
-        alike = [c for c in self.fitting if bool(c.measured) == bool(best.measured)]
-        if others := [c for c in alike if c.parallel.mesh != parallel.mesh]:
-            more = others[0].seconds / best.seconds - 1
-            lines.append(
-                f"The best on another mesh is {describe(others[0].parallel)}: {about}{more:+.0%}."
-            )
         if self.refused:
             number = len(self.fitting) + len(self.refused)
             lines.append(f"{len(self.refused):,} of {number:,} configs do not fit in memory.")
@@ -195,10 +187,9 @@ def check_fits(cost: StepCost) -> StepCost:
     Args:
       cost: by arithmetic, as of `estimate_step`.
     Raises:
-      ValueError: it does not; the message gives up to three layouts that fit, the quickest first: one on the
-        same mesh, if there is one.
+      ValueError: it does not.
     """
-    machine, mesh, room = cost.machine, cost.parallel.mesh, cost.machine.memory_bytes
+    machine, room = cost.machine, cost.machine.memory_bytes
     if cost.fits:  # by what must be there
         cost = cost.known(compile_step(setup_of(cost), machine))
     if cost.fits:
@@ -207,28 +198,4 @@ def check_fits(cost: StepCost) -> StepCost:
     why = f"a step needs {needs} on a device, {machine.name} has {format_bytes(room)}"
     if cost.refusal:
         why = f"the compiler refuses this step: {cost.refusal}"
-    # Other layouts need as many times their least.
-    scale = (cost.memory_bytes or cost.least_bytes) / cost.least_bytes
-    small = dataclasses.replace(
-        machine, num_devices=mesh.num_devices, memory_bytes=room / max(scale, 1)
-    )
-    likely = [each for each in rank(*cost.settings, small, counts=cost.counts) if each.fits]
-    tried = sorted(likely, key=lambda each: each.parallel.mesh != mesh)[: 2 * _MOST_TRIED]
-    setups = [setup_of(each) for each in tried]
-    for number, found in compile_steps(setups, machine):
-        tried[number] = dataclasses.replace(tried[number], machine=machine).known(found)
-    texts = [
-        f"{_options(cost, each)} ({each.memory_text}, {each.seconds_text} a step)"
-        for each in tried
-        if each.memory_bytes and each.fits
-    ]
-    use = ", or ".join(texts[:3]) or "more devices, or a smaller model or batch"
-    raise ValueError(f"{why}\nFix: use {use}.")
-
-
-def _options(before: StepCost, after: StepCost) -> str:
-    """The options of a command line that make one layout of another."""
-    words = option_words(after.settings, before.settings)
-    if after.parallel.mesh != before.parallel.mesh:
-        words += ["--mesh", short_name(after.parallel.mesh)]
-    return " ".join(words)
+    raise ValueError(f"{why}\nFix: use what plan finds, more devices, or a smaller model or batch.")

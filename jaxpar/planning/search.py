@@ -36,7 +36,6 @@ def rank(
     machine: Machine,
     *,
     tensor: Collection[int] | None = None,
-    counts: Counts | None = None,
 ) -> list[StepCost]:
     """The cost of every layout by arithmetic, the quickest first; of those that do not fit, too.
 
@@ -47,11 +46,10 @@ def rank(
       given: its shares, its speeds and the devices that its mesh names are kept; everything else is searched
         for.
       tensor: sizes of `tensor` to try; None tries all.
-      counts: of the task, for this number of steps; None traces its model now.
     Raises:
       ValueError: no mesh of this many devices fits the sizes of the model and the batch.
     """
-    counts = counts or counts_of(task, train.num_steps, machine.platform)
+    counts = counts_of(task, train.num_steps, machine.platform)
     found, refused = list[StepCost](), None
     for cut in _cuts_of(counts, given, machine.num_devices):
         if tensor is not None and cut.mesh.tensor not in tensor:

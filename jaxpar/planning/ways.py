@@ -159,7 +159,10 @@ def strategies(
         except ValueError as error:
             left_out[name] = str(error)
     if not drawn:
-        raise ValueError(f"no way to share the step among {n} devices: {[*left_out.values()][-1]}")
+        why, _, _ = [*left_out.values()][-1].partition("\n")
+        raise ValueError(
+            f"no way to share the step among {n} devices: {why}\nFix: use another number of devices."
+        )
     return Strategies(counts.facts.task, machine, n, tuple(drawn), left_out)
 
 

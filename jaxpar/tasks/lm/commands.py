@@ -11,8 +11,6 @@ from jaxpar.command import Command, TrainedOptions
 class Sample(TrainedOptions):
     """Prints text by a trained language model, on one device or on any --mesh.
 
-    On stages, lines on stderr say before it how prompts are grouped, and how long stages wait for each other.
-
     Attributes:
       prompt: words that the text begins with, all of them in the run's vocabulary.
       prompts: a file with a prompt in each line, instead of one; as many texts are printed.
@@ -41,11 +39,11 @@ class Sample(TrainedOptions):
         if self.prompts is not None:
             if self.prompt:
                 raise ValueError(
-                    "--prompt and --prompts both say what texts begin with; leave one out"
+                    "--prompt and --prompts exclude each other\nFix: leave one of them out."
                 )
             prompts = read_text(Path(self.prompts).expanduser()).splitlines()
             if not prompts:
-                raise ValueError(f"{self.prompts} has no prompts; write one in each line")
+                raise ValueError(f"{self.prompts} has no prompts\nFix: write one in each line.")
         names = ("length", "temperature", "top_k", "top_p", "end", "seed", "mesh", "best")
         options = {name: getattr(self, name) for name in names}
         for text in sample(self.run_dir, prompts, **options):

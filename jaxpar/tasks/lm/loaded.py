@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -14,11 +13,10 @@ import jax
 import numpy as np
 
 from jaxpar.base.checks import require, require_instance
-from jaxpar.base.console import facts_table, make_console
 from jaxpar.base.files import check_path, read_text
 from jaxpar.base.parts import SPLITS
 from jaxpar.data.batches import Batches
-from jaxpar.mesh import ONE_DEVICE, MeshConfig, short_name
+from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.task import spec_of
 from jaxpar.tasks.lm.drawing import Draw
 from jaxpar.tasks.lm.sampling import sample_tokens
@@ -110,7 +108,6 @@ class TextRun(LoadedRun):
         top_p: float = 1.0,
         end: str | None = None,
         seed: int = 0,
-        quiet: bool = False,
     ) -> Any:
         """A text that begins with the prompt; or one for each prompt of a list; see `sample`."""
         assert isinstance(self.setup.task, LM)
@@ -124,8 +121,6 @@ class TextRun(LoadedRun):
         )
         draw = Draw.of(seed, temperature, top_k, top_p, separator)
         known = [self._read(each) for each in prompts]
-        if not quiet and jax.process_index() == 0:
-            self._tell_of_mesh()
         found = sample_tokens(self.setup, self.state, known, draw, length)
         texts = []
         for tokens, new in zip(known, found, strict=True):
@@ -133,36 +128,10 @@ class TextRun(LoadedRun):
             texts.append(self.vocabulary.decode(np.concatenate([tokens, new])[1:]))
         return texts[0] if isinstance(prompt, str) else texts
 
-    def _tell_of_mesh(self) -> None:
-        """Prints the run's own mesh where that split the model, and text is drawn on one device."""
-        before = dataclasses.replace(self.folder.settings().parallel.mesh, devices=None)
-        if self.setup.mesh.size == 1 and before.num_devices > max(before.data, 1):
-            name = short_name(before)
-            line = f"one device; the run was trained on {name}, and --mesh {name} samples there"
-            make_console(sys.stderr).print(facts_table([("mesh", line)]), "")
-
     def _read(self, prompt: str) -> np.ndarray:
         """Its tokens, after one `<eos>`: the model reads it as the start of a line."""
         tokens = self.vocabulary.encode(prompt, strict=True)
         return np.insert(tokens, 0, self.vocabulary.separator)
-
-
-def load_text_run(
-    run_dir: str | PathLike[str], mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
-) -> TextRun:
-    """As `load_run`, of a language model.
-
-    Raises:
-      ValueError, OSError: as of `load_run`, or the run is of another task.
-    """
-    task = RunFolder(run_dir).settings().task
-    if not isinstance(task, LM):
-        raise ValueError(
-            f"the run in {run_dir} is of the task {spec_of(task)}.\nFix: give a run of the task lm."
-        )
-    run = load_run(run_dir, mesh, best=best)
-    assert isinstance(run, TextRun)
-    return run
 
 
 def sample(
@@ -185,13 +154,18 @@ def sample(
       options: of `TextRun.sample`: `length`, the tokens to add (50). `temperature`, which logits are divided
         by (1); 0 takes the likeliest token every time. `top_k` and `top_p` draw among so many of the
         likeliest words, or the likeliest that have this probability together (0 and 1: among all). `end`, a
-        token at which a text ends, without it (None). `seed` (0): the same one gives the same text. `quiet`
-        prints nothing; without it stderr has, of a mesh with stages, how long they wait for each other.
+        token at which a text ends, without it (None). `seed` (0): the same one gives the same text.
     Returns:
       the text, or a list of texts.
     Raises:
-      ValueError: a word is outside the vocabulary, or a number is out of range; or layers of the model need
-        all of a text at once.
+      ValueError: the run is of another task, a word is outside the vocabulary, a number is out of range, or
+        layers of the model need all of a text at once.
       FileNotFoundError: no run, or no checkpoint in it.
     """
-    return load_text_run(run_dir, mesh, best=best).sample(prompt, **options)
+    task = RunFolder(run_dir).settings().task
+    if not isinstance(task, LM):
+        raise ValueError(
+            f"the run in {run_dir} is of the task {spec_of(task)}.\nFix: give a run of the task lm."
+        )
+    run: Any = load_run(run_dir, mesh, best=best)
+    return run.sample(prompt, **options)

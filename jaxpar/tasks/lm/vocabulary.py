@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.base.checks import require, require_instance
-from jaxpar.base.files import read_json, read_text
+from jaxpar.base.files import read_json
 
 SUBWORD = "subword"
 UNK = "<unk>"
@@ -112,7 +111,10 @@ class Vocabulary:
         try:
             return _tokenizers().Tokenizer.from_str(self.pieces)
         except Exception as error:  # the package has no error of its own
-            raise ValueError(f"the pieces of the vocabulary are no tokenizer: {error}") from error
+            raise ValueError(
+                f"the pieces of the vocabulary are no tokenizer: {error}\n"
+                f"Fix: give the vocabulary.json of a run."
+            ) from error
 
     @property
     def separator(self) -> int:
@@ -172,22 +174,11 @@ class Vocabulary:
         content = read_json(text)
         words, *texts = (content.get(name, "") for name in ("words", "tokenizer", "pieces"))
         if not (isinstance(words, list) and {str}.issuperset(map(type, [*texts, *words]))):
-            raise ValueError("its words, tokenizer or pieces are missing, or not strings")
+            raise ValueError(
+                "a vocabulary lacks words or tokenizer, or has some that are no strings\n"
+                "Fix: give the vocabulary.json of a run."
+            )
         return cls(tuple(words), *texts)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """Reads a file of `to_json`, such as the vocabulary.json of a run.
-
-        Raises:
-          OSError: the file cannot be read.
-          ValueError: it holds something else.
-        """
-        try:
-            return cls.from_json(read_text(path))
-        except ValueError as error:
-            message = f"{path} is not a vocabulary.\nFix: give the vocabulary.json of a run."
-            raise ValueError(message) from error
 
     def _known(self, word: str) -> str:
         if word not in self._ids:
