@@ -22,14 +22,7 @@ from jaxpar.base.display import format_names
 from jaxpar.base.keys import new_key
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
-from jaxpar.base.trees import (
-    add,
-    check_floats,
-    check_same,
-    shape_of,
-    whole_bytes,
-    zeros,
-)
+from jaxpar.base.trees import add, check_floats, check_same, shape_of, whole_bytes, zeros
 from jaxpar.data.batches import check_numbers
 from jaxpar.data.order import DrawnBatches
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses

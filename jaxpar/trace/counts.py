@@ -10,14 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxpar.trace.jaxprs import (
-    CHEAP,
-    equations_for,
-    equations_in,
-    inlined,
-    programs_in,
-    reads_of,
-)
+from jaxpar.trace.jaxprs import CHEAP, equations_for, equations_in, inlined, programs_in, reads_of
 
 # How the names of factorizations begin, LAPACK's included; see `reductions`.
 FACTORIZATIONS = ("cholesky", "qr", "householder", "lu", "svd", "eig", "triangular_solve")

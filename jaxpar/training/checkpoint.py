@@ -34,14 +34,7 @@ from flax.traverse_util import unflatten_dict
 
 from jaxpar.base.bucket import as_path, in_bucket
 from jaxpar.base.checks import fits, require
-from jaxpar.base.files import (
-    check_file,
-    checksum,
-    read_json,
-    remove_folder,
-    sizes_of,
-    write_file,
-)
+from jaxpar.base.files import check_file, checksum, read_json, remove_folder, sizes_of, write_file
 from jaxpar.hosts.agree import Together
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
@@ -49,13 +42,7 @@ from jaxpar.state import TrainState, abstract_state, check_room
 from jaxpar.task import Task
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.training.nonfinite import check_parameters
-from jaxpar.training.writing import (
-    DESCRIPTION,
-    Writing,
-    is_half_written,
-    open_arrays,
-    withdraw,
-)
+from jaxpar.training.writing import DESCRIPTION, Writing, is_half_written, open_arrays, withdraw
 
 # What a checkpoint says of itself.
 _DESCRIBED = {

@@ -17,12 +17,7 @@ from jaxpar.setup import Setup
 from jaxpar.state import TrainState, evaluated, release
 from jaxpar.step import Metrics, batch_sharding, make_train_step
 from jaxpar.training.checkpoint import Checkpoints, best_of
-from jaxpar.training.evaluate import (
-    check_reported,
-    do_not_run_ahead,
-    evaluate,
-    mean_of,
-)
+from jaxpar.training.evaluate import check_reported, do_not_run_ahead, evaluate, mean_of
 from jaxpar.training.fingerprint import HashedBatches
 from jaxpar.training.nonfinite import check_parameters, find_origin
 from jaxpar.training.profiler import StepTracer
