@@ -37,9 +37,7 @@ def in_words(attempt: str, remedy: str) -> Iterator[None]:
 
 
 def read_file(
-    path: str | os.PathLike[str],
-    what: str = "",
-    remedy: str = "give a readable file",
+    path: str | os.PathLike[str], what: str = "", remedy: str = "give a readable file"
 ) -> bytes:
     """The bytes of a file.
 

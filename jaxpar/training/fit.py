@@ -246,11 +246,7 @@ def _hear_end(report: Reports, error: BaseException | None) -> None:
 
 
 def evaluate_run(
-    folder: RunFolder,
-    mesh: MeshConfig = ONE_DEVICE,
-    *,
-    best: bool = False,
-    **sizes: int,
+    folder: RunFolder, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False, **sizes: int
 ) -> list[Evaluation]:
     """Evaluates the newest state of a run on valid and test, on any mesh.
 
