@@ -50,8 +50,8 @@ from jaxpar.trace.places import place_of_error
 
 _log = logging.getLogger(__name__)
 
-WHY_SAME = ", since both are layers of one kind.\nFix: give layers that are meant to differ a kind_name each."
-WHY_FLOATS = ".\nFix: put anything else into the batch, which every layer sees as at.batch."
+WHY_SAME = ", or give layers that are meant to differ a kind_name each"
+WHY_FLOATS = ", and put anything else into the batch, which layers see as at.batch"
 
 
 class _Traces(NamedTuple):

@@ -93,7 +93,7 @@ MAKERS = {
     ),
     "a counter": (
         lambda: [lambda rngs: Layer(rngs=rngs, depth=next(COUNT))] * 3,
-        r"^layer Layer has depth=\d+, and \d+ where the same .*\. Fix: .* such as functools\.partial\(make",
+        r"(?s)^layer Layer has depth=\d+, and \d+ where the same .*Fix: make it of rngs",
     ),
     "a counter for each model": (lambda: local_count(depth=0), "^layer Layer has depth=0, and 1 where"),
     "a counter of initial values": (lambda: local_count(scale=0), "^layer Layer.*: w begins with other"),

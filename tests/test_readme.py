@@ -253,6 +253,7 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
         (tmp_path / "runs" / run).mkdir(parents=True)
     for path in ("settings.toml", "runs/0001/config.toml", "runs/other/config.toml"):
         (tmp_path / path).write_text(to_toml(default_settings(LM)))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     for source, start in (("README.md", OWN), (GUIDE, CLASSIFIER)):
         [own] = [block for block in blocks("python", source) if block.startswith(start)]
         (tmp_path / start.removeprefix("# ")).write_text(own)

@@ -205,9 +205,8 @@ def refused(*layers):
 def test_layers_of_one_kind_take_the_same():
     every = functools.partial(Every, in_time=False)
     assert refused(lambda rngs: every(rngs=rngs), lambda rngs: every(rngs=rngs)) == (
-        "the input of layer 1 (every) is float32[8, 16, 10], that of layer 0 float32[8, 16, 12]"
-        ", since both are layers of one kind.\nFix: give layers that are meant to differ a "
-        "kind_name each."
+        "the input of layer 1 (every) is float32[8, 16, 10], that of layer 0 float32[8, 16, 12]\n"
+        "Fix: make them the same, or give layers that are meant to differ a kind_name each."
     )
 
 

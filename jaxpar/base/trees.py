@@ -5,14 +5,17 @@ import math
 import os
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+
+from jaxpar.base.axes import DATA
 
 
 def add(totals: Any, parts: Any) -> Any:
@@ -108,6 +111,22 @@ def vary_like(tree: Any, reference: Any) -> Any:
     )
 
     return jax.tree.map(lambda leaf: vary_over(leaf, axes), tree)
+
+
+def check_varying(what: str, run: Callable[..., Any], *args: Any) -> None:
+    """Traces a part of a model inside a `shard_map`, as one whose arguments differ over `data`.
+
+    Raises:
+      ValueError: as of `constants_told`.
+    """
+
+    def traced(*args: Any) -> tuple[()]:
+        with constants_told(what):
+            run(*jax.tree.map(lambda a: vary_over(a, frozenset([DATA])), args))
+        return ()
+
+    specs: Any = {"in_specs": P(), "out_specs": P(), "axis_names": {DATA}}
+    jax.eval_shape(jax.shard_map(traced, mesh=AbstractMesh((1,), (DATA,)), **specs), *args)
 
 
 @contextlib.contextmanager

@@ -116,18 +116,11 @@ class Train(RunOptions):
         if self.parallel.mesh is AUTO and not self.resume:  # before the minutes that a plan takes
             choose_folder(self.train.out_dir, resume=False, overwrite=self.overwrite)
         trackers = [TRACKERS[name]() for name in self.track]
-        task, parallel, train = self._settled()
         goes_on = self.resume and self.resume_or_begin
         result = fit(
-            task,
-            parallel,
-            train,
-            start=None if goes_on else self._start(),
-            resume=self.resume,
-            overwrite=self.overwrite,
-            profile=self.profile,
-            report=[ConsoleReport(), *trackers],
-        )
+            *self._settled(), start=None if goes_on else self._start(), resume=self.resume,
+            overwrite=self.overwrite, profile=self.profile, report=[ConsoleReport(), *trackers],
+        )  # fmt: skip
         return 128 + result.stopped_by if isinstance(result.stopped_by, int) else 0
 
     def _start(self) -> "Start | None":

@@ -11,6 +11,7 @@ from jaxpar.base.bucket import in_bucket
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.files import checksum
 from jaxpar.base.loading import guard_remedy
+from jaxpar.base.trees import check_varying
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.custom_backward import check_custom_backward
 from jaxpar.hosts.agree import agree, in_process_0
@@ -233,6 +234,9 @@ def _check_model(setup: Setup, target: TrainState) -> None:
     with contextlib.suppress(ArithmeticError, ValueError):  # it makes no sense of these numbers
         metrics = task.metrics(0.5, dict.fromkeys(layout.facts.traces.sums.metrics, 0.5))
     check_reported(task, 0.5, metrics)
+    if not task.axes and (setup.parallel.mesh.data > 1 or setup.parallel.runs_in_units):
+        for what, (run, args) in layout.facts.parts.items():
+            check_varying(what, run, *args)
     check_rows_alone(layout)
     check_custom_backward(layout)
     layout.facts.warn_of_resets()
