@@ -555,7 +555,7 @@ def test_a_cell_of_flax_follows_layers_that_are_split():
     assert_same(Regress(("gru", "flax gru", "gru", "gru")), Parallel(on_devices((1, 2, 2)), units))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "shares"), [((1, 2, 2), None), ((2, 1, 2), (3, 1))])
 def test_an_exchange_within_a_unit_is_refused_before_it_would_hang(mesh, shares):
     class Gates(nnx.Module):

@@ -226,7 +226,7 @@ def here(world, tmp_path, monkeypatch):
     return here
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CRAFTED)
 def test_a_crafted_file_ends_in_one_line(name, here, capsys):
     change, argv, message = CRAFTED[name]
@@ -409,6 +409,7 @@ RUNS_NO_FILE = {
 }
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("name", [*RUNS_THE_FILE, *RUNS_NO_FILE])
 def test_who_runs_the_file_of_a_task(name, here):
     weights(MODEL, 40)()

@@ -52,12 +52,13 @@ def test_uneven_placement_equals_plain(placement):
     assert_same_as_plain(make_settings((2, 3, 1), (2, 2), task=task, placement=placement))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [slow({"embed_size": 8}), {"tie_embedding": True}])
 def test_model_variants_equal_plain(sizes):
     assert_same_as_plain(make_settings((2, 2, 2), (2, 2), task=dataclasses.replace(MODEL, **sizes)))
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("optimizer", ["adam", slow("sgd")])
 @pytest.mark.parametrize(
     ("mesh_sizes", "storage"),

@@ -259,7 +259,7 @@ def label(value):
     return "-".join(map(str, parts))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parallel"), LAYOUTS, ids=label)
 def test_loss_metrics_and_gradients_equal_plain(name, parallel):
     assert_batches_equal_plain(make_task(name), parallel)

@@ -126,7 +126,7 @@ def models(draw):
     )
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize("dtype", RELATIVE_ERRORS)
 @settings(max_examples=3)

@@ -260,6 +260,7 @@ def test_process_0_alone_prints_and_writes(run):
     assert [path.name for path in (out_dir / "checkpoints").iterdir()] == ["10"]
 
 
+@pytest.mark.slow
 def test_failure_ends_all_with_its_message_and_exit_code(run, text):
     arguments = flags(text, "--mesh", "dp2", "--train.out-dir", str(run[0]))
     code, out, err = finish(start(arguments))

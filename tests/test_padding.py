@@ -391,6 +391,7 @@ def late_batch(task, padding, token):
     return Window(*arrays, starts=False, padding=padding, rate=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "mesh", "chunks"),
     [("lstm", (1, 1, 1), 1), slow("gru", (1, 2, 1), 2), slow("slstm", (1, 1, 1), 1)],

@@ -74,7 +74,7 @@ def test_every_schedule_and_option_equals_plain(options, tied):
     assert_same_as_plain(make_settings((1, 4, 2), (2, 2), task, **options))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("stages", "options"),
@@ -313,7 +313,7 @@ def last(weights, frozen, y, at):
     return (jnp.sum(jnp.square(jnp.sin(y * weights) - at.batch["targets"])),)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("kinds", "kind_of", "num_chunks", "how"),
@@ -539,7 +539,7 @@ HLO_CASES = [
 ]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "options"), HLO_CASES)
 def test_loops_of_the_compiled_step_hold_the_collectives_that_they_should(sizes, options):
     options = dict(options)

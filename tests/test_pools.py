@@ -272,6 +272,7 @@ def test_a_device_has_room_for_its_own_stage():
     assert text == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "zero_bubble"),
     [(ALIKE, True), slow(("wide 20", "wide 60", "gru", "wide 50"), True), slow(KINDS, False)],

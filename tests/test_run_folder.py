@@ -106,6 +106,7 @@ def test_a_run_that_is_begun_meanwhile_is_not_overwritten(text, tmp_path, monkey
     assert len(RunFolder(folder).metrics()) == 6
 
 
+@pytest.mark.slow
 def test_a_run_holds_its_folder_to_its_end(text, tmp_path):
     folder, told = tmp_path / "run", []
 

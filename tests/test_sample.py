@@ -80,6 +80,7 @@ def test_only_words_are_drawn(run):
     assert set(text.split()) == WORDS
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(run):
     # Large random weights, so that the likeliest token depends on all that came before.
     rng = np.random.default_rng(0)

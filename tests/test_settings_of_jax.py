@@ -40,7 +40,7 @@ def losses(task, mesh):
     return found
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -135,6 +135,7 @@ def test_a_run_goes_on_under_its_own_settings_alone(run):
         jax.config.update("jax_random_seed_offset", before)
 
 
+@pytest.mark.rows(1)
 @pytest.mark.parametrize("name", [name for name in OF_NUMBERS if name in program_facts()])
 def test_other_numbers_are_refused(run, name):
     record, facts = RunFolder(run), program_facts()

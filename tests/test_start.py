@@ -104,7 +104,7 @@ def write(path, task, parallel, **options):
     return write_weights(path, tensors, {"a": "text"}, **options)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     "name",

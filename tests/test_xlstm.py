@@ -152,6 +152,7 @@ def test_windows_and_single_steps_are_the_whole(blocks):
         assert_close(named((carry, jnp.concatenate(found))), named(whole))
 
 
+@pytest.mark.slow
 def test_a_sequence_begins_with_nothing_of_the_one_before(blocks):
     graphdef, params, arrays = blocks
     x = jnp.asarray(arrays["x"]).swapaxes(0, 1)
