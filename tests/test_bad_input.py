@@ -240,7 +240,7 @@ FLAGS = {
     "unknown schedule of rates": (train("--optimizer.lr-schedule", "cos"), "lr-schedule.*cosine"),
     "negative warm-up": (train("--optimizer.warmup-steps", "-1"), "warmup_steps=-1: must not be"),
     "more warm-up than steps": (
-        train("--optimizer.warmup-steps", "50"), r"warmup_steps=50 is more than num_steps=2\..*warmup_steps=0",
+        train("--optimizer.warmup-steps", "50"), r"warmup_steps=50 is more than num_steps=2\.",
     ),
     "negative hold": (train("--optimizer.hold-steps", "-1"), "hold_steps=-1: must not be negative"),
     "decay of more": (train("--optimizer.lr-decay", "1.5"), r"lr_decay=1\.5\s+Fix: use a factor"),
@@ -623,7 +623,7 @@ RUNS = {
     "a sample of another task": (
         (damage("config.toml", f'task = "{HYBRID}"\n'), ["sample", "run"]), r"run in run is .*Digits",
     ),
-    "negative temperature": (["sample", "run", "--temperature", "-1"], r"temperature=-1\.0 must be finite, and not neg"),
+    "negative temperature": (["sample", "run", "--temperature", "-1"], r"temperature=-1\.0 must be finite"),
     "negative seed of a sample": (["sample", "run", "--seed", "-1"], "seed=-1 is too small"),
 }  # fmt: skip
 

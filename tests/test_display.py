@@ -165,7 +165,7 @@ def test_the_time_left_is_that_of_the_mean_step(monkeypatch):
 
 def test_one_of_a_thing_is_said_so():
     caption = show(make_schedule("1f1b", 1, 1)).chart.caption
-    assert caption.startswith("1f1b: 1 stage, 1 microbatch x 1 chunk; 1 tick; bubble 0.0%")
+    assert caption.startswith("1f1b: 1 ticks; bubble 0.0%, live units 1")
 
 
 @pytest.mark.parametrize("args", SCHEDULES)

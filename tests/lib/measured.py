@@ -84,5 +84,5 @@ def make_measured(heads=(0, 1), **changes):
                     spans.append(Span(stage, tick, part, ends[stage], seconds))
                     ends[stage] += seconds
             start = max(ends)
-    step = MeasuredStep(schedule, tuple(spans), start, start + 3, start + 4, start + 3.5, 42, 2, 2)
+    step = MeasuredStep(schedule, tuple(spans), start, start + 3, start + 4, start + 3.5, 2, 2)
     return dataclasses.replace(step, **changes)
