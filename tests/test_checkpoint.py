@@ -23,6 +23,7 @@ from lib.checkpoints import (
     Toy,
     assert_bit_equal,
     canonical,
+    latest_step,
     make_setup,
     next_losses,
     restore,
@@ -185,7 +186,7 @@ def test_the_newest_are_kept(tmp_path, small):
     with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
         for step in (2, 4, 6, 10):
             checkpoints.save(at_step(state, step))
-        assert checkpoints.latest_step() == 10
+        assert latest_step(checkpoints) == 10
     with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
         checkpoints.save(at_step(state, 11))
     assert {each.name for each in tmp_path.iterdir()} == {"10", "11"}
@@ -207,12 +208,12 @@ def test_half_written_checkpoints_do_not_count(tmp_path, small):
     shutil.copytree(tmp_path / "3", killed)
 
     reader = Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2))
-    assert reader.latest_step() == 3
+    assert latest_step(reader) == 3
     assert int(reader.restore().step) == 3
     assert killed.exists()  # it may be another process's, still at work
     with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
         checkpoints.save(at_step(state, 5))
-        assert checkpoints.latest_step() == 5
+        assert latest_step(checkpoints) == 5
     assert not killed.exists()
 
 
@@ -278,7 +279,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
 
     reader = Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=3))
     if "a bit of the" not in damage:  # that is not looked for in passing
-        assert (reader.latest_step(), reader.steps()) == (3, [3])
+        assert (latest_step(reader), reader.steps()) == (3, [3])
     assert int(reader.restore().step) == 3
     if message is not None:
         assert re.search(
@@ -374,7 +375,7 @@ def test_a_failed_save_is_reported_and_takes_nothing_away(tmp_path, small, monke
     state, setup = small
     with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
         checkpoints.save(at_step(state, 3))
-        checkpoints.latest_step()
+        latest_step(checkpoints)
         with monkeypatch.context() as patch:
             patch.setattr("os.rename", fail)
             patch.setattr("os.replace", fail)
@@ -384,8 +385,8 @@ def test_a_failed_save_is_reported_and_takes_nothing_away(tmp_path, small, monke
                 OSError,
                 match=r"/4 could not be written: .*No space left on device\nFix: .*newest is of step 3",
             ):
-                checkpoints.latest_step()
-        assert checkpoints.latest_step() == 3
+                latest_step(checkpoints)
+        assert latest_step(checkpoints) == 3
 
 
 def fail(*_args, **_kwargs):
@@ -395,7 +396,7 @@ def fail(*_args, **_kwargs):
 def test_a_reader_leaves_no_trace(tmp_path):
     folder = tmp_path / "nothing"
     with Checkpoints(folder, Setup.of(*ONE).replace(keep_checkpoints=1)) as checkpoints:
-        assert checkpoints.latest_step() is None
+        assert latest_step(checkpoints) is None
     assert not folder.exists()
 
 

@@ -283,6 +283,20 @@ def change_arrays(change):
             store.write(key, json.dumps(zarr).encode()).result()
 
 
+def chunks_of_one_gigabyte():
+    """A parameter of 25 kB in chunks of 1 GB, which zeros make a file of some kB."""
+
+    def change(name, zarr):
+        if name == "params.embedding.table":
+            zarr["chunk_grid"]["configuration"]["chunk_shape"] = [2**24, 16]
+            zarr["codecs"] = [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                {"name": "zstd", "configuration": {"level": 3}},
+            ]
+
+    change_arrays(change)
+
+
 def model_of_one_terabyte():
     """Settings, description and arrays that agree: 1.2 TB of parameters and optimizer state."""
 
@@ -319,6 +333,10 @@ CHECKPOINTS = {
     "metadata in a pipe": (state_file(METADATA, None), rf"{DAMAGED}: .*{PIPE}"),
     "names of arrays in a pipe": (state_file("state/_METADATA", None), rf"{DAMAGED}: .*{PIPE}"),
     "arrays in a pipe": (state_file("state/ocdbt.process_0/d/*", None), rf"{DAMAGED}: .*{PIPE}"),
+    "chunks that are larger than their array": (
+        chunks_of_one_gigabyte,
+        r"params/embedding/table \[384, 16\] is stored in chunks of \[16777216, 16\]",
+    ),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from lib.checkpoints import latest_step
 
 from jaxpar.setup import Setup
 from jaxpar.training.run_folder import RunFolder
@@ -75,7 +76,8 @@ class Run:
     def latest_step(self):
         if not self.folder.checkpoints_path.exists():
             return 0
-        return self.folder.checkpoints(Setup.of(*self.folder.settings())).latest_step() or 0
+        checkpoints = self.folder.checkpoints(Setup.of(*self.folder.settings()))
+        return latest_step(checkpoints) or 0
 
     def losses(self):
         """All that was computed: of every step and evaluation."""

@@ -18,6 +18,7 @@ import tomllib
 import jax
 import numpy as np
 import pytest
+from lib.checkpoints import latest_step
 
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
@@ -266,7 +267,7 @@ def test_one_command_begins_a_run_and_goes_on_with_it(text, tmp_path, capsys):
     assert "mesh        data=2 x" not in printed
     assert "resumed at step 4" in printed
     assert (
-        RunFolder(out_dir).checkpoints(Setup.of(*RunFolder(out_dir).settings())).latest_step() == 6
+        latest_step(RunFolder(out_dir).checkpoints(Setup.of(*RunFolder(out_dir).settings()))) == 6
     )
     for more, message in (
         (

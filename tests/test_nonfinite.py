@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from lib.checkpoints import with_parameters
+from lib.checkpoints import latest_step, with_parameters
 from lib.models import Regress, Series
 
 from jaxpar import ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task
@@ -600,7 +600,7 @@ def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_
         match=rf"step {bad[-1] + 1} is not .* larger --train\.max-skipped \(now {len(bad) - 1}\)$",
     ):
         go_on(settings, tmp_path / "limit", 20, nonfinite="skip", max_skipped=len(bad) - 1)
-    assert RunFolder(tmp_path / "limit").checkpoints(Setup.of(*settings)).latest_step() == bad[-1]
+    assert latest_step(RunFolder(tmp_path / "limit").checkpoints(Setup.of(*settings))) == bad[-1]
 
     # What has been skipped does not stop a run that may skip no more.
     assert int(go_on(settings, folder.path, 21).state.step) == 21

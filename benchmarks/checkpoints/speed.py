@@ -81,7 +81,7 @@ def seconds(task: LM, state: TrainState, side: str) -> np.ndarray:
         checkpoints = stack.enter_context(Checkpoints(folder, Setup.of(task, PARALLEL)))
         start = clocks()
         checkpoints.save(state)
-        checkpoints.latest_step()
+        checkpoints.close()
         saved = clocks()
         jax.block_until_ready(checkpoints.restore())
         return np.array([saved - start, clocks() - saved])

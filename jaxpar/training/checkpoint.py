@@ -157,17 +157,6 @@ class Checkpoints:
         every = self._setup.train.checkpoint_every
         return every > 0 and step % every == 0
 
-    def latest_step(self) -> int | None:
-        """The newest step of which there is a whole checkpoint; None if there is none.
-
-        Waits for a save that is still running.
-
-        Raises:
-          OSError: that save failed.
-        """
-        self.close()
-        return max(self.steps(), default=None)
-
     def steps(self) -> list[int]:
         """Steps of which there is a whole checkpoint, in their order."""
         return sorted(self._examine()[0])
@@ -200,7 +189,7 @@ class Checkpoints:
         before, now = self.described(int(path.name)), _describe(self._setup.task)
         _check_task(path, before, now)
         with _reading_in_words(path):
-            stored = dict(named_leaves(orbax.metadata(str(path)).metadata, "/"))
+            stored = _stored_arrays(path)
         if not with_optimizer:
             stored = {n: own for n, own in stored.items() if not n.startswith("opt_state/")}
         _check_arrays(path, stored, abstract, (before["optimizer"], now["optimizer"]))
@@ -219,12 +208,9 @@ class Checkpoints:
           FileNotFoundError: there is no checkpoint that is whole.
           ValueError: it cannot be read.
         """
-        from orbax.checkpoint import v1 as orbax
-
         path = self._folder / str(self._resolve(None))
         with _reading_in_words(path):
-            known = [name for name, _ in named_leaves(orbax.metadata(str(path)).metadata, "/")]
-            names = [name for name in known if name.startswith(("params/", "frozen/"))]
+            names = [n for n in _stored_arrays(path) if n.startswith(("params/", "frozen/"))]
             return int(path.name), open_arrays(path, names)
 
     def described(self, step: int) -> dict[str, Any]:
@@ -410,6 +396,22 @@ def _read_whole(path: Path, run: str | None) -> dict[str, Any]:
         require(name in sizes, f"{name} is missing")
         require(str(sizes[name]) == size, f"{name} has {sizes[name]} of {size} bytes")
     return described
+
+
+def _stored_arrays(path: Path) -> dict[str, Any]:
+    """What Orbax knows of the arrays of a checkpoint, by their names.
+
+    Raises:
+      ValueError: an array is stored in chunks larger than itself, and a chunk is unpacked whole.
+    """
+    from orbax.checkpoint import v1 as orbax
+
+    stored = dict(named_leaves(orbax.metadata(str(path)).metadata, "/"))
+    for name, array in stored.items():
+        chunk = array.storage_metadata.chunk_shape
+        fits = all(part <= max(size, 1) for part, size in zip(chunk, array.shape, strict=True))
+        require(fits, f"{name} {list(array.shape)} is stored in chunks of {list(chunk)}")
+    return stored
 
 
 @contextlib.contextmanager

@@ -127,3 +127,9 @@ def with_parameters(state, layout, arrays):
         for name, wanted in abstract_by_layer(state.params, layout).items()
     }
     return dataclasses.replace(state, params=from_layers(state.params, layout, placed))
+
+
+def latest_step(checkpoints):
+    """The newest step of which there is a whole checkpoint; None if there is none."""
+    checkpoints.close()
+    return max(checkpoints.steps(), default=None)
