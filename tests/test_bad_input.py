@@ -654,7 +654,7 @@ def files(folder):
     return {path: path.is_file() and path.read_bytes() for path in paths}
 
 
-@pytest.mark.rows(40)
+@pytest.mark.rows(30)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_one_message_exit_code_2_and_no_file_changed(
     mistake, world, tmp_path, monkeypatch, capsys, caplog

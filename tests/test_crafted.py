@@ -427,7 +427,7 @@ RUNS_NO_FILE = {
 }
 
 
-@pytest.mark.rows(4)
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("name", [*RUNS_THE_FILE, *RUNS_NO_FILE])
 def test_who_runs_the_file_of_a_task(name, here):
     weights(MODEL, 40)()

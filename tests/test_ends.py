@@ -84,7 +84,7 @@ LANGUAGE = [
 ]
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "sizes", "pipeline", "layout"), LANGUAGE)
 def test_a_language_model_whose_table_is_in_rows_equals_plain(large, mesh, sizes, pipeline, layout):

@@ -51,6 +51,7 @@ KEPT = [
 KEEPS_ON_HOST = property(lambda spec: spec.config.remat_keeps == "host")
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units", "options"), KEPT)
 def test_what_is_kept_and_where_changes_no_number(mesh, units, options, monkeypatch):

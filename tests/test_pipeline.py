@@ -93,7 +93,7 @@ def test_uneven_placements_equal_plain(stages, options):
     assert_same_as_plain(make_settings((2, stages, 1), (2, 4), task, **options))
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("stages", "options"),
@@ -128,7 +128,7 @@ def evaluated(settings):
     return float(sums.loss), float(sums.weight)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     "options", [*(OPTIONS[n] for n in (3, 6, 10)), *(slow(OPTIONS[n]) for n in (0, 8, 9))]

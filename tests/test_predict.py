@@ -63,7 +63,7 @@ def expected():
     return {name: plain(task, text_of()) for name, task in READ.items()}
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(("read", "mesh"), ROWS)
 def test_every_token_has_its_log_likelihood_on_any_mesh(read, mesh, expected):

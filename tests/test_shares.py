@@ -30,7 +30,7 @@ def make_settings(mesh, units=(1, 1), task=MODEL, *, shares=None, update="replic
     return make_any_settings(mesh, units, task, layout=layout, **options)
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "shares", "options"),

@@ -18,7 +18,7 @@ _MOST_PARTS = 8  # of a batch, that a group takes: each is a microbatch of its o
 
 
 def time_steps(setups: Sequence[Setup], num_rounds: int, num_steps: int = 3) -> list[list[float]]:
-    """Seconds of a training step of each setup, [setups][rounds], on the state and batches of a run.
+    """Seconds of a training step of each setup in each round, on the state and batches of a run.
 
     Setups take turns, so that what slows the machine for a while slows all of them. Only one has a state at a
     time: what fits alone can be timed.
