@@ -100,7 +100,7 @@ PRINTED = {
         "valid loss of the mean ",
     ),
 }
-SHORT = ("docs/models.md", "docs/using.md", "docs/layers.md")
+SHORT = ("docs/models.md", "docs/layers.md")
 USE = "jaxpar.fit(Forecast(num_layers=4), 'pp4dp2', jaxpar.TrainConfig(num_steps=8))"
 
 
