@@ -141,7 +141,7 @@ LAW = {
 }  # fmt: skip
 
 
-@pytest.mark.rows(1)
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(("task", "mesh", "units"), LAW.values(), ids=LAW)
 def test_what_is_drawn_is_the_same_on_any_mesh(task, mesh, units):

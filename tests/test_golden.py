@@ -48,7 +48,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.rows(7)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize(("layer", "mesh"), ROWS)
 def test_losses_are_as_they_were_stored(layer, mesh):
     stored = json.loads(STORED.read_text())[layer]

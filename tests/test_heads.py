@@ -88,6 +88,7 @@ LAW = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units", "task", "options"), LAW)
 def test_loss_and_gradients_of_heads_equal_plain(mesh, units, task, options):

@@ -124,6 +124,7 @@ def test_a_late_window_is_a_short_one(layer, starts):
 DRAWN = awd(window_mean=6, **PENALTIES)
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "options"),
