@@ -585,8 +585,8 @@ class ModelFacts:
         """
         carry, y, *sums = out
         if not self.traces.adds_sums:
-            always = "Fix: return (carry, y, sums) always."
-            require(not sums, f"layer {kind} returns sums for some of its calls only.\n{always}")
+            wrong = f"layer {kind} returns sums for some of its calls only."
+            require(not sums, f"{wrong}\nFix: return (carry, y, sums) always.")
             return carry, y
         names = self.traces.sums.metrics
         return carry, y, sums[0].with_names(names) if sums else self.no_sums

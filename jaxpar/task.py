@@ -298,9 +298,14 @@ def spec_of(task: Task) -> str:
 _LOADED = collections.defaultdict[Path, dict[str, bytes | None]](dict)
 
 
+def _file_of(name: str) -> Path:
+    """The file of a module; "." if it has none."""
+    return Path(getattr(sys.modules.get(name), "__file__", None) or "")
+
+
 def _text_of(name: str) -> bytes | None:
     """The text of a module's file as it is now; None if there is none."""
-    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    file = _file_of(name)
     return file.read_bytes() if file.is_file() else None
 
 
@@ -334,7 +339,7 @@ def _load(path: Path, source: bytes) -> Any:
         LOADED.reset(before)
         sys.path.remove(str(folder))
     for new in {*sys.modules} - others:
-        file = Path(getattr(sys.modules[new], "__file__", None) or "")
+        file = _file_of(new)
         if folder in file.parents and "site-packages" not in file.parts:
             known[new] = _text_of(new)
     return module

@@ -108,7 +108,7 @@ def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(r
         ({"temperature": -1.0}, r"temperature=-1\.0 must be finite, and not negative"),
         ({"length": 0}, r"length=0 is too small"),
         ({"length": -3}, r"length=-3 is too small"),
-        ({"end": "the cat"}, r"end='the cat' is 2 tokens of the run's vocabulary; use one"),
+        ({"end": "the cat"}, r"end='the cat' is 2 tokens of the run's vocabulary\nFix: use one"),
         ({"top_k": -1}, r"top_k=-1 is too small"),
         ({"top_p": 0.0}, r"top_p=0\.0 is not a probability above 0\.\nFix: use 1"),
         ({"seed": -1}, r"seed=-1 is too small"),

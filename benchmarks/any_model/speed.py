@@ -18,9 +18,9 @@ import numpy as np
 import optax
 from flax import nnx
 
+from benchmarks.turns import take_turns
 from examples.forecaster import Forecast
 from jaxpar import At, OptimizerConfig, Parallel, SeriesBatches, TrainConfig
-from jaxpar.base.timing import take_turns
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import make_train_step

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import jaxpar
 from benchmarks.jaxpar_side import TRAIN, initial_state, make_batch, make_task
 from benchmarks.sides import processor
+from benchmarks.turns import take_turns
 from benchmarks.work import WORKS, Work
 from jaxpar.analysis.hlo import Instruction, Module, Visit, arrays, bits
-from jaxpar.base.timing import take_turns
 from jaxpar.setup import Setup
 from jaxpar.step import make_train_step
 from jaxpar.training.profiler import Operation, read_trace, trace

@@ -42,10 +42,12 @@ def check_fields(config: Any) -> None:
             continue
         options = _options(hint)
         if isinstance(value, float) and float in options:
-            raise ValueError(f"{name}={value}: must be a finite number\nFix: give one.")
+            raise ValueError(f"{name}={value}: must be a finite number\nFix: change {name}.")
         wanted = " or ".join(map(_describe, options))
         kind = f" ({type(value).__name__})" if isinstance(value, int | float) else ""
-        raise ValueError(f"{name}={_SHORT.repr(value)}{kind}: must be {wanted}\nFix: give that.")
+        raise ValueError(
+            f"{name}={_SHORT.repr(value)}{kind}: must be {wanted}\nFix: change {name}."
+        )
 
 
 def _check_bits(name: str, value: Any) -> None:
@@ -140,6 +142,11 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def fact_of(error: Exception) -> str:
+    """What a message says is wrong, without what to do about it."""
+    return str(error).partition("\nFix: ")[0]
+
+
 def require_instance(name: str, value: Any, kind: Any, use: str) -> None:
     """Raises if a value is no object of a class; `use` says what is."""
     if isinstance(value, kind):
@@ -149,7 +156,7 @@ def require_instance(name: str, value: Any, kind: Any, use: str) -> None:
             f"{name}={value.__name__} is a class\nFix: give an object, {value.__name__}()."
         )
     shown = " ".join(_SHORT.repr(value).split())  # a tree of arrays has many lines
-    raise ValueError(f"{name}={shown} ({type(value).__name__}): must be {use}\nFix: give that.")
+    raise ValueError(f"{name}={shown} ({type(value).__name__}): must be {use}\nFix: change {name}.")
 
 
 def check_takes(function: Any, arguments: Sequence[str], what: str, use: str) -> None:
@@ -196,7 +203,7 @@ def _require_each(
     for name in names:
         value = getattr(config, name)
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
-        require(all(map(holds, numbers)), f"{name}={value}: {rule}\nFix: give another number.")
+        require(all(map(holds, numbers)), f"{name}={value}: {rule}\nFix: change {name}.")
 
 
 def check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:

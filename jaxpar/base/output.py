@@ -58,8 +58,7 @@ def share_streams() -> None:
     threads, in pieces that would fall between those of a report.
     """
     DROPPED.add(errno.EPIPE)  # the run is not this process's alone
-    if (
-        sys.stdout is sys.__stdout__
-    ):  # else it is a notebook's, or a test's: Gloo does not write there
+    # Gloo writes to no stdout of a notebook or a test.
+    if sys.stdout is sys.__stdout__:
         keep_printing()  # stdout gets a descriptor of its own
         os.dup2(2, 1)

@@ -1,10 +1,7 @@
-"""Seconds of functions that run on devices: every clock over a compiled program is one of these.
-
-What disturbs a machine only ever adds; what is compared takes turns, so that a disturbance meets all of it.
-"""
+"""Seconds of functions that run on devices: every clock over a compiled program is this one."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,17 +18,3 @@ def seconds_of(run: Callable[[], Any], times: int = 1) -> float:
     start = time.perf_counter()
     jax.block_until_ready([run() for _ in range(times)])
     return (time.perf_counter() - start) / times
-
-
-def take_turns(
-    runs: Sequence[Callable[[], Any]], num_rounds: int, *, times: int = 1
-) -> list[list[float]]:
-    """Seconds of a call of each function in every round, [functions][rounds], after one that compiles.
-
-    Args:
-      runs, times: as of `seconds_of`; functions take turns.
-    """
-    for run in runs:
-        seconds_of(run)
-    rounds = [[seconds_of(run, times) for run in runs] for _ in range(num_rounds)]
-    return [list(column) for column in zip(*rounds, strict=True)]

@@ -19,7 +19,7 @@ from jaxpar.base.parts import WEIGHT, check_parts
 from jaxpar.data.batches import EndOfStreamError
 from jaxpar.data.order import check_at_least
 
-_USE = "Fix: give a function that opens the stream anew, such as lambda: read(seed)."
+_USE = "give a function that opens the stream anew, such as lambda: read(seed)."
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class IteratorBatches:
     num_windows = None  # known at the end alone
 
     def __init__(self, make: Callable[[], Iterable[Mapping[str, Any]]], batch_size: int):
-        require(callable(make), f"make={make!r} is read only once.\n{_USE}")
+        require(callable(make), f"make={make!r} is read only once.\nFix: {_USE}")
         check_at_least(1, batch_size=batch_size)
         self.batch_size, self._make = batch_size, make
         self._source: Any = None
@@ -113,7 +113,7 @@ class IteratorBatches:
             self._source.load_state_dict(state)
         require(
             isinstance(self._source, Iterable),
-            f"make gives a {type(self._source).__name__}, which is no iterable.\n{_USE}",
+            f"make gives a {type(self._source).__name__}, which is no iterable.\nFix: {_USE}",
         )
         self._iterator = iter(self._source)
         if state is not None and not hasattr(self._source, "load_state_dict"):

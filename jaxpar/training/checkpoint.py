@@ -33,7 +33,7 @@ import xxhash
 from flax.traverse_util import unflatten_dict
 
 from jaxpar.base.bucket import as_path, in_bucket
-from jaxpar.base.checks import fits, require
+from jaxpar.base.checks import fact_of, fits, require
 from jaxpar.base.files import check_file, checksum, read_json, remove_folder, sizes_of, write_file
 from jaxpar.hosts.agree import Together
 from jaxpar.setup import Setup
@@ -262,11 +262,10 @@ class Checkpoints:
             yield
         except Exception as error:
             self._together.do(self._check)  # a folder that is gone says so itself
-            reason = str(error).partition("\nFix")[0]
             newest = max(self.steps(), default=None)
             left = "there is none" if newest is None else f"the newest is of step {newest}"
             raise type(error)(
-                f"checkpoint {self._folder / str(self.saved_step)} could not be written: {reason}\n"
+                f"checkpoint {self._folder / str(self.saved_step)} could not be written: {fact_of(error)}\n"
                 f"Fix: free some space, and continue from the newest whole checkpoint ({left})"
             ) from error
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jaxpar.base.checks import fact_of
 from jaxpar.data.batches import EndOfStreamError, place_batch
 from jaxpar.hosts.agree import in_process_0
 from jaxpar.hosts.stopping import Stop, Stopped
@@ -135,7 +136,7 @@ class Run:
         self.report.end(step, config.num_steps, stop.reason)
         if ended is not None:
             raise EndOfStreamError(
-                f"{str(ended).partition(chr(10))[0]} The state of step {step} is saved.\nFix: let the stream "
+                f"{fact_of(ended)} The state of step {step} is saved.\nFix: let the stream "
                 f"repeat its data, or give more, and use --resume --train.out-dir {self.folder}."
             ) from ended
         if tracer.path is not None:

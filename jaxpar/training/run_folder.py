@@ -33,7 +33,7 @@ from typing import Any
 import jax
 
 from jaxpar.base.bucket import as_path, in_bucket
-from jaxpar.base.checks import fits, leaves_of, require
+from jaxpar.base.checks import fact_of, fits, leaves_of, require
 from jaxpar.base.files import (
     WRITABLE,
     check_folder,
@@ -455,8 +455,8 @@ class RunFolder:
             name = read_toml(self.config_path).get("task")
             require(isinstance(name, str), "it names no task")
         except ValueError as error:
-            fact = str(error).partition("\nFix: ")[0]
-            raise ValueError(f"{self.config_path} is damaged: {fact}\nFix: {REMEDY}") from error
+            told = f"{self.config_path} is damaged: {fact_of(error)}\nFix: {REMEDY}"
+            raise ValueError(told) from error
         return _file_of(str(name))
 
 

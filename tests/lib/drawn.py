@@ -59,7 +59,5 @@ def assert_drawn_by_definition(setup, state, draw, lengths):
 
 # The promise: bfloat16 has 8 bits, float32 24, and the roundings of some tens of operations add up.
 RELATIVE_ERRORS = {"float32": 1e-5, "bfloat16": 2e-2}
-
-
 # Of an mLSTM's numbers between two programs in float32: a divisor may be a small difference.
 FAR_APART = 1e-4

@@ -29,16 +29,12 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 # Sums in another order differ by float32 rounding, 6e-8 a term; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5
-
-
 MESHES = [
     (1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2), (4, 2, 1), (2, 1, 4),
 ]  # fmt: skip
 
 
 SGD = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=0)
-
-
 MODEL = LM(
     num_layers=8,
     hidden_size=16,

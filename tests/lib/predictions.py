@@ -10,8 +10,6 @@ from jaxpar.tasks.lm.streams import line_places
 from jaxpar.training.predict import predict
 
 WORDS, SEPARATOR = 11, 0
-
-
 TASK = LM(
     num_layers=4, hidden_size=8, embed_size=6, vocab_size=16, num_words=WORDS, batch_size=4, seq_len=8
 )  # fmt: skip

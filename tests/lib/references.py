@@ -5,8 +5,6 @@ from pathlib import Path
 import numpy as np
 
 FOLDER = Path(__file__).parents[2] / "examples"
-
-
 # Sums in another order differ by float32 rounding, 6e-8 a term; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5
 

@@ -117,7 +117,7 @@ class TextRun(LoadedRun):
         ends = [] if end is None else self.vocabulary.encode(end, strict=True)
         require(
             end is None or len(ends) == 1,
-            f"end={end!r} is {len(ends)} tokens of the run's vocabulary; use one, such as '<eos>'",
+            f"end={end!r} is {len(ends)} tokens of the run's vocabulary\nFix: use one, such as '<eos>'",
         )
         draw = Draw.of(seed, temperature, top_k, top_p, separator)
         known = [self._read(each) for each in prompts]
