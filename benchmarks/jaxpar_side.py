@@ -20,11 +20,11 @@ from benchmarks.sides import serve
 from benchmarks.work import LEARNING_RATE, WORKS, Work
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.data.batches import put_batch
-from jaxpar.setup import Setup
-from jaxpar.state import TrainState, init_state
-from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.partition.storage import abstract_by_layer, from_layers
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState, init_state
+from jaxpar.step.step import batch_sharding, make_train_step
 from jaxpar.tasks.lm import LM, Batch
-from jaxpar.training.by_layer import abstract_by_layer, from_layers
 
 TRAIN = TrainConfig(clip_norm=0.0)
 

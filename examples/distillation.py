@@ -19,7 +19,7 @@ from flax import nnx
 
 import jaxpar
 from jaxpar import ArrayBatches, Parallel, PipelineConfig, Stack, Sums, Task
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.training.evaluate import evaluate
 
 # --- The model. Activations are [rows, width].

@@ -1,10 +1,10 @@
 # What is learned, and by which model.
-from jaxpar.task import Task as Task
-from jaxpar.model import Model as Model
-from jaxpar.model import Layer as Layer
-from jaxpar.model import Stack as Stack
+from jaxpar.model.task import Task as Task
+from jaxpar.model.model import Model as Model
+from jaxpar.model.model import Layer as Layer
+from jaxpar.model.model import Stack as Stack
 from jaxpar.base.at import At as At
-from jaxpar.model import Sums as Sums
+from jaxpar.model.model import Sums as Sums
 from jaxpar.data.array import ArrayBatches as ArrayBatches
 from jaxpar.data.streams import SeriesBatches as SeriesBatches
 from jaxpar.data.iterator import IteratorBatches as IteratorBatches
@@ -29,10 +29,10 @@ from jaxpar.training.trackers import Tracker as Tracker
 from jaxpar.training.trackers import TensorBoard as TensorBoard
 from jaxpar.training.trackers import WandB as WandB
 from jaxpar.training.trackers import Trackio as Trackio
-from jaxpar.state import init_state as init_state
-from jaxpar.step import make_train_step as make_train_step
-from jaxpar.step import value_and_grad as value_and_grad
-from jaxpar.step import make_predict_step as make_predict_step
+from jaxpar.step.state import init_state as init_state
+from jaxpar.step.step import make_train_step as make_train_step
+from jaxpar.step.step import value_and_grad as value_and_grad
+from jaxpar.step.step import make_predict_step as make_predict_step
 
 # What a step does.
 from jaxpar.analysis.program import inspect_step as inspect_step

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar
 from jaxpar import MeshConfig, Parallel
 from jaxpar.analysis import inspect_compiled, inspect_function
-from jaxpar.task import find_task
+from jaxpar.model.task import find_task
 
 jaxpar.simulate_devices(8)
 mesh = MeshConfig(tensor=4, devices=(0, 1, 2, 3)).build()

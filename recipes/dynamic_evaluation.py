@@ -17,9 +17,9 @@ import jax
 from jaxpar import MeshConfig, Sums, load_run, simulate_devices
 from jaxpar.base.console import make_console
 from jaxpar.mesh import ONE_DEVICE
-from jaxpar.setup import Setup
-from jaxpar.state import TrainState, state_shardings
-from jaxpar.step import make_loss_and_grad
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState, state_shardings
+from jaxpar.step.step import make_loss_and_grad
 from jaxpar.training.console import evaluation_table
 from jaxpar.training.evaluate import Step, evaluate, in_batches
 from jaxpar.training.fingerprint import describe_data

@@ -109,8 +109,8 @@ def share_setups(request):
 
     Tests make the same setups again and again. Calls of users share nothing: `fresh` marks modules for that.
     """
-    from jaxpar.facts import ModelFacts
-    from jaxpar.setup import Setup
+    from jaxpar.model.facts import ModelFacts
+    from jaxpar.step.setup import Setup
 
     facts_of, setup_of = functools.lru_cache(8)(ModelFacts.of), Setup.of
     kept = functools.lru_cache(8)(lambda layout, mesh: (layout, {}))

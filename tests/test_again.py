@@ -12,7 +12,7 @@ from flax import nnx
 from lib.models import WIDTH, Regress, Regression
 
 from jaxpar import Stack, Sums
-from jaxpar.facts import ModelFacts
+from jaxpar.model.facts import ModelFacts
 from jaxpar.trace.again import difference
 
 COUNT = itertools.count(1)

@@ -25,18 +25,18 @@ from jaxpar import RULES, Parallel, PipelineConfig, Stack, Sums, nn
 from jaxpar.config import TrainConfig
 from jaxpar.data.array import ArrayBatches
 from jaxpar.data.batches import place_batch
-from jaxpar.facts import ModelFacts
+from jaxpar.model.facts import ModelFacts
+from jaxpar.model.task import Settings
 from jaxpar.nn import named_param
-from jaxpar.setup import Setup
-from jaxpar.state import audit, init_state
-from jaxpar.step import (
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import audit, init_state
+from jaxpar.step.step import (
     batch_sharding,
     check_program,
     make_loss_and_grad,
     make_train_step,
     value_and_grad,
 )
-from jaxpar.task import Settings
 
 pytestmark = pytest.mark.law
 

@@ -11,10 +11,10 @@ from lib.laws import by_layer, make_batch, make_settings
 from jaxpar import OptimizerConfig, TrainConfig, load_run
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
-from jaxpar.optimizer import make_optimizer
-from jaxpar.setup import Setup
-from jaxpar.state import audit, evaluated, init_state
-from jaxpar.step import make_train_step
+from jaxpar.model.optimizer import make_optimizer
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import audit, evaluated, init_state
+from jaxpar.step.step import make_train_step
 from jaxpar.tasks.lm import LM
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.report import Report

@@ -16,15 +16,15 @@ from lib.models import FEATURES, MAKERS, SGD, WIDTH, Regress
 
 import jaxpar
 from jaxpar import At, MeshConfig, Parallel, PipelineConfig, Stack, Sums, TrainConfig, nn
-from jaxpar.config_file import read_config, to_toml
-from jaxpar.facts import ModelFacts
-from jaxpar.layout import Layout
 from jaxpar.mesh import short_name
+from jaxpar.model.facts import ModelFacts
+from jaxpar.model.task import Settings, find_task
+from jaxpar.partition.partition import Layout
 from jaxpar.planning import estimate_step, plan
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import make_eval_step, make_loss_and_grad, make_predict_step
-from jaxpar.task import Settings, find_task
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import make_eval_step, make_loss_and_grad, make_predict_step
+from jaxpar.training.config_file import read_config, to_toml
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -18,8 +18,8 @@ import pytest
 
 from jaxpar import OptimizerConfig, Parallel, TrainConfig, load_run
 from jaxpar.mesh import MeshConfig
-from jaxpar.setup import Setup
-from jaxpar.task import find_task
+from jaxpar.model.task import find_task
+from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm.task import VOCABULARY
 from jaxpar.tasks.lm.vocabulary import Vocabulary
 from jaxpar.training.fit import fit

@@ -29,7 +29,7 @@ from jaxpar.base.files import remove_folder, sizes_of, write_file
 from jaxpar.cli.main import main
 from jaxpar.hosts.group import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 from jaxpar.mesh import MeshConfig
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training import run_folder
 from jaxpar.training.fit import fit

@@ -16,8 +16,8 @@ import jaxpar
 from jaxpar.data.batches import place_batch
 from jaxpar.data.bucketed import BucketedBatches, choose_edges
 from jaxpar.mesh import ONE_DEVICE
-from jaxpar.setup import Setup
-from jaxpar.step import batch_sharding
+from jaxpar.step.setup import Setup
+from jaxpar.step.step import batch_sharding
 from jaxpar.tasks.lm.corpus import load_corpus
 from jaxpar.tasks.lm.streams import IGNORE, TOKENS, BucketedText, line_places
 from jaxpar.tasks.lm.vocabulary import EOS

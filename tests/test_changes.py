@@ -16,10 +16,10 @@ from flax import nnx
 import jaxpar
 from jaxpar import ArrayBatches, Stack, Sums, Task, TrainConfig
 from jaxpar.analysis.program import inspect_function
-from jaxpar.optimizer import HostOptimizer
-from jaxpar.setup import Setup
-from jaxpar.step import make_eval_step, make_predict_step
-from jaxpar.task import find_task
+from jaxpar.model.task import find_task
+from jaxpar.step.optimizer import HostOptimizer
+from jaxpar.step.setup import Setup
+from jaxpar.step.step import make_eval_step, make_predict_step
 
 pytestmark = pytest.mark.fresh
 
@@ -314,7 +314,7 @@ def test_a_file_that_a_task_imports_may_change(tmp_path):
     third = find_task(f"{file}:Own")
     assert third is not second
     assert third().factors() == (2, 2)
-    assert jaxpar.task.spec_of(first()) == jaxpar.task.spec_of(third()) == f"{file}:Own"
+    assert jaxpar.model.task.spec_of(first()) == jaxpar.model.task.spec_of(third()) == f"{file}:Own"
     del sys.modules["helper_of_a_task"]
 
 

@@ -34,10 +34,10 @@ from orbax.checkpoint import v1 as orbax
 
 from jaxpar.config import OptimizerConfig
 from jaxpar.nn import named_param
-from jaxpar.setup import Setup
+from jaxpar.partition.storage import abstract_by_layer, by_layer
 from jaxpar.sharding import is_variable
-from jaxpar.state import abstract_state, audit, init_state
-from jaxpar.training.by_layer import abstract_by_layer, by_layer
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state, audit, init_state
 from jaxpar.training.checkpoint import Checkpoints, best_of
 
 run = checkpoints.run  # a fixture

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.cli.main import main
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 
 START_SECONDS = 20  # of the daemons

@@ -28,10 +28,10 @@ from jaxpar.base.trees import device_bytes
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.pipeline.schedules import make_schedule
-from jaxpar.setup import Setup
 from jaxpar.sharding import annotated
-from jaxpar.state import abstract_state
-from jaxpar.step import abstract_batch
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state
+from jaxpar.step.step import abstract_batch
 from jaxpar.tasks.lm.task import LM
 
 pytestmark = pytest.mark.law

@@ -9,9 +9,9 @@ import pytest
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.base.checks import check_fields, nearest_multiples
-from jaxpar.facts import ModelFacts
-from jaxpar.layout import Layout
-from jaxpar.optimizer import learning_rate, make_optimizer
+from jaxpar.model.facts import ModelFacts
+from jaxpar.model.optimizer import learning_rate, make_optimizer
+from jaxpar.partition.partition import Layout
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
 

@@ -6,9 +6,9 @@ import tomllib
 import pytest
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Task, TrainConfig
-from jaxpar.config_file import default_settings, read_config, to_toml
-from jaxpar.task import Settings, find_task
+from jaxpar.model.task import Settings, find_task
 from jaxpar.tasks.lm import LM
+from jaxpar.training.config_file import default_settings, read_config, to_toml
 
 PLAIN = default_settings(LM)
 SETTINGS = Settings(

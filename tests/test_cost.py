@@ -17,14 +17,14 @@ from jaxpar.base.trees import device_bytes
 from jaxpar.cli.main import main
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig, split_machine
+from jaxpar.model.task import Settings
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.planning import estimate_step, find_machine
 from jaxpar.planning.cost import Step, estimate
 from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import SHEETS, Link, sheet_of
-from jaxpar.setup import Setup
-from jaxpar.state import abstract_state
-from jaxpar.task import Settings
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state
 from jaxpar.trace.counts import amount
 
 NAMES = ("lm", "gru", "transformer", "mixed", "hybrid")

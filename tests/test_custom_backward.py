@@ -12,12 +12,12 @@ from lib.laws import RELATIVE_ERROR, assert_close, by_layer, make_settings, slow
 
 import jaxpar
 from jaxpar import At, OptimizerConfig, SeriesBatches, Stack, Sums
-from jaxpar.custom_backward import check_custom_backward
 from jaxpar.data.batches import put_batch
 from jaxpar.nn import GRU
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import batch_sharding, make_loss_and_grad, value_and_grad
+from jaxpar.step.custom_backward import check_custom_backward
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import batch_sharding, make_loss_and_grad, value_and_grad
 
 WIDTH = 8
 C = 1e-3  # of the size of the gradients

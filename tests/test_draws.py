@@ -24,8 +24,8 @@ from jaxpar import (
     Task,
     nn,
 )
-from jaxpar.rows import check_rows_alone
-from jaxpar.setup import Setup
+from jaxpar.step.independence import check_rows_alone
+from jaxpar.step.setup import Setup
 
 ONE = Parallel(on_devices((1, 1, 1)))
 HALVES = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2))

@@ -28,10 +28,10 @@ from lib.models import Regress
 from jaxpar import Parallel, PipelineConfig, nn
 from jaxpar.analysis import inspect_step
 from jaxpar.base.axes import STAGE
-from jaxpar.ends import part_call
-from jaxpar.setup import Setup
+from jaxpar.model.outer import part_call
 from jaxpar.sharding import named_leaves
-from jaxpar.state import abstract_state, audit
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state, audit
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.summary import describe_ends
 
@@ -62,9 +62,9 @@ def parts_of(task, parallel):
 @pytest.fixture
 def large(monkeypatch):
     """All ends count as large, and what is with them as nothing: costs would choose otherwise here."""
-    monkeypatch.setattr("jaxpar.layout.LITTLE", 1e-9)
-    monkeypatch.setattr("jaxpar.layout.FEW", 0)
-    monkeypatch.setattr("jaxpar.facts.ModelFacts.layer_flops", np.inf)
+    monkeypatch.setattr("jaxpar.partition.partition.LITTLE", 1e-9)
+    monkeypatch.setattr("jaxpar.partition.partition.FEW", 0)
+    monkeypatch.setattr("jaxpar.model.facts.ModelFacts.layer_flops", np.inf)
 
 
 # ---- the law ----

@@ -18,8 +18,8 @@ from lib.laws import (
 )
 
 from jaxpar.config import OptimizerConfig
-from jaxpar.state import init_state
-from jaxpar.step import (
+from jaxpar.step.state import init_state
+from jaxpar.step.step import (
     make_eval_step,
     value_and_grad,
 )

@@ -26,11 +26,11 @@ from jaxpar import At, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Tr
 from jaxpar.analysis import inspect_step
 from jaxpar.cli.main import main
 from jaxpar.data.batches import place_batch
-from jaxpar.setup import Setup
+from jaxpar.model.task import find_task
 from jaxpar.sharding import is_variable
-from jaxpar.state import audit, init_state
-from jaxpar.step import batch_sharding, make_train_step
-from jaxpar.task import find_task
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import audit, init_state
+from jaxpar.step.step import batch_sharding, make_train_step
 
 pytestmark = pytest.mark.law
 

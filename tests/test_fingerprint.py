@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import jaxpar
 from jaxpar import ArrayBatches, Parallel, TrainConfig, fit
 from jaxpar.hosts.launch import environs
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.training.fingerprint import HashedBatches, describe_data, hash_rows
 from jaxpar.training.run_folder import RunFolder
 
@@ -79,7 +79,7 @@ def own(tmp_path):
     """A task of one's own, by its file of data."""
     (tmp_path / "own.py").write_text(SOURCE)
     np.save(tmp_path / "data.npy", rows())
-    found = jaxpar.task.find_task(f"{tmp_path / 'own.py'}:Fit")
+    found = jaxpar.model.task.find_task(f"{tmp_path / 'own.py'}:Fit")
     return found(path=str(tmp_path / "data.npy"))
 
 

@@ -17,10 +17,10 @@ from lib.float64 import RELATIVE_ERRORS, assert_close, backward, draw, forward
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import GateParams, LSTMCarry, lstm_layer
-from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable, named_leaves
-from jaxpar.state import init_state
-from jaxpar.step import make_loss_and_grad
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import make_loss_and_grad
 from jaxpar.tasks.lm.streams import IGNORE, Batch
 from jaxpar.tasks.lm.task import LM
 

@@ -14,7 +14,7 @@ from lib.runs import NEVER, make_run, start_by_hand
 
 from jaxpar.cli.main import main
 from jaxpar.config import TrainConfig
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.training.console import ConsoleReport
 from jaxpar.training.fit import fit
 from jaxpar.training.report import Report

@@ -31,11 +31,11 @@ from lib.models import MAKERS, Regress
 from jaxpar import OptimizerConfig
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.data.batches import place_batch
+from jaxpar.model.task import find_task
 from jaxpar.planning import compare, estimate_step, find_machine
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
-from jaxpar.task import find_task
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.task import LM
 
 pytestmark = pytest.mark.gpu

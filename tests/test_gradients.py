@@ -12,8 +12,8 @@ from lib.models import SGD
 
 import jaxpar
 from jaxpar import ArrayBatches, Stack, Sums, Task, TrainConfig, nn
-from jaxpar.facts import ModelFacts
-from jaxpar.step import value_and_grad
+from jaxpar.model.facts import ModelFacts
+from jaxpar.step.step import value_and_grad
 
 W = 4
 

@@ -12,7 +12,7 @@ from lib.laws import MODEL, assert_same_as_plain, make_settings, slow
 from jaxpar import At
 from jaxpar.analysis.program import inspect_step
 from jaxpar.nn import GRU, LSTM, SLSTM, MinGRU
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm.task import LM
 
 T, B, H, N = 6, 3, 8, 4

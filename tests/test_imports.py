@@ -3,7 +3,6 @@
 import ast
 import graphlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,23 +16,19 @@ PACKAGE = Path(jaxpar.__file__).parent
 LAYERS = (
     "base",  # what all else stands on: names, checks, files, text, trees of arrays
     "__init__",  # what is offered, by names
-    "trace data",  # of traced programs; batches
-    "mesh sharding hosts",  # where arrays lie; many processes
-    "config nn",  # the options that tasks share; layers
-    "optimizer pipeline",  # updates; schedules, and the engine that runs them
-    "model task ends",  # what layers are part of; what is learned; ends in parts
-    "facts config_file command",  # what a task's model is; options as files, and of every command
-    "layout",  # how it lies on devices
-    "setup rows stacking",  # all that a run is made from; what is tried before it
-    "custom_backward",  # likewise, of backward passes
-    "state forward",  # what a run changes; through a model
-    "step",  # one step
-    "training",  # many
-    "tasks",  # those that come with jaxpar
+    "trace data",  # traced programs; batches
+    "mesh sharding hosts",  # devices, rules, many processes
+    "config nn",  # options that tasks share; layers
+    "pipeline",  # schedules, and the engine that runs them
+    "model",  # tasks, models, and the facts of both
+    "partition",  # a model divided over a mesh
+    "step",  # one training step
+    "training",  # many steps
     "analysis",  # what a compiled step does
     "planning",  # what a step will cost
     "pictures",  # how all of it is drawn
     "cli",  # the command line
+    "tasks",  # those that come with jaxpar
     "__main__",
 )
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names.split()}
@@ -51,19 +46,10 @@ PATHS = {name_of(path): path for path in PACKAGE.rglob("*.py")}
 TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 
 
-def nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All, but for those that only a type checker reads."""
-    yield tree
-    if isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING":
-        return
-    for child in ast.iter_child_nodes(tree):
-        yield from nodes(child)
-
-
 def imported(tree: ast.AST) -> set[str]:
-    """The package's modules that a module imports, at its top or when a function is called."""
+    """The package's modules that a module imports: at its top, in a function, or for its types alone."""
     found = set()
-    for node in nodes(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -76,7 +62,7 @@ def imported(tree: ast.AST) -> set[str]:
 
 def late(tree: ast.AST) -> set[str]:
     """Packages of jaxpar that are imported by text, such as "jaxpar.pictures" in `import_module`."""
-    calls = (node for node in nodes(tree) if isinstance(node, ast.Call))
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     words = [ast.unparse(c) for c in calls if "import_module" in ast.unparse(c.func)]
     return {f"jaxpar.{top}" for top in HEIGHT for word in words if f"jaxpar.{top}" in word}
 
@@ -121,17 +107,18 @@ def test_nothing_knows_the_tasks():
 
 
 def test_arrows_up_and_circles_are_seen():
-    """Also those in functions; not those of types alone."""
+    """Also those in functions, and those of types alone."""
     up = "from jaxpar.pictures.chart import Chart"
     texts = {
-        "jaxpar.step": f"def f():\n    {up}\n",
-        "jaxpar.setup": "from jaxpar import rows",  # in one line with it
-        "jaxpar.rows": f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {up}\n",
+        "jaxpar.step.step": f"def f():\n    {up}\n",
+        "jaxpar.mesh": "from jaxpar import sharding",  # in one line with it
+        "jaxpar.step.setup": f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {up}\n",
     }
     imports = IMPORTS | {name: imported(ast.parse(text)) for name, text in texts.items()}
     assert sorted(pointing_up(imports)) == [
-        "jaxpar.setup imports jaxpar.rows",
-        "jaxpar.step imports jaxpar.pictures.chart",
+        "jaxpar.mesh imports jaxpar.sharding",
+        "jaxpar.step.setup imports jaxpar.pictures.chart",
+        "jaxpar.step.step imports jaxpar.pictures.chart",
     ]
     circle = {"a": {"b"}, "b": {"a"}}
     with pytest.raises(graphlib.CycleError, match="nodes are in a cycle"):

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from lib.checkpoints import latest_step
 
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 
 STEPS = 120

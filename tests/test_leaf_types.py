@@ -11,10 +11,10 @@ from flax import nnx
 
 import jaxpar
 from jaxpar import ArrayBatches, MeshConfig, Parallel, Stack, Start, Sums, Task, TrainConfig
-from jaxpar.setup import Setup
-from jaxpar.state import abstract_state, init_state
-from jaxpar.step import make_train_step
-from jaxpar.training.by_layer import abstract_by_layer
+from jaxpar.partition.storage import abstract_by_layer
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state, init_state
+from jaxpar.step.step import make_train_step
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.loaded import load_run
 from jaxpar.training.writing import check_storable

@@ -19,18 +19,18 @@ from lib.laws import (
     slow,
 )
 
-import jaxpar.forward
+import jaxpar.step.forward
 from jaxpar import Parallel, PipelineConfig, Stack, Sums
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.data.streams import SeriesBatches
+from jaxpar.model.task import Settings
 from jaxpar.nn import LSTM
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.spec import Spec
-from jaxpar.setup import Setup
-from jaxpar.state import abstract_state, init_state
-from jaxpar.step import abstract_batch, batch_sharding, make_loss_and_grad, make_train_step
-from jaxpar.task import Settings
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state, init_state
+from jaxpar.step.step import abstract_batch, batch_sharding, make_loss_and_grad, make_train_step
 
 KEPT = [
     ((2, 2, 1), (2, 4), {"remat_keeps": "carries", "head": "sharded"}),
@@ -56,7 +56,7 @@ KEEPS_ON_HOST = property(lambda spec: spec.config.remat_keeps == "host")
 @pytest.mark.parametrize(("mesh", "units", "options"), KEPT)
 def test_what_is_kept_and_where_changes_no_number(mesh, units, options, monkeypatch):
     poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
-    monkeypatch.setattr(jaxpar.forward, "Pipeline", poisoned)
+    monkeypatch.setattr(jaxpar.step.forward, "Pipeline", poisoned)
     monkeypatch.setattr(Spec, "keeps_on_host", KEEPS_ON_HOST)
     assert_same_as_plain(make_settings(mesh, units, remat=True, **options))
 

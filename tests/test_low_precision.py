@@ -16,12 +16,13 @@ from jaxpar import At, OptimizerConfig, SeriesBatches, Stack, Sums
 from jaxpar.base.trees import vary_over
 from jaxpar.data.batches import place_batch
 from jaxpar.mesh import MeshConfig
-from jaxpar.model import checked_sums
+from jaxpar.model.model import checked_sums
+from jaxpar.model.optimizer import make_optimizer
 from jaxpar.nn import named_param
-from jaxpar.optimizer import global_norm, make_optimizer
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import batch_sharding, make_eval_step, make_train_step
+from jaxpar.step.optimizer import global_norm
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import batch_sharding, make_eval_step, make_train_step
 
 WORDS, WIDTH = 32, 16
 

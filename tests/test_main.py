@@ -23,7 +23,7 @@ from lib.checkpoints import latest_step
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
 from jaxpar.planning import plan_in_steps
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.training.run_folder import RunFolder
 

@@ -22,7 +22,7 @@ from jaxpar import (
 from jaxpar.base.parts import NUMBERS, PARTS
 from jaxpar.data.bucketed import BucketedBatches
 from jaxpar.data.packed import PackedBatches
-from jaxpar.facts import ModelFacts
+from jaxpar.model.facts import ModelFacts
 from jaxpar.nn import GRU
 from jaxpar.training.evaluate import check_reported
 from jaxpar.training.progress import Evaluation

@@ -19,15 +19,15 @@ from jaxpar.base.axes import STAGE
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
+from jaxpar.model.task import Settings, find_task
 from jaxpar.nn import Stateless, named_param
-from jaxpar.setup import Setup
-from jaxpar.state import audit, init_state, release
-from jaxpar.step import batch_sharding, make_train_step
-from jaxpar.task import Settings, find_task
+from jaxpar.partition.storage import by_layer
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import audit, init_state, release
+from jaxpar.step.step import batch_sharding, make_train_step
 from jaxpar.tasks.lm.model import LanguageModel
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
-from jaxpar.training.by_layer import by_layer
 from jaxpar.training.fit import fit
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.report import Report

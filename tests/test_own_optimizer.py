@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from jaxpar import OptimizerConfig, TrainConfig, fit, lm
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.summary import summarize
 

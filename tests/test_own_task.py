@@ -358,7 +358,7 @@ def test_mistakes_have_one_message(mistake, tmp_path, monkeypatch, capsys):
 def test_a_program_that_loads_its_own_task_is_not_run_again(tmp_path):
     program = """
 import dataclasses, jaxpar
-from jaxpar.task import find_task, spec_of
+from jaxpar.model.task import find_task, spec_of
 @dataclasses.dataclass(frozen=True)
 class Own(jaxpar.Task):
     pass

@@ -17,9 +17,9 @@ from flax import nnx
 import jaxpar
 from jaxpar import IteratorBatches, OptimizerConfig, Stack, Sums, Task, TrainConfig, nn
 from jaxpar.data.batches import place_batch, put_batch
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import (
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import (
     batch_sharding,
     make_eval_step,
     make_predict_step,

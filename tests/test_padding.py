@@ -19,11 +19,11 @@ from jaxpar import At, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, T
 from jaxpar.data.bucketed import BucketedBatches
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
-from jaxpar.rows import check_rows_alone
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import make_loss_and_grad
-from jaxpar.task import Settings, find_task
+from jaxpar.model.task import Settings, find_task
+from jaxpar.step.independence import check_rows_alone
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import make_loss_and_grad
 from jaxpar.tasks.lm.streams import IGNORE
 from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.predict import predict

@@ -8,8 +8,8 @@ from flax import nnx
 from lib.laws import make_settings, slow
 from lib.models import FEATURES, WIDTH, Regress, Regression
 
-from jaxpar.facts import ModelFacts
-from jaxpar.layout import Layout
+from jaxpar.model.facts import ModelFacts
+from jaxpar.partition.partition import Layout
 
 STEPS = Regress().batch_size * Regress().seq_len
 END = 2 * STEPS * FEATURES * WIDTH  # FLOPs of the product before the layers, and of that after them

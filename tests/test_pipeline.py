@@ -21,7 +21,7 @@ from lib.laws import (
     slow,
 )
 
-import jaxpar.forward
+import jaxpar.step.forward
 from jaxpar.analysis import inspect_step
 from jaxpar.base.at import At
 from jaxpar.base.compiler import compiler_options
@@ -36,9 +36,9 @@ from jaxpar.pipeline.spec import PipelineParams
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.tables import make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import make_eval_step, make_loss_and_grad, make_train_step
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import make_eval_step, make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.task import LM
 
 OPTIONS = [
@@ -135,7 +135,7 @@ def evaluated(settings):
 )
 def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
     poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
-    monkeypatch.setattr(jaxpar.forward, "Pipeline", poisoned)
+    monkeypatch.setattr(jaxpar.step.forward, "Pipeline", poisoned)
     task = dataclasses.replace(MODEL, dropout=0.0)  # half of the program to compile
     assert_same_as_plain(make_settings((2, 4, 1), (2, 4), task, **options))
 

@@ -20,7 +20,7 @@ from jaxpar.pipeline.placement import (
     route_of,
     tick_cost,
 )
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.training.summary import describe_balance
 
 

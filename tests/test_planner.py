@@ -16,9 +16,9 @@ from lib.planned import CPU, H100, task_of
 from jaxpar.analysis import inspect_step
 from jaxpar.cli.main import main
 from jaxpar.config import Parallel, PipelineConfig
-from jaxpar.facts import ModelFacts
-from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, described_devices
+from jaxpar.model.facts import ModelFacts
+from jaxpar.partition.partition import Layout
 from jaxpar.planning import (
     check_fits,
     compare,
@@ -33,7 +33,7 @@ from jaxpar.planning.cost import estimate
 from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import Link
 from jaxpar.planning.running import time_steps
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm import LM
 
 TASK = LM(4, 96, 96, vocab_size=768, batch_size=16, seq_len=12)

@@ -19,12 +19,12 @@ from jaxpar.analysis import inspect_function
 from jaxpar.cli.commands import PICTURES, PICTURES_OF_RUNS
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
-from jaxpar.config_file import to_toml
-from jaxpar.facts import ModelFacts
-from jaxpar.layout import Layout
+from jaxpar.model.facts import ModelFacts
+from jaxpar.model.task import Settings
+from jaxpar.partition.partition import Layout
 from jaxpar.pictures import figures
-from jaxpar.task import Settings
 from jaxpar.tasks.lm.task import LM
+from jaxpar.training.config_file import to_toml
 from jaxpar.training.run_folder import RunFolder
 
 TASK = LM(num_layers=2, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4)

@@ -20,10 +20,10 @@ from jaxpar.base.axes import STAGE
 from jaxpar.base.trees import device_bytes
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
-from jaxpar.setup import Setup
-from jaxpar.state import abstract_state, audit, init_state
-from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
-from jaxpar.training.by_layer import by_layer, from_layers
+from jaxpar.partition.storage import by_layer, from_layers
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state, audit, init_state
+from jaxpar.step.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.summary import describe_ends, describe_pools
@@ -70,7 +70,7 @@ class Unequal(Calm):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Few numbers are worth it here, and rows are short."""
-    monkeypatch.setattr("jaxpar.layout.FEW", 0)
+    monkeypatch.setattr("jaxpar.partition.partition.FEW", 0)
     monkeypatch.setattr("jaxpar.pipeline.pool.COLUMNS", 8)
 
 
@@ -137,7 +137,7 @@ def test_layers_in_pools_equal_their_definition(mesh, kinds, pipeline, layout, f
 @pytest.mark.slow
 def test_rows_without_a_layer_have_no_gradient(monkeypatch):
     """In stacks: a group of layers may have none of a kind, though no slot of the stage is empty."""
-    monkeypatch.setattr("jaxpar.layout.FEW", 2**18)
+    monkeypatch.setattr("jaxpar.partition.partition.FEW", 2**18)
     task = Unequal(("gru", "wide 60", "wide 20", "gru"), batch_size=8)
     setup = Setup.of(task, parallel_of((1, 2, 1), schedule="v", placement="even"), TRAIN)
     assert setup.layout.pools is None

@@ -16,10 +16,10 @@ from lib.predictions import SEPARATOR, TASK, plain, predicted, text_of
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig, Stack, Sums
 from jaxpar.cli.main import main
+from jaxpar.model.task import find_task
 from jaxpar.nn import Stateless
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.task import find_task
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
 from jaxpar.tasks.lm.model import LanguageModel
 from jaxpar.training.evaluate import in_batches
 
@@ -307,7 +307,7 @@ import dataclasses, resource, sys
 import jax.numpy as jnp, numpy as np
 from flax import nnx
 import jaxpar
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.training.evaluate import in_batches
 from jaxpar.training.predict import predict
 

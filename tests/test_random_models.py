@@ -17,8 +17,8 @@ from lib.models import MAKERS, WIDTH
 
 from jaxpar import RULES, MeshConfig, Parallel, PipelineConfig, Stack, nn
 from jaxpar.base.stage_names import NamedPlacement
-from jaxpar.facts import ModelFacts
-from jaxpar.setup import Setup
+from jaxpar.model.facts import ModelFacts
+from jaxpar.step.setup import Setup
 
 pytestmark = pytest.mark.law
 
@@ -147,9 +147,9 @@ def draw(pick):
 
 
 LARGE = {
-    "jaxpar.layout.LITTLE": 1e-9,
-    "jaxpar.layout.FEW": 0,
-    "jaxpar.facts.ModelFacts.layer_flops": np.inf,
+    "jaxpar.partition.partition.LITTLE": 1e-9,
+    "jaxpar.partition.partition.FEW": 0,
+    "jaxpar.model.facts.ModelFacts.layer_flops": np.inf,
     "jaxpar.pipeline.pool.COLUMNS": 8,
 }
 

@@ -23,14 +23,14 @@ from jaxpar import MeshConfig, Parallel, show
 from jaxpar.analysis import inspect_step
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
-from jaxpar.config_file import default_settings, to_toml
 from jaxpar.pipeline import make_schedule
 from jaxpar.planning import describe, plan
 from jaxpar.planning.counts import counts_of
 from jaxpar.planning.planner import NUM_FINALISTS
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.task import LAYERS
+from jaxpar.training.config_file import default_settings, to_toml
 from jaxpar.training.summary import summarize
 
 ROOT = Path(__file__).parent.parent

@@ -11,12 +11,12 @@ from lib.laws import MODEL, assert_same_as_plain, make_settings, slow
 
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
-from jaxpar.setup import Setup
+from jaxpar.partition.storage import array_of
 from jaxpar.sharding import named_leaves
-from jaxpar.state import init_state
-from jaxpar.step import make_eval_step, make_loss_and_grad
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import make_eval_step, make_loss_and_grad
 from jaxpar.tasks.lm import LM, Batch
-from jaxpar.training.by_layer import array_of
 from recipes.awd import AWD, KERNELS, WORDS
 
 ALL = {

@@ -15,7 +15,7 @@ from lib.runs import start_by_hand
 from jaxpar.cli.main import main
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.training.fit import fit
 from jaxpar.training.loop import validations_since_best
 from jaxpar.training.report import Report

@@ -24,13 +24,13 @@ from jaxpar.base.jax_private import num_programs
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.data.packed import PackedBatches
+from jaxpar.model.task import Settings
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, lstm_layer
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
-from jaxpar.task import Settings
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.nonfinite import NEVER, watched_loss_and_grad
 

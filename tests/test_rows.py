@@ -27,17 +27,17 @@ from jaxpar import (
 )
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
+from jaxpar.model.task import find_task
 from jaxpar.nn import Stateless
-from jaxpar.rows import check_rows_alone
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import (
+from jaxpar.step.independence import check_rows_alone
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import (
     batch_sharding,
     make_loss_and_grad,
     make_train_step,
     value_and_grad,
 )
-from jaxpar.task import find_task
 from jaxpar.tasks.lm.task import LM
 from recipes.awd import AWD
 

@@ -19,7 +19,7 @@ from lib.runs import Act
 from jaxpar import OptimizerConfig, Parallel, TrainConfig
 from jaxpar.cli.main import main
 from jaxpar.mesh import MeshConfig
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.fit import fit
 from jaxpar.training.report import Report

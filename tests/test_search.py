@@ -21,12 +21,12 @@ from lib.laws import nonzero_carry
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
-from jaxpar.setup import Setup
-from jaxpar.state import audit, init_state
-from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.partition.storage import by_layer
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import audit, init_state
+from jaxpar.step.step import batch_sharding, make_train_step
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
-from jaxpar.training.by_layer import by_layer
 
 pytestmark = pytest.mark.law
 

@@ -17,10 +17,10 @@ import jaxpar
 from jaxpar import Parallel, PipelineConfig, Stack, TrainConfig, nn
 from jaxpar.hosts.distributed import OF_NUMBERS, PACKAGES, program_facts
 from jaxpar.mesh import MeshConfig
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import make_train_step
-from jaxpar.training.by_layer import by_layer
+from jaxpar.partition.storage import by_layer
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import make_train_step
 from jaxpar.training.run_folder import RunFolder
 
 PACKAGE = Path(jaxpar.__file__).parent

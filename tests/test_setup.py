@@ -11,11 +11,11 @@ from lib.models import Regress
 
 import jaxpar
 from jaxpar.config import Parallel, PipelineConfig
-from jaxpar.facts import ModelFacts
-from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
-from jaxpar.setup import Setup
-from jaxpar.step import make_eval_step
+from jaxpar.model.facts import ModelFacts
+from jaxpar.partition.partition import Layout
+from jaxpar.step.setup import Setup
+from jaxpar.step.step import make_eval_step
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.corpus import load_corpus
 
@@ -45,7 +45,7 @@ def test_calls_that_take_a_setup_trace_its_model_once():
     before = len(MADE)
     step, evaluate = jaxpar.make_train_step(setup), make_eval_step(setup)
     jaxpar.init_state(setup, seed=1)
-    batch = jaxpar.state.abstract_state(setup)
+    batch = jaxpar.step.state.abstract_state(setup)
     Setup.of(setup.task, "dp2", facts=setup.layout.facts)
     assert len(MADE) == before > 0
     assert jaxpar.make_train_step(setup) is step

@@ -13,12 +13,12 @@ from lib.laws import MODEL, RELATIVE_ERROR, assert_same_as_plain, by_layer, make
 from lib.laws import make_settings as make_any_settings
 
 from jaxpar.config import OptimizerConfig, TrainConfig
-from jaxpar.forward import full_table
+from jaxpar.model.task import find_task
 from jaxpar.planning import propose_shares, time_steps
-from jaxpar.setup import Setup
-from jaxpar.state import audit, init_state
-from jaxpar.step import make_train_step
-from jaxpar.task import find_task
+from jaxpar.step.forward import full_table
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import audit, init_state
+from jaxpar.step.step import make_train_step
 
 Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
 MODEL_4 = dataclasses.replace(MODEL, num_layers=4)

@@ -13,14 +13,14 @@ from lib.laws import MODEL, make_settings
 from lib.models import Regress
 
 from jaxpar.config import Parallel, PipelineConfig
-from jaxpar.facts import ModelFacts
 from jaxpar.hosts.launch import environs
-from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
+from jaxpar.model.facts import ModelFacts
+from jaxpar.partition.partition import Layout
 from jaxpar.pipeline.placement import PartCosts, balance
 from jaxpar.planning import estimate_step, plan
 from jaxpar.planning.machine import find_machine
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.training.summary import describe_balance, summarize
 
 END_SECONDS = 300  # which only a process that hangs takes

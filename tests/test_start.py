@@ -35,11 +35,11 @@ from jaxpar import (
     make_train_step,
 )
 from jaxpar.hosts.launch import environs
-from jaxpar.setup import Setup
+from jaxpar.partition.storage import kind_of
 from jaxpar.sharding import array_of, named_leaves
-from jaxpar.state import audit
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import audit
 from jaxpar.training import weights
-from jaxpar.training.by_layer import kind_of
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import find_weights, in_ranges, open_files, outgoing, write_weights
@@ -487,7 +487,7 @@ import sys
 import jax
 import jaxpar
 from jaxpar.hosts.distributed import start_processes
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.training.weights import find_weights
 from wide import Wide
 

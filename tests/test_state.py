@@ -30,9 +30,8 @@ from jaxpar.analysis.hlo import arrays
 from jaxpar.config import OptimizerConfig, TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.mesh import MeshConfig
+from jaxpar.model.optimizer import learning_rate, make_optimizer
 from jaxpar.nn import named_param
-from jaxpar.optimizer import clip_scale, learning_rate, make_optimizer, update
-from jaxpar.setup import Setup
 from jaxpar.sharding import (
     RULES,
     Rules,
@@ -42,8 +41,10 @@ from jaxpar.sharding import (
     shardings,
     split_over_data,
 )
-from jaxpar.state import _initial_state, abstract_state, audit, init_state
-from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.step.optimizer import clip_scale, update
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import _initial_state, abstract_state, audit, init_state
+from jaxpar.step.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.task import LM
 
 # (2, 2, 2): stages split layers, tensor shards split units and the embedding, both the vocabulary.

@@ -10,7 +10,7 @@ from lib.runs import NEVER, start_by_hand
 
 from jaxpar.config import OptimizerConfig, Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training import loop
 from jaxpar.training.fit import fit

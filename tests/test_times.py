@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
 from jaxpar.base.sheets import peak_flops
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm import LM
 from jaxpar.training import times
 from jaxpar.training.checkpoint import Checkpoints

@@ -25,11 +25,11 @@ from rich.console import Console
 from jaxpar import Parallel, Stack, Sums, Task, TrainConfig
 from jaxpar.data.streams import SeriesBatches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
+from jaxpar.model.task import Settings, find_task
 from jaxpar.nn import named_param
-from jaxpar.setup import Setup
-from jaxpar.state import abstract_state, init_state
-from jaxpar.step import CompiledStep
-from jaxpar.task import Settings, find_task
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state, init_state
+from jaxpar.step.step import CompiledStep
 from jaxpar.tasks.lm.corpus import load_corpus
 from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
 from jaxpar.training import loop

@@ -23,9 +23,9 @@ import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.hosts.launch import environs
 from jaxpar.planning import plan
-from jaxpar.setup import Setup
-from jaxpar.state import audit, init_state
-from jaxpar.step import make_train_step, value_and_grad
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import audit, init_state
+from jaxpar.step.step import make_train_step, value_and_grad
 
 RATE, CLIP = 1e-3, 0.1
 ADAM = OptimizerConfig(learning_rate=RATE, lr_schedule="constant", warmup_steps=0)
@@ -120,8 +120,8 @@ import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.hosts.distributed import start_processes
-from jaxpar.setup import Setup
-from jaxpar.step import batch_sharding
+from jaxpar.step.setup import Setup
+from jaxpar.step.step import batch_sharding
 
 start_processes()
 task, optimizer = Regress(("gru", "dense"), batch_size=8, seq_len=4), optax.adam(1e-2)
@@ -231,7 +231,7 @@ def test_what_needs_an_optimizer_says_so_before_it_is_traced(what, tmp_path, mon
     def traced(*args, **kwargs):
         raise AssertionError("a step was made")
 
-    monkeypatch.setattr("jaxpar.step.make_forward", traced)
+    monkeypatch.setattr("jaxpar.step.step.make_forward", traced)
     monkeypatch.setattr("jaxpar.training.fit.check_rows_alone", traced)
     with pytest.raises(ValueError, match="task Bare has no optimizer"):
         NEEDS_ONE[what](tmp_path)

@@ -22,12 +22,12 @@ from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import device_bytes
 from jaxpar.cli.main import main
 from jaxpar.mesh import find_devices
+from jaxpar.model.task import find_task
 from jaxpar.pictures.strategies import COLORS
 from jaxpar.pictures.style import make_page
 from jaxpar.planning import strategies
-from jaxpar.setup import Setup
-from jaxpar.state import abstract_state
-from jaxpar.task import find_task
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state
 from jaxpar.tasks.lm import LM
 
 ROOT = Path(__file__).parent.parent

@@ -17,15 +17,16 @@ import pytest
 import safetensors.numpy
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, Start, TrainConfig, load_run
+from jaxpar.model.weights import Rows, Tensor, Weights
 from jaxpar.nn import GateParams, gru_layer
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.tasks.lm.vocabulary import Vocabulary
 from jaxpar.tasks.lm.weights import _from_torch, to_torch
 from jaxpar.training.evaluate import evaluate
 from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.weights import Rows, Tensor, Weights, find_weights, open_files
+from jaxpar.training.weights import find_weights, open_files
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

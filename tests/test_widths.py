@@ -18,10 +18,10 @@ from jaxpar import At, Parallel, PipelineConfig, Stack, Sums, nn
 from jaxpar.base.at import anywhere
 from jaxpar.base.padding import Padding
 from jaxpar.data.array import ArrayBatches
-from jaxpar.facts import ModelFacts
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import check_program, make_loss_and_grad
+from jaxpar.model.facts import ModelFacts
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import check_program, make_loss_and_grad
 from recipes.awd import AWD
 
 

@@ -15,9 +15,9 @@ from lib.references import FOLDER, RELATIVE_ERROR, assert_close
 import jaxpar
 from jaxpar import At, OptimizerConfig, TrainConfig
 from jaxpar.analysis import inspect_step
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.task import find_task
+from jaxpar.model.task import find_task
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
 from jaxpar.tasks.lm.drawing import Draw
 
 XLSTM = find_task(f"{FOLDER}/xlstm.py:XLSTM")

@@ -27,8 +27,8 @@ import xxhash
 
 from jaxpar import Parallel, init_state
 from jaxpar.mesh import MeshConfig
-from jaxpar.setup import Setup
-from jaxpar.state import TrainState
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState
 from jaxpar.tasks.lm import LM
 from jaxpar.training import checkpoint
 from jaxpar.training.checkpoint import Checkpoints

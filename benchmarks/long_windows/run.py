@@ -18,9 +18,9 @@ import jax
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.data.batches import put_batch
-from jaxpar.setup import Setup
-from jaxpar.state import abstract_state
-from jaxpar.step import abstract_batch, batch_sharding
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state
+from jaxpar.step.step import abstract_batch, batch_sharding
 from jaxpar.tasks.lm import LM
 
 ON_GPU = os.environ.get("JAX_PLATFORMS", "").startswith("cuda")

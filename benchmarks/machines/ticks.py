@@ -16,7 +16,7 @@ from jaxpar import Parallel, PipelineConfig
 from jaxpar.analysis.hlo import Module, attribute
 from jaxpar.analysis.program import lower_step
 from jaxpar.mesh import described_devices
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 
 MACHINE, CLOCK_GHZ = "v5e:2x4", 0.94
 

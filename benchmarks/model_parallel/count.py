@@ -19,8 +19,8 @@ import jaxpar
 from jaxpar import MeshConfig
 from jaxpar.analysis import Collective, ProgramReport, inspect_function, inspect_step
 from jaxpar.base.axes import BATCH, DATA, TENSOR
+from jaxpar.model.task import find_task
 from jaxpar.sharding import Constraint, Rules
-from jaxpar.task import find_task
 
 DIGITS = find_task(f"{Path(__file__).parents[2]}/examples/hybrid.py:Digits")
 BATCH_SIZE, IN_SIZE, OUT_SIZE = 128, 1000, 500

@@ -13,12 +13,12 @@ import jax
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
-from jaxpar.forward import step_schedule
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.tables import make_table
-from jaxpar.setup import Setup
-from jaxpar.state import abstract_state
-from jaxpar.step import abstract_batch, make_loss_and_grad
+from jaxpar.step.forward import step_schedule
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state
+from jaxpar.step.step import abstract_batch, make_loss_and_grad
 from jaxpar.tasks.lm import LM
 
 

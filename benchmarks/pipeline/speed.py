@@ -14,7 +14,7 @@ import jax
 from benchmarks.sides import Measured, Side, measure, table
 from benchmarks.work import WORKS
 from jaxpar import MeshConfig, Parallel, PipelineConfig
-from jaxpar.forward import step_schedule
+from jaxpar.step.forward import step_schedule
 
 BOTH = ((0, 1),)
 # Microbatches and chunks that are tried,

@@ -18,11 +18,11 @@ from benchmarks.jaxpar_side import initial_state, make_batch, make_task
 from benchmarks.sides import serve
 from benchmarks.work import WORKS
 from jaxpar import MeshConfig, Parallel, PipelineConfig
-from jaxpar.forward import step_schedule
 from jaxpar.pipeline.lanes import Lane
 from jaxpar.pipeline.tables import SharedLane, TickTable, make_table
-from jaxpar.setup import Setup
-from jaxpar.step import make_loss_and_grad
+from jaxpar.step.forward import step_schedule
+from jaxpar.step.setup import Setup
+from jaxpar.step.step import make_loss_and_grad
 
 
 def make_idle(table: TickTable, num_ticks: int) -> TickTable:

@@ -11,7 +11,7 @@ import jaxpar
 from benchmarks.planner.measure import SGD, STEPS, TRAIN
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.planning import time_steps
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm import LM
 
 ROUNDS = 25

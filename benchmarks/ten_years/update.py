@@ -11,7 +11,7 @@ import jaxpar
 from jaxpar import Parallel
 from jaxpar.analysis import inspect_step
 from jaxpar.planning.running import time_steps
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 
 MXNET = {"replicated": "device", "sharded": "dist_sync", "host": "local"}
 ROUNDS = 7

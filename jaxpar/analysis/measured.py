@@ -24,13 +24,13 @@ from jaxpar.base.memory import num_cores
 from jaxpar.base.timing import seconds_of
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import put_batch
-from jaxpar.forward import step_schedule
+from jaxpar.model.task import Task
 from jaxpar.pipeline.lanes import Schedule, idle_lane
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import batch_sharding, make_train_step
-from jaxpar.task import Task
+from jaxpar.step.forward import step_schedule
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import batch_sharding, make_train_step
 from jaxpar.training.profiler import Operation, read_trace, trace
 
 WEIGHTS = "weights"

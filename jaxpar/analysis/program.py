@@ -14,12 +14,12 @@ from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.base.display import Printed, format_bytes
 from jaxpar.base.trees import device_bytes
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.model.task import Task
 from jaxpar.pipeline.loop import BACKWARD, ENTER, FORWARD, HEAD, LEAVE, scope_of_weights
 from jaxpar.pipeline.tables import TickTable
-from jaxpar.setup import Setup
-from jaxpar.state import TrainState, abstract_state
-from jaxpar.step import abstract_batch, make_train_step
-from jaxpar.task import Task
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState, abstract_state
+from jaxpar.step.step import abstract_batch, make_train_step
 
 _WIDE = (
     "\nsent: XLA for CPUs sends what is bfloat16 or float16 as float32; a TPU or GPU sends half as many "

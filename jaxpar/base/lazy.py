@@ -19,7 +19,7 @@ def lazily(
     Args:
       package: its `__name__`.
       file: its `__file__`, beside which the stub lies: a line for each name, such as
-        `from jaxpar.task import Task as Task`.
+        `from jaxpar.model.task import Task as Task`.
     """
     stub = Path(file).with_suffix(".pyi").read_text("utf-8")
     lines = re.findall(r"^from (\S+) import (\w+) as", stub, re.MULTILINE)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Fixed, Positional, arg
 
-from jaxpar.command import Command, Options, Switch, TrainedOptions
+from jaxpar.cli.command import Command, Options, Switch, TrainedOptions
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
-from jaxpar.task import Settings, Task
+from jaxpar.model.task import Settings, Task
 
 if TYPE_CHECKING:
     from jaxpar import planning

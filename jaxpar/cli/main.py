@@ -73,9 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     """Reads a command line and does what it says; the exit code."""
+    from jaxpar.cli.command import Options
     from jaxpar.cli.commands import Launch
     from jaxpar.cli.parse import asks_help, read_command
-    from jaxpar.command import Options
     from jaxpar.hosts.group import find_processes
     from jaxpar.mesh import simulate_devices
 
@@ -139,7 +139,7 @@ def _in_words(text: str, place: str) -> str:
 
 def _place_of(error: BaseException) -> str:
     """The line of the user's task that an error came through, if any: "forecast.py, line 3"."""
-    from jaxpar.task import FILE_OF_TASK
+    from jaxpar.model.task import FILE_OF_TASK
 
     places = [
         f"{Path(frame.f_code.co_filename).name}, line {line}"

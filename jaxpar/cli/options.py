@@ -17,10 +17,10 @@ from tyro.conf import AvoidSubcommands, SuppressFixed
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from jaxpar.base.output import PROGRAM
-from jaxpar.config_file import default_settings, option_words, read_config, read_simulated
 from jaxpar.hosts.launch import OUT_DIR, options_of
 from jaxpar.mesh import MeshConfig, short_name, simulate_devices
-from jaxpar.task import Settings, find_task, spec_of
+from jaxpar.model.task import Settings, find_task, spec_of
+from jaxpar.training.config_file import default_settings, option_words, read_config, read_simulated
 
 if TYPE_CHECKING:
     from jaxpar.training.run_folder import RunFolder

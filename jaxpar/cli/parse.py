@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from jaxpar import __version__
 from jaxpar.base.output import PROGRAM
 from jaxpar.cli import commands
+from jaxpar.cli.command import Command
 from jaxpar.cli.commands import PICTURES, PICTURES_OF_RUNS, Plot, PlotRuns, TaskOptions, Train
 from jaxpar.cli.options import read_options, read_settings
-from jaxpar.command import Command
-from jaxpar.config_file import default_settings
 from jaxpar.mesh import MeshConfig
-from jaxpar.task import COMMANDS_OF_TASKS, Task
+from jaxpar.model.task import COMMANDS_OF_TASKS, Task
+from jaxpar.training.config_file import default_settings
 
 TASKS = "lm (a language model), or path/to/file.py:Name, one of your own"
 

@@ -13,7 +13,7 @@ from jaxpar.base.display import format_bytes, format_shape, show
 from jaxpar.base.trees import device_bytes
 from jaxpar.pictures.picture import Picture
 from jaxpar.sharding import array_of, axes_of_spec, base_of, dims_of, named_leaves
-from jaxpar.state import TrainState
+from jaxpar.step.state import TrainState
 
 
 @show.register

@@ -9,18 +9,18 @@ from types import ModuleType
 from jaxpar.analysis.measured import measure_step
 from jaxpar.analysis.program import ProgramReport, inspect_step
 from jaxpar.base.files import check_output, whole_file
-from jaxpar.facts import ModelFacts
-from jaxpar.forward import step_schedule
-from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
+from jaxpar.model.facts import ModelFacts
+from jaxpar.model.task import Settings
+from jaxpar.partition.partition import Layout
 from jaxpar.pictures.measured import show_measured
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.strategies import show_strategies
 from jaxpar.pictures.timeline import show_schedule
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.planning.ways import strategies
-from jaxpar.setup import Setup
-from jaxpar.task import Settings
+from jaxpar.step.forward import step_schedule
+from jaxpar.step.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 
 DRAWN = ("schedule", "timeline", "strategies")  # without matplotlib

@@ -7,10 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.base.display import show
+from jaxpar.model.task import TASKS, spec_of
 from jaxpar.pictures.chart import round_steps
 from jaxpar.pictures.picture import Picture
 from jaxpar.pictures.style import PALETTE
-from jaxpar.task import TASKS, spec_of
 from jaxpar.training.console import evaluation_table
 from jaxpar.training.history import Curves, sparkline, thinned
 from jaxpar.training.report import FitResult

@@ -19,15 +19,15 @@ import jax
 
 from jaxpar.analysis.program import ProgramReport, inspect_lowered, lower_step
 from jaxpar.base.files import cache_folder, whole_file
-from jaxpar.facts import ModelFacts
 from jaxpar.mesh import described_devices
+from jaxpar.model.facts import ModelFacts
+from jaxpar.model.task import Settings
 from jaxpar.planning.cost import StepCost
 from jaxpar.planning.machine import Machine
 from jaxpar.planning.running import batch_of_run
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import make_train_step
-from jaxpar.task import Settings
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import make_train_step
 
 _PACKAGES = ("jaxpar", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 # What is kept of a program, and how it is read; another number where either changes.

@@ -23,13 +23,13 @@ from jaxpar.analysis.program import ProgramReport
 from jaxpar.base.axes import BATCH, DATA, HEADS, STAGE, TENSOR
 from jaxpar.base.display import Printed, format_bytes, format_seconds
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.forward import step_schedule
-from jaxpar.layout import Layout
+from jaxpar.model.task import Settings, Task
+from jaxpar.partition.partition import Layout
 from jaxpar.planning.counts import Array, Counts, Kind, counts_of
 from jaxpar.planning.machine import Machine, find_machine
-from jaxpar.setup import Setup
 from jaxpar.sharding import Rules, axes_of_spec, check_split
-from jaxpar.task import Settings, Task
+from jaxpar.step.forward import step_schedule
+from jaxpar.step.setup import Setup
 from jaxpar.trace.counts import Amount
 
 FLOAT = 4  # bytes of a float32, in which gradients and sums are accumulated

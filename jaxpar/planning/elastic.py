@@ -6,12 +6,12 @@ import jax
 
 from jaxpar.base.sheets import SHEETS, sheet_of
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.facts import ModelFacts
-from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, short_name
+from jaxpar.model.facts import ModelFacts
+from jaxpar.model.task import Task
+from jaxpar.partition.partition import Layout
 from jaxpar.planning.machine import Machine
 from jaxpar.planning.search import describe, divisors, rank
-from jaxpar.task import Task
 
 
 def fit_devices(

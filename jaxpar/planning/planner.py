@@ -14,13 +14,13 @@ import jax
 from jaxpar.base.display import Printed, format_bytes, format_count
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.order import check_at_least
+from jaxpar.model.task import Task, check_task
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_of
 from jaxpar.planning.cost import StepCost
 from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.planning.running import time_steps
 from jaxpar.planning.search import describe, rank
-from jaxpar.setup import Setup
-from jaxpar.task import Task, check_task
+from jaxpar.step.setup import Setup
 
 NUM_FINALISTS = 12
 # So many of what is compiled may be refused for each that is wanted.

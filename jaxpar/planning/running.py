@@ -10,9 +10,9 @@ import numpy as np
 from jaxpar.base.checks import require
 from jaxpar.base.timing import seconds_of
 from jaxpar.data.batches import Batches, place_batch
-from jaxpar.setup import Setup
-from jaxpar.state import init_state
-from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import batch_sharding, make_train_step
 
 _MOST_PARTS = 8  # of a batch, that a group takes: each is a microbatch of its own
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig, short_name
+from jaxpar.model.task import Task
 from jaxpar.planning.cost import StepCost, estimate
 from jaxpar.planning.counts import Counts, counts_of
 from jaxpar.planning.machine import Machine
-from jaxpar.task import Task
 
 # Cuts of the batch and of time that are tried differ by at least this factor.
 _NEXT_CUT = 1.5

@@ -20,7 +20,8 @@ from jaxpar.base.display import Printed, format_count
 from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.base.trees import device_bytes, placed
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
-from jaxpar.layout import Layout
+from jaxpar.model.task import Task
+from jaxpar.partition.partition import Layout
 from jaxpar.pipeline.lanes import Block
 from jaxpar.planning.compiled import compile_step, setup_of
 from jaxpar.planning.cost import Step, StepCost, estimate
@@ -28,7 +29,6 @@ from jaxpar.planning.counts import Counts, counts_of
 from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.planning.search import cuts
 from jaxpar.sharding import shardings
-from jaxpar.task import Task
 from jaxpar.training.summary import ends_by_stage
 
 # What a device does in a block, by `Block.unit`.

@@ -36,11 +36,11 @@ from jaxpar.base.bucket import as_path, in_bucket
 from jaxpar.base.checks import fact_of, fits, require
 from jaxpar.base.files import check_file, checksum, read_json, remove_folder, sizes_of, write_file
 from jaxpar.hosts.agree import Together
-from jaxpar.setup import Setup
+from jaxpar.model.task import Task
+from jaxpar.partition.storage import abstract_by_layer, by_layer, from_layers
 from jaxpar.sharding import named_leaves
-from jaxpar.state import TrainState, abstract_state, check_room
-from jaxpar.task import Task
-from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState, abstract_state, check_room
 from jaxpar.training.nonfinite import check_parameters
 from jaxpar.training.writing import DESCRIPTION, Writing, is_half_written, open_arrays, withdraw
 

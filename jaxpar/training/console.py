@@ -15,8 +15,8 @@ from rich.text import Text
 from jaxpar.base.console import facts_table, make_console, make_table
 from jaxpar.base.display import format_seconds
 from jaxpar.base.output import PROGRAM
-from jaxpar.setup import Setup
-from jaxpar.state import TrainState
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState
 from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import Report, describe_stop
 from jaxpar.training.summary import summarize

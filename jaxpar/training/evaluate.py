@@ -14,12 +14,12 @@ from jaxpar.base.checks import require
 from jaxpar.base.parts import LOSS, check_metrics, starts_of
 from jaxpar.config import Parallel
 from jaxpar.data.batches import Batches, place_batch, windows
-from jaxpar.model import Sums
-from jaxpar.setup import Setup
+from jaxpar.model.model import Sums
+from jaxpar.model.task import Task
 from jaxpar.sharding import named_leaves
-from jaxpar.state import TrainState, zero_carry
-from jaxpar.step import batch_sharding, check_arrays, make_eval_step
-from jaxpar.task import Task
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState, zero_carry
+from jaxpar.step.step import batch_sharding, check_arrays, make_eval_step
 from jaxpar.training.progress import Evaluation
 
 # From a state and a batch to the state for the next batch, and the sums of this one.

@@ -22,8 +22,8 @@ from jaxpar.base.parts import SPLITS
 from jaxpar.data.batches import Batches, EndOfStreamError, check_numbers
 from jaxpar.data.iterator import IteratorBatches
 from jaxpar.hosts.agree import DifferentError, Together, differences
-from jaxpar.setup import Setup
-from jaxpar.step import check_batch_shape
+from jaxpar.step.setup import Setup
+from jaxpar.step.step import check_batch_shape
 from jaxpar.training.evaluate import CheckedBatches
 
 _MODULUS = 2**64

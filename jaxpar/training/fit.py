@@ -13,13 +13,15 @@ from jaxpar.base.files import checksum
 from jaxpar.base.loading import guard_remedy
 from jaxpar.base.trees import check_varying
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.custom_backward import check_custom_backward
 from jaxpar.hosts.agree import agree, in_process_0
 from jaxpar.hosts.distributed import program_facts
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.rows import check_rows_alone
-from jaxpar.setup import Setup
-from jaxpar.state import (
+from jaxpar.model.task import Task, check_task
+from jaxpar.partition.storage import abstract_by_layer
+from jaxpar.step.custom_backward import check_custom_backward
+from jaxpar.step.independence import check_rows_alone
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import (
     TrainState,
     abstract_state,
     audit,
@@ -28,9 +30,7 @@ from jaxpar.state import (
     init_state,
     release,
 )
-from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
-from jaxpar.training.by_layer import abstract_by_layer
 from jaxpar.training.console import ConsoleReport
 from jaxpar.training.evaluate import check_reported, evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data

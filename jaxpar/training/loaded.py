@@ -16,9 +16,9 @@ from jaxpar.base.files import check_output, check_path
 from jaxpar.data.batches import Batches
 from jaxpar.hosts.agree import in_process_0
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.setup import Setup
-from jaxpar.state import TrainState
-from jaxpar.training.by_layer import in_stacks
+from jaxpar.partition.storage import in_stacks
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState
 from jaxpar.training.evaluate import evaluate, in_batches
 from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.predict import check_out, predict

@@ -22,16 +22,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.trees import vary_like
-from jaxpar.forward import full_table, make_forward
-from jaxpar.layout import Layout, Outer
-from jaxpar.model import mean_loss
+from jaxpar.model.model import mean_loss
+from jaxpar.partition.partition import Layout, Outer
+from jaxpar.partition.storage import by_layer, in_stacks, kind_of
 from jaxpar.pipeline.spec import Layer
 from jaxpar.pipeline.tables import TickTable
-from jaxpar.setup import Setup
 from jaxpar.sharding import array_of, named_leaves
-from jaxpar.state import TrainState
-from jaxpar.step import CompiledStep, dropout_key
-from jaxpar.training.by_layer import by_layer, in_stacks, kind_of
+from jaxpar.step.forward import full_table, make_forward
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState
+from jaxpar.step.step import CompiledStep, dropout_key
 
 NEVER = 2**22  # a time step that no batch has; float32 tells all before it apart
 

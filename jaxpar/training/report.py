@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.base.bucket import as_path
 from jaxpar.base.display import Shown
 from jaxpar.mesh import short_name
-from jaxpar.setup import Setup
-from jaxpar.state import TrainState
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState
 from jaxpar.training.history import Curves, columns_of
 from jaxpar.training.progress import Evaluation, Progress, Skipped, format_number
 from jaxpar.training.run_folder import RunFolder

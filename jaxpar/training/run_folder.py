@@ -47,14 +47,14 @@ from jaxpar.base.files import (
     write_file,
 )
 from jaxpar.base.parts import SPLITS
-from jaxpar.config_file import read_config, read_toml, to_toml
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.hosts.distributed import OF_NUMBERS
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
-from jaxpar.setup import Setup
-from jaxpar.state import TrainState, evaluated
-from jaxpar.task import Settings, spec_of
+from jaxpar.model.task import Settings, spec_of
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState, evaluated
 from jaxpar.training.checkpoint import Checkpoints
+from jaxpar.training.config_file import read_config, read_toml, to_toml
 
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
 CONFIG, DATA, TASK = "config.toml", "data.json", "task.py"

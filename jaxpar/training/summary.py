@@ -6,11 +6,11 @@ import numpy as np
 from jaxpar.base.axes import LAYERS, STAGE, TENSOR
 from jaxpar.base.display import format_bytes, format_count
 from jaxpar.base.stage_names import NamedPlacement
-from jaxpar.ends import owner
-from jaxpar.layout import Layout
+from jaxpar.model.outer import owner
+from jaxpar.partition.partition import Layout
 from jaxpar.pipeline.placement import balanced, tick_cost
-from jaxpar.setup import Setup
 from jaxpar.sharding import annotated, dims_of, named_leaves
+from jaxpar.step.setup import Setup
 
 # A placement whose ticks take so much longer than those of the best one is worth a warning.
 TOLERATED_IMBALANCE = 1.1

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.sheets import peak_flops
-from jaxpar.setup import Setup
+from jaxpar.step.setup import Setup
 
 
 class Times:

@@ -52,13 +52,14 @@ from jaxpar.base.files import (
 from jaxpar.base.keys import is_key
 from jaxpar.base.output import PROGRAM
 from jaxpar.hosts.agree import in_process_0, together
-from jaxpar.layout import Layout
 from jaxpar.mesh import release_freed_memory
-from jaxpar.model import made
-from jaxpar.setup import Setup
+from jaxpar.model.model import made
+from jaxpar.model.weights import Rows, Tensor, Weights
+from jaxpar.partition.partition import Layout
+from jaxpar.partition.storage import each_by_name, kind_of
 from jaxpar.sharding import array_of, axes_of_spec, named_leaves, to_spec
-from jaxpar.state import TrainState, abstract_state, draw_variables, state_of
-from jaxpar.training.by_layer import each_by_name, kind_of
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState, abstract_state, draw_variables, state_of
 from jaxpar.training.run_folder import RunFolder
 
 LIMIT_BYTES = 5 * 10**9  # of a file
@@ -290,74 +291,6 @@ def _pick(stack: jax.Array, row: jax.Array, sharding: NamedSharding) -> jax.Arra
 
 
 # ---- in: where weights lie ----
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """What tensors are read from: an array [rows, ...], of which each is a row.
-
-    Attributes:
-      read: (numbers of rows, and for each further dim a slice or numbers, which one of them may have) ->
-        values.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    read: Callable[[Sequence[int], tuple[Any, ...]], np.ndarray]
-
-    @classmethod
-    def of_one(cls, shape: tuple[int, ...], dtype: Any, make: Callable[[], np.ndarray]) -> "Rows":
-        """The one tensor that a function makes, or opens, whenever it is read."""
-        return cls((1, *shape), np.dtype(dtype), lambda _, index: make()[None][:, *index])
-
-
-class Tensor(NamedTuple):
-    """A tensor that can be read."""
-
-    rows: Rows
-    row: int = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
-        return self.rows.shape[1:]
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of its numbers, as they are stored."""
-        return self.rows.dtype
-
-    def whole(self) -> np.ndarray:
-        """All of it."""
-        return self.rows.read([self.row], (slice(None),) * len(self.shape))[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Weights where they lie, before they are read.
-
-    Attributes:
-      source: what they are of, in words.
-      tensors: by their names.
-      texts: that came with them, such as a file's metadata, by their names.
-      rows: for a tensor, of no layer, of which rows are taken, by its name: the dim that they are along, and
-        for each row of the model the one that it takes, -1 for none.
-      note: what is to be said of that.
-    """
-
-    source: str
-    tensors: Mapping[str, Tensor]
-    texts: Mapping[str, str]
-    rows: Mapping[str, tuple[int, np.ndarray]] = dataclasses.field(default_factory=dict)
-    note: str = ""
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
-        """What a tensor gives."""
-        shape = list(self.tensors[name].shape)
-        if name in self.rows:
-            dim, chosen = self.rows[name]
-            shape[dim] = len(chosen)
-        return tuple(shape)
 
 
 def open_files(path: Path) -> Weights:

@@ -12,15 +12,15 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import At, Parallel
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
-from jaxpar.model import wrap_like
-from jaxpar.setup import Setup
-from jaxpar.state import audit, init_state
-from jaxpar.step import (
+from jaxpar.model.model import wrap_like
+from jaxpar.model.task import Settings
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import audit, init_state
+from jaxpar.step.step import (
     batch_sharding,
     check_program,
     make_loss_and_grad,
 )
-from jaxpar.task import Settings
 from lib.laws import assert_close, by_layer
 from lib.models import Regress
 

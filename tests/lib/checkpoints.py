@@ -10,13 +10,13 @@ import pytest
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
-from jaxpar.setup import Setup
+from jaxpar.partition.storage import abstract_by_layer, from_layers
 from jaxpar.sharding import is_variable
-from jaxpar.state import init_state
-from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import init_state
+from jaxpar.step.step import batch_sharding, make_train_step
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
-from jaxpar.training.by_layer import abstract_by_layer, from_layers
 from jaxpar.training.checkpoint import Checkpoints
 
 # Another mesh sums in another order: float32 rounding, 6e-8 a term; 1e-5 is the project's promise.

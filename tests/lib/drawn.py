@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxpar.partition.storage import in_stacks
 from jaxpar.tasks.lm.sampling import sample_tokens
-from jaxpar.training.by_layer import in_stacks
 
 
 def larger(state, times=5):

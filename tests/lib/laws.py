@@ -10,18 +10,18 @@ import pytest
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
-from jaxpar.setup import Setup
+from jaxpar.model.task import Settings
+from jaxpar.partition.storage import in_stacks
 from jaxpar.sharding import is_variable
-from jaxpar.state import audit, init_state
-from jaxpar.step import (
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import audit, init_state
+from jaxpar.step.step import (
     batch_sharding,
     make_loss_and_grad,
     make_train_step,
 )
-from jaxpar.task import Settings
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
-from jaxpar.training.by_layer import in_stacks
 
 # A row that goes the same ways as others.
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)

@@ -19,7 +19,7 @@ from jaxpar import (
     PipelineConfig,
     TrainConfig,
 )
-from jaxpar.task import Settings
+from jaxpar.model.task import Settings
 from jaxpar.tasks.lm import LM
 from jaxpar.training.report import Report
 

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from jaxpar.base.files import read_text
-from jaxpar.command import Command, TrainedOptions
+from jaxpar.cli.command import Command, TrainedOptions
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxpar.base.files import check_path, read_text
 from jaxpar.base.parts import SPLITS
 from jaxpar.data.batches import Batches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.task import spec_of
+from jaxpar.model.task import spec_of
 from jaxpar.tasks.lm.drawing import Draw
 from jaxpar.tasks.lm.sampling import sample_tokens
 from jaxpar.tasks.lm.task import LM, VOCABULARY

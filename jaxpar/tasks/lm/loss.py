@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.trees import vary_like, zeros
-from jaxpar.model import Sums
+from jaxpar.model.model import Sums
 from jaxpar.nn.linear import matmul, transposable
 from jaxpar.tasks.lm.streams import IGNORE
 

@@ -6,7 +6,7 @@ Legend of the dim suffixes: B batch, T time, E embedding, H hidden, V vocabulary
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import EMBED, INPUT, STAGE, TENSOR, TOKENS, VOCAB
-from jaxpar.model import Stack, Sums
+from jaxpar.model.model import Stack, Sums
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.embedding import UNIT_VARIANCE, Embedding
 from jaxpar.nn.gated_block import GatedBlock, rms_norm
@@ -31,10 +31,8 @@ from jaxpar.tasks.lm.loss import (
     logits_at_once,
     without_padding,
 )
+from jaxpar.tasks.lm.sizes import Sizes
 from jaxpar.tasks.lm.streams import Batch
-
-if TYPE_CHECKING:
-    from jaxpar.tasks.lm.task import LM
 
 LOG_LIKELIHOOD = "log_likelihood"  # what is predicted
 
@@ -45,7 +43,7 @@ AFTER_NORM = uniform(0.02 * 3**0.5)
 class LanguageModel(nnx.Module):
     """Predicts the next token of every place of a text; its batches are `streams.Batch`."""
 
-    def __init__(self, task: "LM", *, rngs: nnx.Rngs):
+    def __init__(self, task: Sizes, *, rngs: nnx.Rngs):
         """Draws the parameters.
 
         Args:

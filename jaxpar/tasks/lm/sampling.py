@@ -21,16 +21,16 @@ from jaxpar.base.compiler import compiler_options
 from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.data.order import check_at_least
-from jaxpar.forward import full_table, make_forward
-from jaxpar.layout import Layout
-from jaxpar.setup import Setup
-from jaxpar.state import TrainState, abstract_state, zero_carry
-from jaxpar.step import check_program
+from jaxpar.partition.partition import Layout
+from jaxpar.partition.storage import by_layer, from_layers
+from jaxpar.step.forward import full_table, make_forward
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState, abstract_state, zero_carry
+from jaxpar.step.step import check_program
 from jaxpar.tasks.lm.drawing import NOWHERE, TOKEN, Draw
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
 from jaxpar.tasks.lm.vocabulary import check_tokens
-from jaxpar.training.by_layer import by_layer, from_layers
 
 TO_DRAW = -1  # an input that is what was drawn before it
 

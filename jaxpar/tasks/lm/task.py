@@ -20,16 +20,16 @@ from jaxpar.base.checks import (
     require_sizes,
 )
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
-from jaxpar.task import Task
+from jaxpar.model.task import Task
 
 if TYPE_CHECKING:
     import numpy as np
     from flax import nnx
 
+    from jaxpar.model.weights import Weights
     from jaxpar.tasks.lm.corpus import Corpus
     from jaxpar.tasks.lm.model import LanguageModel
     from jaxpar.tasks.lm.streams import Batch, TextBatches
-    from jaxpar.training.weights import Weights
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
 # trains the same model (Megatron-LM does likewise, arXiv:1909.08053).

@@ -20,18 +20,16 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxpar.base.checks import require
 from jaxpar.base.display import format_shape
 from jaxpar.base.files import read_json
+from jaxpar.model.weights import Rows, Tensor, Weights
+from jaxpar.tasks.lm.sizes import Sizes
 from jaxpar.tasks.lm.vocabulary import Vocabulary
-from jaxpar.training.weights import Outgoing, Rows, Tensor, Weights
-
-if TYPE_CHECKING:
-    from jaxpar.tasks.lm.task import LM
+from jaxpar.training.weights import Outgoing
 
 WORDS = "words"  # in the metadata of a file: a JSON list
 
@@ -44,7 +42,7 @@ _OF_WORDS = {"embedding.table": 0, "head.kernel": 1, "head.bias": 0, "head_bias"
 # ---- in ----
 
 
-def with_words(weights: Weights, task: "LM", vocabulary: str | None) -> Weights:
+def with_words(weights: Weights, task: Sizes, vocabulary: str | None) -> Weights:
     """The weights with PyTorch's names changed to the model's, and its rows those of the same words.
 
     Args:
@@ -92,7 +90,7 @@ def _words_of(weights: Weights) -> Sequence[str]:
     )
 
 
-def _from_torch(weights: Weights, task: "LM") -> dict[str, Tensor]:
+def _from_torch(weights: Weights, task: Sizes) -> dict[str, Tensor]:
     """The tensors, where they are PyTorch's by the model's names; others as they are.
 
     Each is made whole where it is read: PyTorch's are those of one device.
@@ -178,7 +176,7 @@ def _layer_from_torch(
 # ---- out ----
 
 
-def to_torch(tensors: Mapping[str, Outgoing], task: "LM") -> dict[str, Outgoing]:
+def to_torch(tensors: Mapping[str, Outgoing], task: Sizes) -> dict[str, Outgoing]:
     """A model's tensors by PyTorch's names, without what pads the vocabulary.
 
     Raises:

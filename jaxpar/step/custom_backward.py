@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.facts import ModelFacts
-from jaxpar.layout import Layout
-from jaxpar.rows import Part, Tree, Trial, quick_jit
+from jaxpar.model.facts import ModelFacts
+from jaxpar.partition.partition import Layout
+from jaxpar.step.independence import Part, Tree, Trial, quick_jit
 from jaxpar.trace.bound import bound
 from jaxpar.trace.jaxprs import equations_in
 from jaxpar.trace.places import place_of_equation

@@ -22,8 +22,8 @@ from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import constants_told, same_along, vary_like
 from jaxpar.config import Parallel
-from jaxpar.layout import POOLS, Layout, Outer
-from jaxpar.model import Sums, mean_loss, says, values, wrap_like
+from jaxpar.model.model import Sums, mean_loss, says, values, wrap_like
+from jaxpar.partition.partition import POOLS, Layout, Outer
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.pipeline.schedules import make_schedule

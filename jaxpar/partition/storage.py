@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jaxpar.base.axes import DATA, LAYERS
 from jaxpar.base.checks import require
 from jaxpar.base.keys import data_of, is_key, key_as
-from jaxpar.layout import POOLS, Layout
+from jaxpar.partition.partition import POOLS, Layout
 from jaxpar.pipeline.pool import stack_of, with_stack
 from jaxpar.sharding import (
     array_of,

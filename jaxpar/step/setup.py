@@ -11,11 +11,11 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpar.base.checks import require, require_instance
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.facts import ModelFacts
-from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, find_devices
-from jaxpar.model import in_words
-from jaxpar.task import Settings, Task, check_task
+from jaxpar.model.facts import ModelFacts
+from jaxpar.model.model import in_words
+from jaxpar.model.task import Settings, Task, check_task
+from jaxpar.partition.partition import Layout
 
 Made = TypeVar("Made")
 

@@ -21,7 +21,9 @@ from jaxpar.base.axes import BATCH, DATA, POOL_ROWS, STAGE, TENSOR
 from jaxpar.base.checks import check_divides
 from jaxpar.base.trees import add, constants_told, shape_of, vary_like, vary_over, zeros
 from jaxpar.config import Parallel
-from jaxpar.ends import (
+from jaxpar.model.facts import ModelFacts, flatten
+from jaxpar.model.model import NO_SLOTS, run_layer, says
+from jaxpar.model.outer import (
     LAYERS_OF_MODEL,
     Call,
     End,
@@ -35,8 +37,7 @@ from jaxpar.ends import (
     size_of,
     with_calls,
 )
-from jaxpar.facts import ModelFacts, flatten
-from jaxpar.model import NO_SLOTS, run_layer, says
+from jaxpar.model.task import Task
 from jaxpar.pipeline.placement import (
     PartCosts,
     Route,
@@ -58,7 +59,6 @@ from jaxpar.sharding import (
     split_over_data,
     to_spec,
 )
-from jaxpar.task import Task
 from jaxpar.trace.bound import bound, in_bound
 from jaxpar.trace.counts import used_inputs
 

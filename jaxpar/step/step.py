@@ -18,19 +18,19 @@ from jaxpar.base.jax_private import num_programs
 from jaxpar.base.keys import new_key
 from jaxpar.base.parts import RATE, part_of
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.custom_backward import check_custom_backward
 from jaxpar.data.batches import check_numbers, owned
-from jaxpar.forward import full_table, make_forward, table_of
-from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, release_freed_memory
-from jaxpar.model import Sums, in_words, mean_loss
-from jaxpar.optimizer import HostOptimizer, clip_scale, global_norm, update
+from jaxpar.model.model import Sums, in_words, mean_loss
+from jaxpar.model.task import Task
+from jaxpar.partition.partition import Layout
 from jaxpar.pipeline.tables import TickTable
-from jaxpar.rows import check_rows_alone
-from jaxpar.setup import Setup
 from jaxpar.sharding import constrain, shardings
-from jaxpar.state import TrainState, abstract_state, check_optimizer, state_shardings
-from jaxpar.task import Task
+from jaxpar.step.custom_backward import check_custom_backward
+from jaxpar.step.forward import full_table, make_forward, table_of
+from jaxpar.step.independence import check_rows_alone
+from jaxpar.step.optimizer import HostOptimizer, clip_scale, global_norm, update
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import TrainState, abstract_state, check_optimizer, state_shardings
 from jaxpar.trace.places import place_of_instruction
 
 # A collective-permute in a unit's work (a branch of the loop over ticks, or a loop of one turn or none), and

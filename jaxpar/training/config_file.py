@@ -28,7 +28,7 @@ from jaxpar.base.checks import leaves_of
 from jaxpar.base.files import read_file
 from jaxpar.config import Parallel
 from jaxpar.mesh import short_name
-from jaxpar.task import Settings, Task, find_task, spec_of
+from jaxpar.model.task import Settings, Task, find_task, spec_of
 
 TASK, SIMULATE, TRAIN, MESH = "task", "simulate", "train", "mesh"
 PARALLEL = tuple(field.name for field in dataclasses.fields(Parallel))

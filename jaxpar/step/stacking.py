@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import optax
 
-from jaxpar.layout import Layout
-from jaxpar.model import KIND
+from jaxpar.model.model import KIND
+from jaxpar.partition.partition import Layout
 from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.trace.counts import reductions
 from jaxpar.trace.evaluate import evaluate

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from flax import nnx
 
     from jaxpar.data.batches import Batches
+    from jaxpar.model.weights import Weights
     from jaxpar.sharding import Rules
-    from jaxpar.training.weights import Weights
 
 # Those that come with jaxpar, by the name that a command line gives them: module and class.
 TASKS = {"lm": ("jaxpar.tasks.lm.task", "LM")}
@@ -119,7 +119,7 @@ class Task:
 
     def make_optimizer(self, num_steps: int) -> "optax.GradientTransformation":
         """The optimizer of a run of that many steps; gradients are clipped before it (`train.clip_norm`)."""
-        from jaxpar import optimizer
+        from jaxpar.model import optimizer
 
         require(
             hasattr(self, "optimizer"),
@@ -134,7 +134,7 @@ class Task:
 
         A task with its own `make_optimizer` has none, unless it overrides this method too.
         """
-        from jaxpar import optimizer
+        from jaxpar.model import optimizer
 
         config = self.config_of_optimizer
         return None if config is None else optimizer.learning_rate(config, num_steps)

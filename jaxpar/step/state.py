@@ -20,11 +20,10 @@ from jaxpar.base.keys import key_of, new_key
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes, placed, zeros
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.ends import LAYERS_OF_MODEL
 from jaxpar.mesh import MeshConfig
-from jaxpar.model import Stack
-from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
-from jaxpar.setup import Setup
+from jaxpar.model.model import Stack
+from jaxpar.model.outer import LAYERS_OF_MODEL
+from jaxpar.model.task import Task
 from jaxpar.sharding import (
     Rules,
     annotated,
@@ -34,8 +33,9 @@ from jaxpar.sharding import (
     named_leaves,
     shardings,
 )
-from jaxpar.stacking import check_stacking, draws
-from jaxpar.task import Task
+from jaxpar.step.optimizer import HOST_MEMORY, HostOptimizer
+from jaxpar.step.setup import Setup
+from jaxpar.step.stacking import check_stacking, draws
 from jaxpar.trace.counts import reductions
 
 

@@ -35,10 +35,10 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.keys import new_key
 from jaxpar.base.parts import LENGTHS, PARTS, RESETS, part_of, with_part
 from jaxpar.data.batches import EndOfStreamError
-from jaxpar.facts import named
-from jaxpar.layout import Layout, Outer
-from jaxpar.model import checked_sums, made
-from jaxpar.task import Task
+from jaxpar.model.facts import named
+from jaxpar.model.model import checked_sums, made
+from jaxpar.model.task import Task
+from jaxpar.partition.partition import Layout, Outer
 
 _log = logging.getLogger(__name__)
 

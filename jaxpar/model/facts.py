@@ -25,8 +25,7 @@ from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, whole_bytes, zeros
 from jaxpar.data.batches import check_numbers
 from jaxpar.data.order import DrawnBatches
-from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
-from jaxpar.model import (
+from jaxpar.model.model import (
     Stack,
     Sums,
     check_rows_of_carry,
@@ -38,9 +37,10 @@ from jaxpar.model import (
     says,
     traced_twice,
 )
+from jaxpar.model.outer import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
+from jaxpar.model.task import Task
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of, named_leaves
-from jaxpar.task import Task
 from jaxpar.trace.again import difference
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount, moving_inputs, used_inputs

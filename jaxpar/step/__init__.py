@@ -1,0 +1,1 @@
+"""One training step: what it is made from, its state, the way through the model, and the update."""
