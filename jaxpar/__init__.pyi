@@ -29,10 +29,10 @@ from jaxpar.training.trackers import Tracker as Tracker
 from jaxpar.training.trackers import TensorBoard as TensorBoard
 from jaxpar.training.trackers import WandB as WandB
 from jaxpar.training.trackers import Trackio as Trackio
-from jaxpar.step.state import init_state as init_state
-from jaxpar.step.step import make_train_step as make_train_step
-from jaxpar.step.step import value_and_grad as value_and_grad
-from jaxpar.step.step import make_predict_step as make_predict_step
+from jaxpar.step.functions import init_state as init_state
+from jaxpar.step.functions import make_train_step as make_train_step
+from jaxpar.step.functions import value_and_grad as value_and_grad
+from jaxpar.step.functions import make_predict_step as make_predict_step
 
 # What a step does.
 from jaxpar.analysis.program import inspect_step as inspect_step

@@ -28,15 +28,10 @@ from jaxpar.data.batches import place_batch
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings
 from jaxpar.nn import named_param
+from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, init_state
-from jaxpar.step.step import (
-    batch_sharding,
-    check_program,
-    make_loss_and_grad,
-    make_train_step,
-    value_and_grad,
-)
+from jaxpar.step.state import audit
+from jaxpar.step.step import batch_sharding, check_program, make_loss_and_grad
 
 pytestmark = pytest.mark.law
 

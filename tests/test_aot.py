@@ -24,8 +24,8 @@ from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig, described_devices
 from jaxpar.model.task import find_task
 from jaxpar.planning import check_fits, estimate_step, plan
+from jaxpar.step.functions import make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_train_step
 from jaxpar.tasks.lm import LM
 
 pytestmark = pytest.mark.aot

@@ -21,9 +21,9 @@ from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings, find_task
 from jaxpar.partition.partition import Layout
 from jaxpar.planning import estimate_step, plan
+from jaxpar.step.functions import init_state, make_eval_step, make_predict_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_eval_step, make_loss_and_grad, make_predict_step
+from jaxpar.step.step import make_loss_and_grad
 from jaxpar.training.config_file import read_config, to_toml
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -36,8 +36,9 @@ from jaxpar.config import OptimizerConfig
 from jaxpar.nn import named_param
 from jaxpar.partition.storage import abstract_by_layer, by_layer
 from jaxpar.sharding import is_variable
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, audit, init_state
+from jaxpar.step.state import abstract_state, audit
 from jaxpar.training.checkpoint import Checkpoints, best_of
 
 run = checkpoints.run  # a fixture

@@ -15,9 +15,9 @@ from jaxpar import At, OptimizerConfig, SeriesBatches, Stack, Sums
 from jaxpar.data.batches import put_batch
 from jaxpar.nn import GRU
 from jaxpar.step.custom_backward import check_custom_backward
+from jaxpar.step.functions import init_state, value_and_grad
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import batch_sharding, make_loss_and_grad, value_and_grad
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 
 WIDTH = 8
 C = 1e-3  # of the size of the gradients

@@ -14,9 +14,9 @@ from lib.models import Regress, Regression
 import jaxpar
 from jaxpar import At, Stack, Sums
 from jaxpar.data.batches import put_batch
+from jaxpar.step.functions import init_state, make_eval_step, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 
 
 class Silent(nnx.Module):

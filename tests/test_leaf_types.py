@@ -12,9 +12,9 @@ from flax import nnx
 import jaxpar
 from jaxpar import ArrayBatches, MeshConfig, Parallel, Stack, Start, Sums, Task, TrainConfig
 from jaxpar.partition.storage import abstract_by_layer
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, init_state
-from jaxpar.step.step import make_train_step
+from jaxpar.step.state import abstract_state
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.loaded import load_run
 from jaxpar.training.writing import check_storable

@@ -13,8 +13,9 @@ from flax import nnx
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, init_state
 from jaxpar.data.batches import place_batch, put_batch
 from jaxpar.sharding import named_leaves
+from jaxpar.step.functions import make_eval_step, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.tasks.lm.streams import IGNORE
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.tasks.lm.vocabulary import Vocabulary

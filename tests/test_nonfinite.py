@@ -22,9 +22,10 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.model.task import Settings, find_task
 from jaxpar.nn import Stateless, named_param
 from jaxpar.partition.storage import by_layer
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, init_state, release
-from jaxpar.step.step import batch_sharding, make_train_step
+from jaxpar.step.state import audit, release
+from jaxpar.step.step import batch_sharding
 from jaxpar.tasks.lm.model import LanguageModel
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM

@@ -21,9 +21,10 @@ from jaxpar.base.trees import device_bytes
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.partition.storage import by_layer, from_layers
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, audit, init_state
-from jaxpar.step.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.step.state import abstract_state, audit
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.summary import describe_ends, describe_pools

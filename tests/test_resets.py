@@ -28,9 +28,9 @@ from jaxpar.model.task import Settings
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, lstm_layer
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.nonfinite import NEVER, watched_loss_and_grad
 

@@ -29,15 +29,10 @@ from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.model.task import find_task
 from jaxpar.nn import Stateless
+from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import (
-    batch_sharding,
-    make_loss_and_grad,
-    make_train_step,
-    value_and_grad,
-)
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.tasks.lm.task import LM
 from recipes.awd import AWD
 

@@ -13,8 +13,8 @@ from lib.laws import slow
 
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
 from jaxpar.tasks.lm.drawing import Draw
 from jaxpar.tasks.lm.loaded import TextRun, sample
 from jaxpar.tasks.lm.sampling import sample_tokens

@@ -22,9 +22,10 @@ from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.partition.storage import by_layer
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, init_state
-from jaxpar.step.step import batch_sharding, make_train_step
+from jaxpar.step.state import audit
+from jaxpar.step.step import batch_sharding
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
 

@@ -18,9 +18,8 @@ from jaxpar import Parallel, PipelineConfig, Stack, TrainConfig, nn
 from jaxpar.hosts.distributed import OF_NUMBERS, PACKAGES, program_facts
 from jaxpar.mesh import MeshConfig
 from jaxpar.partition.storage import by_layer
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_train_step
 from jaxpar.training.run_folder import RunFolder
 
 PACKAGE = Path(jaxpar.__file__).parent

@@ -14,8 +14,8 @@ from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.facts import ModelFacts
 from jaxpar.partition.partition import Layout
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_eval_step
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.corpus import load_corpus
 

@@ -13,10 +13,10 @@ from lib.laws import on_devices, slow
 from optax import contrib
 
 from jaxpar import Parallel, SeriesBatches, Stack, Sums, Task, TrainConfig, fit, nn, value_and_grad
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.stacking import TRIALS, check_stacking, difference, draws
-from jaxpar.step.state import abstract_state, init_state
-from jaxpar.step.step import make_train_step
+from jaxpar.step.state import abstract_state
 
 
 class Second(nn.GRU):

@@ -27,8 +27,9 @@ from jaxpar.data.streams import SeriesBatches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.model.task import Settings, find_task
 from jaxpar.nn import named_param
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, init_state
+from jaxpar.step.state import abstract_state
 from jaxpar.step.step import CompiledStep
 from jaxpar.tasks.lm.corpus import load_corpus
 from jaxpar.tasks.lm.task import VOCAB_MULTIPLE

@@ -21,9 +21,8 @@ from flax import nnx
 from benchmarks.turns import take_turns
 from examples.forecaster import Forecast
 from jaxpar import At, OptimizerConfig, Parallel, SeriesBatches, TrainConfig
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_train_step
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, lr_schedule="constant", warmup_steps=0)
 

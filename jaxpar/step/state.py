@@ -19,11 +19,8 @@ from jaxpar.base.display import Shown, format_bytes, format_count
 from jaxpar.base.keys import key_of, new_key
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes, placed, zeros
-from jaxpar.config import Parallel, TrainConfig
-from jaxpar.mesh import MeshConfig
 from jaxpar.model.model import Stack
 from jaxpar.model.outer import LAYERS_OF_MODEL
-from jaxpar.model.task import Task
 from jaxpar.sharding import (
     Rules,
     annotated,
@@ -34,7 +31,7 @@ from jaxpar.sharding import (
     shardings,
 )
 from jaxpar.step.optimizer import HOST_MEMORY, HostOptimizer
-from jaxpar.step.setup import Setup
+from jaxpar.step.resolved import Resolved
 from jaxpar.step.stacking import check_stacking, draws
 from jaxpar.trace.counts import reductions
 
@@ -74,34 +71,34 @@ class TrainState(Shown):
     model_size: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
 
-def abstract_state(setup: Setup) -> TrainState:
+def abstract_state(setup: Resolved) -> TrainState:
     """The state without its values: shapes, dtypes and the shardings that it will have.
 
     Raises:
       ValueError: a size does not split over its axes (see `sharding.check_sizes`), or the optimizer's state
         cannot be laid out.
     """
-    return setup.keep(_abstract_state, setup.train.num_steps)
+    return setup.cached(_abstract_state, setup.train.num_steps)
 
 
-def check_optimizer(setup: Setup) -> None:
+def check_optimizer(setup: Resolved) -> None:
     """Checks that an optimizer updates stacked layers as it would update single ones; see `stacking`.
 
     Raises:
       ValueError: it does not.
     """
     if setup.task.has_optimizer:
-        setup.keep(_check_stacking, setup.train.num_steps)
+        setup.cached(_check_stacking, setup.train.num_steps)
 
 
-def zero_carry(setup: Setup) -> dict[str, Any]:
+def zero_carry(setup: Resolved) -> dict[str, Any]:
     """Zeros for what layers carry on, laid out as in the state."""
     carry = abstract_state(setup).carry
     where = jax.tree.map(lambda leaf: leaf.sharding, carry)
     return jax.jit(lambda: zeros(carry), out_shardings=where)()
 
 
-def _abstract_state(setup: Setup, _: int) -> TrainState:
+def _abstract_state(setup: Resolved, _: int) -> TrainState:
     layout, mesh = setup.layout, setup.mesh
 
     for variables in (layout.params, layout.frozen):
@@ -126,35 +123,15 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     )
 
 
-def init_state(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-    *,
-    seed: int | None = None,
-) -> TrainState:
-    """The state before the first step; every array is made on its devices, shard by shard.
-
-    The values depend on the seed and the model's sizes, not on the mesh.
-
-    Args:
-      task: or a setup, instead of the first four.
-      parallel: the layout on devices, or its mesh, or the shape of that; None is the task's own.
-      train: None is the task's own.
-      mesh: None builds `parallel.mesh`.
-      seed: None is that of `train`.
-    Raises:
-      ValueError: sizes do not fit the mesh or its memory; raised before anything is traced.
-    """
-    setup = Setup.of(task, parallel, train, mesh)
+def init_state(setup: Resolved, seed: int) -> TrainState:
+    """The state before the first step; see `functions.init_state`."""
     check_room(abstract_state(setup), setup.mesh)
     check_optimizer(setup)
-    make = setup.keep(_initializer, setup.train.num_steps)
-    return _with_host_state(setup, make(_key_data(setup.train.seed if seed is None else seed)))
+    make = setup.cached(_initializer, setup.train.num_steps)
+    return _with_host_state(setup, make(_key_data(seed)))
 
 
-def draw_variables(setup: Setup, without: Container[str] = ()) -> tuple[nnx.State, nnx.State]:
+def draw_variables(setup: Resolved, without: Container[str] = ()) -> tuple[nnx.State, nnx.State]:
     """Parameters and other variables of the model, as `init_state` draws them; the rest is not made.
 
     Args:
@@ -176,7 +153,7 @@ def draw_variables(setup: Setup, without: Container[str] = ()) -> tuple[nnx.Stat
     return draw(_key_data(setup.train.seed))
 
 
-def state_of(setup: Setup, params: nnx.State, frozen: nnx.State) -> TrainState:
+def state_of(setup: Resolved, params: nnx.State, frozen: nnx.State) -> TrainState:
     """The state before the first step with these parameters and other variables, which are donated."""
     make = _begin(setup, lambda *trees: trees, donate_argnums=(0, 1))
     return _with_host_state(setup, make(params, frozen))
@@ -186,12 +163,12 @@ def _key_data(seed: int) -> np.ndarray:
     return np.asarray(jax.random.key_data(new_key(seed)))
 
 
-def _initializer(setup: Setup, _: int) -> Callable[[Any], TrainState]:
+def _initializer(setup: Resolved, _: int) -> Callable[[Any], TrainState]:
     """What makes a state of a key's data: one program for all seeds."""
     return _begin(setup, functools.partial(_draw, setup))
 
 
-def _draw(setup: Setup, key_data: jax.Array) -> tuple[nnx.State, nnx.State]:
+def _draw(setup: Resolved, key_data: jax.Array) -> tuple[nnx.State, nnx.State]:
     """Parameters and other variables of a key, as a state has them."""
     layout = setup.layout
     _, *trees = layout.facts.split(layout.make(key_of(key_data)))
@@ -200,7 +177,7 @@ def _draw(setup: Setup, key_data: jax.Array) -> tuple[nnx.State, nnx.State]:
     return trees[0], trees[1]
 
 
-def _draw_pools(setup: Setup, key_data: jax.Array) -> Any:
+def _draw_pools(setup: Resolved, key_data: jax.Array) -> Any:
     """The planes of both pools; every stage draws its own layers."""
     layout = setup.layout
     assert layout.pools is not None
@@ -246,7 +223,7 @@ def _named_layers(stack: Stack, kind: int, layers: list[int]) -> dict[str, jax.A
 
 
 def _begin(
-    setup: Setup, make_variables: Callable[..., Any], **options: Any
+    setup: Resolved, make_variables: Callable[..., Any], **options: Any
 ) -> Callable[..., TrainState]:
     """What makes a state of variables, without the optimizer's where that is kept on the host."""
     target, on_host = abstract_state(setup), setup.parallel.update == "host"
@@ -263,7 +240,7 @@ def _places(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _with_host_state(setup: Setup, state: TrainState) -> TrainState:
+def _with_host_state(setup: Resolved, state: TrainState) -> TrainState:
     """With the optimizer's state, where that is kept on the host."""
     if setup.parallel.update != "host":
         return state
@@ -300,7 +277,7 @@ def release(state: TrainState, allowed_skips: int) -> TrainState:
     return dataclasses.replace(state, skipped=skipped)
 
 
-def evaluated(setup: Setup, state: TrainState) -> TrainState:
+def evaluated(setup: Resolved, state: TrainState) -> TrainState:
     """The state with the parameters that are evaluated instead of those trained; see the task's method."""
     if not setup.task.evaluates_others:
         return state
@@ -308,10 +285,12 @@ def evaluated(setup: Setup, state: TrainState) -> TrainState:
     opt_state = jax.device_put(
         state.opt_state, shardings(state.opt_state, setup.mesh, state.opt_rules)
     )
-    return dataclasses.replace(state, params=setup.keep(_evaluated_params)(state.params, opt_state))
+    return dataclasses.replace(
+        state, params=setup.cached(_evaluated_params)(state.params, opt_state)
+    )
 
 
-def _evaluated_params(setup: Setup) -> Callable[..., nnx.State]:
+def _evaluated_params(setup: Resolved) -> Callable[..., nnx.State]:
     where, task = _places(abstract_state(setup).params), setup.task
     # The method itself may be one that JAX has traced before.
     return jax.jit(lambda *args: task.evaluated_params(*args), out_shardings=where)
@@ -344,11 +323,11 @@ def audit(state: TrainState) -> None:
         )
 
 
-def _check_stacking(setup: Setup, _: int) -> None:
+def _check_stacking(setup: Resolved, _: int) -> None:
     check_stacking(setup.layout, setup.optimizer)
 
 
-def _check_optimizer(setup: Setup, state: TrainState) -> None:
+def _check_optimizer(setup: Resolved, state: TrainState) -> None:
     """Raises where what it keeps for a parameter cannot be laid out, or not be updated in parts."""
     task = setup.task
     for name, variable in named_leaves(state.opt_state):
@@ -372,7 +351,7 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
         )
 
 
-def _initial_state(setup: Setup, params: nnx.State, frozen: nnx.State) -> TrainState:
+def _initial_state(setup: Resolved, params: nnx.State, frozen: nnx.State) -> TrainState:
     layout = setup.layout
     return TrainState(
         step=jnp.zeros((), jnp.int32),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import BATCH, TENSOR
@@ -17,11 +17,9 @@ from jaxpar.base.compiler import compiler_options
 from jaxpar.base.jax_private import num_programs
 from jaxpar.base.keys import new_key
 from jaxpar.base.parts import RATE, part_of
-from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import check_numbers, owned
-from jaxpar.mesh import MeshConfig, release_freed_memory
+from jaxpar.mesh import release_freed_memory
 from jaxpar.model.model import Sums, in_words, mean_loss
-from jaxpar.model.task import Task
 from jaxpar.partition.partition import Layout
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.sharding import constrain, shardings
@@ -29,8 +27,8 @@ from jaxpar.step.custom_backward import check_custom_backward
 from jaxpar.step.forward import full_table, make_forward, table_of
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.optimizer import HostOptimizer, clip_scale, global_norm, update
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import TrainState, abstract_state, check_optimizer, state_shardings
+from jaxpar.step.resolved import Resolved
+from jaxpar.step.state import TrainState, abstract_state, state_shardings
 from jaxpar.trace.places import place_of_instruction
 
 # A collective-permute in a unit's work (a branch of the loop over ticks, or a loop of one turn or none), and
@@ -247,45 +245,8 @@ def _without_optimizer(state: TrainState) -> TrainState:
     return dataclasses.replace(state, opt_state=())
 
 
-def make_train_step(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-) -> CompiledStep:
-    """One optimizer step on a global batch, compiled for the mesh; the state passed in is consumed.
-
-    Any mesh, schedule and microbatching give the loss and the gradients of one device, to float32 rounding. A
-    model that mixes rows of the batch cannot: where a step does not take the batch as a whole, its first call
-    refuses it.
-
-    A loss or gradient that is not finite changes no parameter: the step is skipped, or, where the settings do
-    not allow that, the state is halted. No later step changes it then, so it is enough to look at the metrics
-    from time to time; `state.release` lets it continue. An update is not looked at: one that overflows makes
-    the next loss not finite.
-
-    Args:
-      task, parallel: as given to `init_state`.
-      train: None takes the task's own settings.
-      mesh: None builds `parallel.mesh`.
-    Returns:
-      (state, batch) -> (state, metrics); the batch lies on `batch_sharding` of their setup.
-    Raises:
-      ValueError: sizes do not fit the mesh, or the optimizer does not update stacked layers as single ones.
-    """
-    setup = Setup.of(task, parallel, train, mesh)
-    train = setup.train
-    check_optimizer(setup)
-    return setup.keep(
-        _make_train_step,
-        train.num_steps,
-        train.clip_norm,
-        train.allowed_skips,
-        train.seed,
-    )
-
-
-def _make_train_step(setup: Setup, *options: Any) -> CompiledStep:
+def train_step(setup: Resolved, *_: Any) -> CompiledStep:
+    """One optimizer step; see `functions.make_train_step`."""
     train, layout, mesh, optimizer = setup.train, setup.layout, setup.mesh, setup.optimizer
     loss_and_grad = make_loss_and_grad(setup, seed=train.seed)
 
@@ -368,38 +329,8 @@ def check_program(program: jax.stages.Compiled) -> None:
         )
 
 
-def value_and_grad(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-) -> CompiledStep:
-    """Loss and gradients of a global batch, compiled for the mesh: for an optimizer and a loop of your own.
-
-    They are those that `make_train_step` updates by, with its dropout, its checks and its promise: any mesh
-    gives those of one device. The rest is yours: gradients are not clipped, a batch's `rate` is not used, and
-    a loss or gradient that is not finite comes back as it is. The task needs no optimizer;
-    `state.opt_state` is neither read nor changed.
-
-    Args:
-      task, parallel, mesh: as for `make_train_step`.
-      train: its seed is that of dropout. None takes the task's own settings.
-    Returns:
-      (state, batch) -> ((loss, (state, sums)), grads), as of `jax.value_and_grad(..., has_aux=True)`. The
-      loss is `sums.loss / sums.weight`, float32; where that weight is 0, `sums.loss`. The state is the given
-      one, which is not consumed, with one step more and the carry for the next window; its parameters are the
-      same arrays. Gradients are an `nnx.State` as `state.params`, each laid out as its parameter: in pools
-      (`Layout.pools`) if the task has an `OptimizerConfig`, so leave that out for an optimizer that looks at
-      single parameters. A batch may be of NumPy, the whole of it in every process; `data.batches.place_batch`
-      reads the rows of this process alone.
-    Raises:
-      ValueError: sizes do not fit the mesh.
-    """
-    setup = Setup.of(task, parallel, train, mesh)
-    return setup.keep(_value_and_grad, setup.train.seed)
-
-
-def _value_and_grad(setup: Setup, seed: int) -> CompiledStep:
+def value_and_grad(setup: Resolved, seed: int) -> CompiledStep:
+    """Loss and gradients; see `functions.value_and_grad`."""
     loss_and_grad = make_loss_and_grad(setup, seed=seed)
 
     def step(state: TrainState, batch: Any, table: TickTable | None):
@@ -412,7 +343,7 @@ def _value_and_grad(setup: Setup, seed: int) -> CompiledStep:
     return _ValueAndGrad(step, setup.layout, backward=True, out_shardings=out)
 
 
-def make_loss_and_grad(setup: Setup, *, seed: int | None = 0) -> Callable[..., Any]:
+def make_loss_and_grad(setup: Resolved, *, seed: int | None = 0) -> Callable[..., Any]:
     """(state, batch, table=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
 
     The state's step numbers the dropout masks; without a table the batch has the full length. On a mesh with
@@ -446,25 +377,8 @@ def dropout_key(seed: int | None, state: TrainState) -> jax.Array | None:
     return None if seed is None else jax.random.fold_in(new_key(seed), state.step)
 
 
-def make_eval_step(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-) -> CompiledStep:
-    """The sums of a batch without dropout, compiled for the mesh.
-
-    Args:
-      task, parallel, train, mesh: as for `make_train_step`.
-    Returns:
-      (state, batch) -> (carry, sums); of the state parameters and carry are read.
-    Raises:
-      ValueError: sizes do not fit the mesh.
-    """
-    return Setup.of(task, parallel, train, mesh).keep(_make_eval_step)
-
-
-def _make_eval_step(setup: Setup) -> CompiledStep:
+def eval_step(setup: Resolved) -> CompiledStep:
+    """The sums of a batch; see `functions.make_eval_step`."""
     forward = make_forward(setup.layout, setup.mesh)
 
     def step(state: TrainState, batch: Any, table: TickTable | None):
@@ -473,27 +387,8 @@ def _make_eval_step(setup: Setup) -> CompiledStep:
     return CompiledStep(step, setup.layout, backward=False)
 
 
-def make_predict_step(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-) -> CompiledStep:
-    """What the model predicts for a batch, without dropout, compiled for the mesh.
-
-    Args:
-      task, parallel, train, mesh: as for `make_train_step`.
-    Returns:
-      (state, batch) -> (carry, outputs); of the state parameters and carry are read. Outputs are those of the
-      model's `predict`, arrays by name, [rows, time, ...] or without time [rows, ...], laid out as the batch.
-      For a batch that is shorter than the task's example they have its full length.
-    Raises:
-      ValueError: sizes do not fit the mesh, or the model does not say what it predicts.
-    """
-    return Setup.of(task, parallel, train, mesh).keep(_make_predict_step)
-
-
-def _make_predict_step(setup: Setup) -> CompiledStep:
+def predict_step(setup: Resolved) -> CompiledStep:
+    """What the model predicts; see `functions.make_predict_step`."""
     forward = make_forward(setup.layout, setup.mesh, predicts=True)
     check_rows_alone(setup.layout, predicts=True)
 
@@ -507,7 +402,7 @@ def _make_predict_step(setup: Setup) -> CompiledStep:
     return CompiledStep(step, setup.layout, backward=False, out_shardings=(None, where))
 
 
-def batch_sharding(setup: Setup) -> NamedSharding:
+def batch_sharding(setup: Resolved) -> NamedSharding:
     """How the arrays of a batch lie on the mesh between steps: rows as the rules say, in the user's order.
 
     Unequal shares do not split evenly: then every data-parallel group has all rows and takes its own.
@@ -515,7 +410,7 @@ def batch_sharding(setup: Setup) -> NamedSharding:
     return NamedSharding(setup.mesh, setup.layout.carry_rules.spec((BATCH,)))
 
 
-def abstract_batch(setup: Setup) -> Any:
+def abstract_batch(setup: Resolved) -> Any:
     """A batch without its values, as a step takes it: shapes, dtypes and shardings."""
     where = batch_sharding(setup)
 

@@ -17,9 +17,10 @@ from jaxpar.data.batches import Batches, place_batch, windows
 from jaxpar.model.model import Sums
 from jaxpar.model.task import Task
 from jaxpar.sharding import named_leaves
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, zero_carry
-from jaxpar.step.step import batch_sharding, check_arrays, make_eval_step
+from jaxpar.step.step import batch_sharding, check_arrays
 from jaxpar.training.progress import Evaluation
 
 # From a state and a batch to the state for the next batch, and the sums of this one.
@@ -122,7 +123,7 @@ def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, Tr
         pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=1, num_chunks=1)
         parallel = dataclasses.replace(parallel, pipeline=pipeline)
     before = _shapes(setup)
-    setup = setup.keep(_setup_of, dataclasses.replace(task, **sizes), parallel)
+    setup = setup.cached(_setup_of, dataclasses.replace(task, **sizes), parallel)
     require(
         _shapes(setup) == before,
         f"{sizes} changes the parameters of the model\n"

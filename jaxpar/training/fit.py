@@ -19,6 +19,7 @@ from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.model.task import Task, check_task
 from jaxpar.partition.storage import abstract_by_layer
 from jaxpar.step.custom_backward import check_custom_backward
+from jaxpar.step.functions import init_state
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import (
@@ -27,7 +28,6 @@ from jaxpar.step.state import (
     audit,
     check_optimizer,
     check_room,
-    init_state,
     release,
 )
 from jaxpar.training import profiler

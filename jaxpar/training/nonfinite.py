@@ -78,7 +78,7 @@ def find_origin(setup: Setup, state: TrainState, batch: Any) -> Origin:
     parallel = dataclasses.replace(parallel, pipeline=pipeline)
     layout = Layout(setup.layout.facts, parallel, may_pool=False)
     train, state = setup.train, in_stacks(state, setup.layout)
-    look = dataclasses.replace(setup, layout=layout).keep(_make_look, parallel, train.seed)
+    look = dataclasses.replace(setup, layout=layout).cached(_make_look, parallel, train.seed)
     state = dataclasses.replace(state, opt_state=())
     found = jax.device_get(look.run(state, batch))
     loss, watched, marks, params, grads = found

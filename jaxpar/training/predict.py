@@ -28,9 +28,10 @@ from jaxpar.data.batches import Batches, place_batch
 from jaxpar.data.order import DrawnBatches
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.hosts.stopping import Interrupted, Stop
+from jaxpar.step.functions import make_predict_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
-from jaxpar.step.step import batch_sharding, check_batch_shape, make_predict_step
+from jaxpar.step.step import batch_sharding, check_batch_shape
 from jaxpar.training.evaluate import CheckedBatches, check_begins, do_not_run_ahead
 
 # Puts values [n, ...] of an output, by its name, into its places [n].

@@ -14,8 +14,9 @@ from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.model.model import wrap_like
 from jaxpar.model.task import Settings
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, init_state
+from jaxpar.step.state import audit
 from jaxpar.step.step import (
     batch_sharding,
     check_program,

@@ -12,9 +12,9 @@ from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.partition.storage import abstract_by_layer, from_layers
 from jaxpar.sharding import is_variable
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import batch_sharding, make_train_step
+from jaxpar.step.step import batch_sharding
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.checkpoint import Checkpoints

@@ -13,13 +13,10 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.model.task import Settings
 from jaxpar.partition.storage import in_stacks
 from jaxpar.sharding import is_variable
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, init_state
-from jaxpar.step.step import (
-    batch_sharding,
-    make_loss_and_grad,
-    make_train_step,
-)
+from jaxpar.step.state import audit
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
 

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.streams import line_places
 from jaxpar.training.predict import predict

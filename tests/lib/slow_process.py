@@ -16,9 +16,8 @@ from jaxpar import OptimizerConfig, Parallel, PipelineConfig, SeriesBatches, Sta
 from jaxpar.hosts.distributed import start_processes
 from jaxpar.planning import time_steps
 from jaxpar.planning.running import batch_of_run
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_train_step
 
 TURNS = (16, 48)  # of products beside each pass of a layer, in each process
 SIZE, WIDTH, ROWS, STEPS = 256, 8, 4, 8

@@ -75,7 +75,7 @@ def sample_tokens(
     fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
     fields |= {"batch_size": rows, "seq_len": 1, "num_buckets": 0, "bucket_multiple": 1}
     sampling = _sampling(type(task))(**fields | {"packed": int(draw.separator) != NOWHERE})
-    sampler = setup.keep(_setup_of, sampling, _parallel_of(setup.layout))
+    sampler = setup.cached(_setup_of, sampling, _parallel_of(setup.layout))
     given_TB = np.full((num_steps, rows), TO_DRAW, np.int32)
     for row in range(rows):
         prompt = prompts[min(row, len(prompts) - 1)]
@@ -85,7 +85,7 @@ def sample_tokens(
     wanted = {"params": target.params, "frozen": target.frozen}
     placed = from_layers(wanted, sampler.layout, by_layer(layers, setup.layout))
     placed = jax.device_put(placed, jax.tree.map(lambda a: a.sharding, wanted))
-    sample = sampler.keep(_make_sampler, num_steps)
+    sample = sampler.cached(_make_sampler, num_steps)
     drawn_TB = sample(placed["params"], placed["frozen"], zero_carry(sampler), given_TB, draw)
     found_TB = np.asarray(drawn_TB.addressable_data(0))
     return np.stack(
