@@ -643,6 +643,6 @@ def test_stages_need_layers_and_a_sharded_head_needs_a_method():
         ValueError, match=r"placement='first, 0-1 \| 2-3' leaves out last: model Regr"
     ):
         Setup.of(Regress(), Parallel("pp2", named))
-    assert Setup.of(Regress(), Parallel("pp8")).layout.placement == (0, 1, 1, 1, 1, 0, 0, 0)
+    assert Setup.of(Regress(), Parallel("pp8")).partition.placement == (0, 1, 1, 1, 1, 0, 0, 0)
     with pytest.raises(ValueError, match="batch_size=16 does not divide by data=3"):
         Setup.of(Regress(), Parallel(dataclasses.replace(on_devices((3, 1, 1)))))

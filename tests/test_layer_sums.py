@@ -94,11 +94,11 @@ def in_plain_python(task):
     """The same by the model's own methods and autodiff alone."""
     setup = Setup.of(task, make_settings(task=task).parallel)
     state, batch = init_state(setup), task.example_batch()
-    block = setup.layout.facts.to_block(batch)
+    block = setup.facts.to_block(batch)
     at = At(0, 0, 0, key=None, batch=block)
 
     def loss(params):
-        model = setup.layout.merge(params, state.frozen)
+        model = setup.storage.merge(params, state.frozen)
         carry = model.layers.initial_carry(task.batch_size)
         _, y, of_layers = model.layers(carry, model.first(block, at), at)
         sums = model.last(y, block, at)

@@ -21,7 +21,7 @@ from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.task import Settings, find_task
 from jaxpar.nn import Stateless, named_param
-from jaxpar.partition.storage import by_layer
+from jaxpar.partition.by_layer import by_layer
 from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit, release
@@ -84,11 +84,11 @@ def change(state, settings, name, function):
     task, parallel, _ = settings
     params = {
         key.removeprefix("params/"): np.array(array)
-        for key, array in by_layer(state, Setup.of(task, parallel).layout).items()
+        for key, array in by_layer(state, Setup.of(task, parallel).storage).items()
         if key.startswith("params/")
     }
     function(params[name])
-    return with_parameters(state, Setup.of(task, parallel).layout, params)
+    return with_parameters(state, Setup.of(task, parallel).storage, params)
 
 
 def poison(state, settings, word=RARE):

@@ -567,7 +567,7 @@ def check(part, call, task=Tag):
         def make_model(self, rngs):
             return Changed(part, call, rngs=rngs)
 
-    check_rows_alone(Setup.of(Changing(), ONE).layout, predicts=part == "predict")
+    check_rows_alone(Setup.of(Changing(), ONE).parts, predicts=part == "predict")
 
 
 @pytest.mark.parametrize(

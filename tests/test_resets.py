@@ -319,12 +319,12 @@ def test_learned_initial_states_leave_the_gradients_of_weights_apart():
     """So that zero-bubble schedules can move them."""
     task = Packed(kinds=("learned",) * 4)
     parallel = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2, unroll=True))
-    layout = Setup.of(task, parallel).layout
-    [(_, (_, carry, _, batch))], [function] = layout.facts.traces.layers, layout.layer_functions()
-    (params,), (frozen,) = layout.of_row
-    extra = layout.facts.passed, layout.facts.no_sums
+    parts = Setup.of(task, parallel).parts
+    [(_, (_, carry, _, batch))], [function] = parts.facts.traces.layers, parts.layer_functions()
+    (params,), (frozen,) = parts.of_row
+    extra = parts.facts.passed, parts.facts.no_sums
     layer = SplitLayer(
-        with_sums(function), params, frozen, carry, extra, layout.facts.at(batch), splits=True
+        with_sums(function), params, frozen, carry, extra, parts.facts.at(batch), splits=True
     )
     assert layer.has_weights
     assert_packed_equals_one_by_one(task, parallel)

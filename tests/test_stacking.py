@@ -335,7 +335,7 @@ def test_noise_that_is_not_refused_does_not_depend_on_the_mesh():
 
 def test_an_optimizer_that_holds_arrays_of_the_model_must_be_elementwise():
     setup = setup_of(Own())
-    before = jax.tree.map(lambda a: jnp.ones(a.shape), setup.layout.params)
+    before = jax.tree.map(lambda a: jnp.ones(a.shape), setup.storage.params)
 
     def towards(updates, params):
         return jax.tree.map(lambda u, p, old: u + 0.1 * (p - old), updates, params, before)

@@ -103,7 +103,7 @@ def test_initialisation_needs_the_memory_of_its_shards():
     setup = Setup.of(task, parallel)
     target = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(setup))
     make = jax.jit(
-        lambda: _initial_state(setup, *setup.layout.facts.split(setup.layout.make(0))[1:]),
+        lambda: _initial_state(setup, *setup.facts.split(setup.storage.make(0))[1:]),
         out_shardings=target,
     )
     compiled = make.lower().compile()

@@ -42,7 +42,7 @@ class Random(Forecast):
 
 def make_plain(task: Random, batch: Any):
     """A function that takes a step without jaxpar; its loss."""
-    graphdef, params = jax.jit(lambda: nnx.split(Setup.of(task, Parallel("dp1")).layout.make(0)))()
+    graphdef, params = jax.jit(lambda: nnx.split(Setup.of(task, Parallel("dp1")).storage.make(0)))()
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     layers = [graphdef_of(graphdef, params, n) for n in range(task.num_layers)]
     structure, stack = layers[0][0], [state for _, state in layers]

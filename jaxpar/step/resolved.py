@@ -11,9 +11,12 @@ from jax.sharding import Mesh
 
 from jaxpar.base.checks import require
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.model.facts import ModelFacts
 from jaxpar.model.model import in_words
 from jaxpar.model.task import Settings, Task
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
+from jaxpar.partition.storage import Storage
+from jaxpar.step.parts import Parts
 
 Made = TypeVar("Made")
 
@@ -29,23 +32,38 @@ class Resolved:
       asked: how devices were to share the work, as it was given.
       task: resolved: with the sizes that follow from its data.
       train: how a run proceeds.
-      layout: of the task's model on the mesh.
+      parts: the task's model as pure functions, divided over the mesh.
       mesh: of real devices, or of devices that are only compiled for.
     """
 
     asked: Parallel
     task: Task
     train: TrainConfig
-    layout: Layout
+    parts: Parts
     mesh: Mesh
     _made: dict[Callable[..., Any], Any] = dataclasses.field(
         default_factory=dict, repr=False, compare=False
     )
 
     @property
+    def storage(self) -> Storage:
+        """Where a state holds the variables of the model."""
+        return self.parts.storage
+
+    @property
+    def partition(self) -> Partition:
+        """How devices share the model."""
+        return self.parts.partition
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is known of the model, whatever the devices."""
+        return self.parts.facts
+
+    @property
     def parallel(self) -> Parallel:
         """How devices share a step, with no -1 left."""
-        return self.layout.parallel
+        return self.partition.parallel
 
     @property
     def settings(self) -> Settings:
@@ -76,7 +94,7 @@ class Resolved:
         """What `make(self, *args)` returns; made once for these arguments, by this object and its copies.
 
         Args:
-          make: what it returns depends on task, layout and mesh; of `train`, on `args` alone.
+          make: what it returns depends on task, partition and mesh; of `train`, on `args` alone.
         """
         if make not in self._made or self._made[make][0] != args:
             self._made[make] = args, make(self, *args)

@@ -11,8 +11,9 @@ from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig, find_devices
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Task, check_task
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
 from jaxpar.step import state, step
+from jaxpar.step.parts import Parts
 from jaxpar.step.resolved import Resolved
 from jaxpar.step.state import TrainState
 from jaxpar.step.step import CompiledStep
@@ -73,7 +74,7 @@ class Setup(Resolved):
                 f"mesh has the sizes {dict(mesh.shape)}, parallel has {parallel.mesh}.\n"
                 f"Fix: use parallel.mesh.build(), or change parallel."
             )
-        return cls(asked, task, train, Layout(facts, parallel), mesh)
+        return cls(asked, task, train, Parts.of(Partition(facts, parallel)), mesh)
 
     def init_state(self, seed: int | None = None) -> TrainState:
         """The state before the first step; see `functions.init_state`."""

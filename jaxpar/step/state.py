@@ -11,16 +11,12 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.axes import STAGE
 from jaxpar.base.checks import require_instance
 from jaxpar.base.display import Shown, format_bytes, format_count
-from jaxpar.base.keys import key_of, new_key
+from jaxpar.base.keys import new_key
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes, placed, zeros
-from jaxpar.model.model import Stack
-from jaxpar.model.outer import LAYERS_OF_MODEL
 from jaxpar.sharding import (
     Rules,
     annotated,
@@ -99,12 +95,11 @@ def zero_carry(setup: Resolved) -> dict[str, Any]:
 
 
 def _abstract_state(setup: Resolved, _: int) -> TrainState:
-    layout, mesh = setup.layout, setup.mesh
-
-    for variables in (layout.params, layout.frozen):
-        check_sizes(variables, mesh, layout.param_rules)
+    storage, mesh = setup.storage, setup.mesh
+    for variables in (storage.params, storage.frozen):
+        check_sizes(variables, mesh, setup.partition.param_rules)
     make = functools.partial(_initial_state, setup)
-    state = jax.eval_shape(make, *layout.stored)
+    state = jax.eval_shape(make, *storage.stored)
     for variables in (state.params, state.frozen):
         check_sizes(variables, mesh, state.param_rules)
     check_sizes(state.carry, mesh, state.carry_rules)
@@ -141,7 +136,7 @@ def draw_variables(setup: Resolved, without: Container[str] = ()) -> tuple[nnx.S
     check_room(target, setup.mesh)
 
     def make(key_data: jax.Array) -> tuple[nnx.State, nnx.State]:
-        trees = _draw(setup, key_data)
+        trees = setup.storage.draw(key_data, setup.mesh)
         leaves = [
             jax.tree.map(jnp.zeros_like, leaf) if name in without else leaf
             for tree in trees
@@ -165,61 +160,7 @@ def _key_data(seed: int) -> np.ndarray:
 
 def _initializer(setup: Resolved, _: int) -> Callable[[Any], TrainState]:
     """What makes a state of a key's data: one program for all seeds."""
-    return _begin(setup, functools.partial(_draw, setup))
-
-
-def _draw(setup: Resolved, key_data: jax.Array) -> tuple[nnx.State, nnx.State]:
-    """Parameters and other variables of a key, as a state has them."""
-    layout = setup.layout
-    _, *trees = layout.facts.split(layout.make(key_of(key_data)))
-    if layout.pools is not None:
-        trees = layout.in_pools(trees, _draw_pools(setup, key_data))
-    return trees[0], trees[1]
-
-
-def _draw_pools(setup: Resolved, key_data: jax.Array) -> Any:
-    """The planes of both pools; every stage draws its own layers."""
-    layout = setup.layout
-    assert layout.pools is not None
-    pools, names = layout.pools, [layout.pooled_names(number) for number in range(2)]
-    num_layers, num_stages = len(layout.facts.kinds), layout.parallel.mesh.stage
-
-    def on_stage(model: Any, whole: dict[str, Any], stage: int) -> list[list[jax.Array]]:
-        kinds: list[list[Any]] = [[] for _ in pools]
-        for kind in range(len(pools[0].leaves)):
-            drawn = jax.tree.map(lambda a: a[None], whole)
-            if kind < num_layers:
-                rows = np.split(np.asarray(layout.slots.rows[kind]), num_stages)[stage]
-                drawn = _named_layers(model.layers, kind, [int(n) for n in rows if n >= 0])
-            here = np.split(pools[0].is_full[kind], num_stages)[stage].any()
-            for pool, own, named in zip(pools, kinds, names, strict=True):
-                pairs = zip(pool.leaves[kind], named[kind], strict=True)
-                own.append([leaf.part(drawn[name]) for leaf, name in pairs if here])
-        return [pool.packed(own) for pool, own in zip(pools, kinds, strict=True)]
-
-    def draw(key_data: jax.Array) -> list[list[jax.Array]]:
-        model = layout.facts.make(key_of(key_data))
-        states = layout.facts.split(model)[1:]
-        whole = {n: array_of(leaf) for own in states for n, leaf in named_leaves(own, "/")}
-        whole = {n: whole[n] for own in names for kind in own[num_layers:] for n in kind}
-        branches = [functools.partial(on_stage, model, whole, s) for s in range(num_stages)]
-        return jax.lax.switch(jax.lax.axis_index(STAGE), branches)
-
-    specs = [[plane.spec for plane in pool.planes] for pool in pools]
-    # No axis is summed over, which is what the check is for.
-    run = jax.shard_map(draw, mesh=setup.mesh, in_specs=P(), out_specs=specs, check_vma=False)
-    return run(key_data)
-
-
-def _named_layers(stack: Stack, kind: int, layers: list[int]) -> dict[str, jax.Array]:
-    """The variables of these layers of a kind, stacked, by their names in the model."""
-    if not layers:
-        return {}
-    state, begin = (
-        nnx.state(stack.draw_kind(kind, layers)),
-        f"{LAYERS_OF_MODEL}/{stack.kinds[kind]}/",
-    )
-    return {begin + name: array_of(leaf) for name, leaf in named_leaves(state, "/")}
+    return _begin(setup, lambda key_data: setup.storage.draw(key_data, setup.mesh))
 
 
 def _begin(
@@ -324,7 +265,7 @@ def audit(state: TrainState) -> None:
 
 
 def _check_stacking(setup: Resolved, _: int) -> None:
-    check_stacking(setup.layout, setup.optimizer)
+    check_stacking(setup.storage, setup.optimizer)
 
 
 def _check_optimizer(setup: Resolved, state: TrainState) -> None:
@@ -352,17 +293,17 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
 
 
 def _initial_state(setup: Resolved, params: nnx.State, frozen: nnx.State) -> TrainState:
-    layout = setup.layout
+    parts = setup.parts
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
         params=params,
         frozen=frozen,
         opt_state=setup.optimizer.init(params) if setup.task.has_optimizer else (),
-        carry=layout.initial_carry(params, frozen),
-        param_rules=layout.param_rules,
-        opt_rules=layout.opt_rules,
-        carry_rules=layout.carry_rules,
-        opt_memory=HOST_MEMORY if layout.parallel.update == "host" else None,
-        model_size=layout.facts.model_size,
+        carry=parts.initial_carry(params, frozen),
+        param_rules=parts.partition.param_rules,
+        opt_rules=parts.partition.opt_rules,
+        carry_rules=parts.partition.carry_rules,
+        opt_memory=HOST_MEMORY if parts.partition.parallel.update == "host" else None,
+        model_size=parts.facts.model_size,
     )

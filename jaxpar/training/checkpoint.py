@@ -37,7 +37,7 @@ from jaxpar.base.checks import fact_of, fits, require
 from jaxpar.base.files import check_file, checksum, read_json, remove_folder, sizes_of, write_file
 from jaxpar.hosts.agree import Together
 from jaxpar.model.task import Task
-from jaxpar.partition.storage import abstract_by_layer, by_layer, from_layers
+from jaxpar.partition.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.sharding import named_leaves
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state, check_room
@@ -131,7 +131,7 @@ class Checkpoints:
             return
         check_parameters(self._setup, state)
         self.saved_step = step
-        arrays = unflatten_dict(by_layer(state, self._setup.layout), sep="/")
+        arrays = unflatten_dict(by_layer(state, self._setup.storage), sep="/")
         losses = {str(each): repr(loss) for each, loss in self.losses.items()}
         own = {"run": self._run, "step": step, "losses": losses, "batches": dict(batches or {})}
         own |= {"position": position, "settings": settings}
@@ -185,7 +185,7 @@ class Checkpoints:
         if not with_optimizer:
             target = dataclasses.replace(target, opt_state=())
         check_room(target, self._setup.mesh)
-        abstract = abstract_by_layer(target, self._setup.layout)
+        abstract = abstract_by_layer(target, self._setup.storage)
         before, now = self.described(int(path.name)), _describe(self._setup.task)
         _check_task(path, before, now)
         with _reading_in_words(path):
@@ -197,7 +197,7 @@ class Checkpoints:
         asked_for_alone.pytree.loading.partial_load = True
         with _reading_in_words(path), asked_for_alone:
             loaded = orbax.load(str(path), unflatten_dict(abstract, sep="/"))
-        return from_layers(target, self._setup.layout, dict(named_leaves(loaded, "/")))
+        return from_layers(target, self._setup.storage, dict(named_leaves(loaded, "/")))
 
     def stored(self) -> tuple[int, dict[str, Any]]:
         """The variables of the newest whole checkpoint's model where they lie, to be read in parts.

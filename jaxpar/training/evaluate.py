@@ -138,7 +138,7 @@ def _setup_of(setup: Setup, task: Task, parallel: Parallel) -> Setup:
 
 def _shapes(setup: Setup) -> dict[str, tuple[Any, Any]]:
     """Shapes and types of the variables of a setup's model."""
-    variables = named_leaves(nnx.state(setup.layout.facts.model))
+    variables = named_leaves(nnx.state(setup.facts.model))
     return {name: (leaf.shape, leaf.dtype) for name, leaf in variables}
 
 
@@ -184,7 +184,7 @@ class CheckedBatches:
           ValueError: it has other arrays than the task's, or a value that would give a wrong number.
         """
         batch = self._batches.batch(step, rows)
-        check_arrays(self._setup.layout, batch)
+        check_arrays(self._setup.facts, batch)
         self._setup.task.check_batch(batch)
         return batch
 

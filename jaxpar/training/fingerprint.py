@@ -71,7 +71,7 @@ def _read_twice(setup: Setup, split: str) -> str:
     require(batches.num_windows != 0, message)
     batch = batches.batch(0)
     check_numbers(batch)
-    check_batch_shape(setup.layout, batch)
+    check_batch_shape(setup.facts, batch)
     whole, halves = hash_rows(batch, 0), 0
     if isinstance(source, IteratorBatches):
         source.restart()

@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.trees import vary_like
 from jaxpar.model.model import mean_loss
-from jaxpar.partition.partition import Layout, Outer
-from jaxpar.partition.storage import by_layer, in_stacks, kind_of
+from jaxpar.partition.by_layer import by_layer, kind_of
 from jaxpar.pipeline.spec import Layer
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.sharding import array_of, named_leaves
 from jaxpar.step.forward import full_table, make_forward
+from jaxpar.step.parts import Outer
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
 from jaxpar.step.step import CompiledStep, dropout_key
@@ -76,8 +76,8 @@ def find_origin(setup: Setup, state: TrainState, batch: Any) -> Origin:
     parallel = setup.parallel  # the gradients of weights would be cut from what is looked at
     pipeline = dataclasses.replace(parallel.pipeline, zero_bubble=False)
     parallel = dataclasses.replace(parallel, pipeline=pipeline)
-    layout = Layout(setup.layout.facts, parallel, may_pool=False)
-    train, state = setup.train, in_stacks(state, setup.layout)
+    layout = Layout(setup.facts, parallel, may_pool=False)
+    train, state = setup.train, setup.storage.in_stacks(state)
     look = dataclasses.replace(setup, layout=layout).cached(_make_look, parallel, train.seed)
     state = dataclasses.replace(state, opt_state=())
     found = jax.device_get(look.run(state, batch))
@@ -111,7 +111,7 @@ def check_parameters(setup: Setup, state: TrainState) -> None:
     """
     if _are_finite(state.params):
         return
-    arrays = by_layer(state.params, setup.layout)
+    arrays = by_layer(state.params, setup.storage)
     name = next(name for name, array in arrays.items() if not _are_finite(array))
     raise FloatingPointError(
         f"parameter {name.replace('/', '.')} is not finite after step {int(state.step)}: an update "
@@ -250,7 +250,7 @@ def _by_part(layout: Layout, bad: Mapping[str, np.ndarray]) -> dict[str, bool]:
     for name, value in bad.items():
         if value.ndim:
             kind = name.split(".")[1]  # layers.gru.w_x
-            rows = layout.slots.rows[layout.facts.kinds.index(kind)]
+            rows = storage.partition.slots.rows[storage.facts.kinds.index(kind)]
             marks = {_layer(n, kind): bool(value[row]) for row, n in enumerate(rows) if n >= 0}
         else:
             marks = {_module(name): bool(value)}

@@ -163,7 +163,7 @@ class _Data:
 
     def __init__(self, setup: Setup, batches: Batches):
         self.setup, self.batches = setup, CheckedBatches(setup, batches)
-        facts = setup.layout.facts
+        facts = setup.facts
         require(
             batches.num_windows is not None,
             f"{type(batches).__name__} does not say how many batches it has.\n"
@@ -225,7 +225,7 @@ class _Data:
         batch = place_batch(self.batches, number, self._sharding)
         if not number:
             check_begins(batch)
-        length = check_batch_shape(self.setup.layout, batch)
+        length = check_batch_shape(self.setup.facts, batch)
         carry, outputs = self._step(state, batch)
         do_not_run_ahead(self.setup.mesh, outputs)
         self.write_last(write)
@@ -243,6 +243,6 @@ class _Data:
                 values = np.asarray(shard.data).astype(self.shapes[name].dtype)
                 if self.has_steps:
                     values = values[:, :length]
-                elif self.setup.layout.facts.time_major:
+                elif self.setup.facts.time_major:
                     values[:, length:] = self.fill(name)
                 write(name, at[inside], values[inside])

@@ -53,10 +53,10 @@ from jaxpar.base.keys import is_key
 from jaxpar.base.output import PROGRAM
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.mesh import release_freed_memory
-from jaxpar.model.model import made
+from jaxpar.model.tracing import made
 from jaxpar.model.weights import Rows, Tensor, Weights
-from jaxpar.partition.partition import Layout
-from jaxpar.partition.storage import each_by_name, kind_of
+from jaxpar.partition.by_layer import kind_of
+from jaxpar.partition.storage import Storage
 from jaxpar.sharding import array_of, axes_of_spec, named_leaves, to_spec
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state, draw_variables, state_of
@@ -76,29 +76,29 @@ _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 # ---- names ----
 
 
-def named_rows(tree: Any, layout: Layout) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+def named_rows(tree: Any, storage: Storage) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """The names and variables of a model's state, each with the names of its tensors.
 
     Of one that stacks layers there is a name for each row, "" for an empty one; of others one name. Random
     keys are no weights, and are left out.
 
     Args:
-      tree: parameters, or other variables, in the slots of the layout.
+      tree: parameters, or other variables, in the slots of the storage.
     """
     found: list[tuple[str, Any]] = []
-    each_by_name(tree, layout, lambda *each: found.append(each), ".")
+    storage.each_by_name(tree, lambda *each: found.append(each), ".")
     for name, leaf in found:
         if not is_key(array_of(leaf)):
-            yield name, leaf, names_of_rows(name, leaf, layout)
+            yield name, leaf, names_of_rows(name, leaf, storage)
 
 
-def names_of_rows(name: str, leaf: Any, layout: Layout) -> tuple[str, ...]:
+def names_of_rows(name: str, leaf: Any, storage: Storage) -> tuple[str, ...]:
     """The names of a variable's tensors, as of `named_rows`."""
     kind = kind_of(leaf)
     if kind is None:
         return (name,)
     stack, inner = name.split(f".{kind}.", 1)
-    rows = layout.slots.rows[layout.facts.kinds.index(kind)]
+    rows = storage.partition.slots.rows[storage.facts.kinds.index(kind)]
     return tuple(f"{stack}.{n}.{inner}" if n >= 0 else "" for n in rows)
 
 
@@ -141,14 +141,14 @@ class Outgoing(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def outgoing(trees: Sequence[Any], layout: Layout) -> dict[str, Outgoing]:
+def outgoing(trees: Sequence[Any], storage: Storage) -> dict[str, Outgoing]:
     """The tensors of a model's state, by their names.
 
     Args:
-      trees: parameters and other variables, in the slots of the layout; on devices.
+      trees: parameters and other variables, in the slots of the storage; on devices.
     """
     found: dict[str, Outgoing] = {}
-    for _, leaf, names in (each for tree in trees for each in named_rows(tree, layout)):
+    for _, leaf, names in (each for tree in trees for each in named_rows(tree, storage)):
         array, is_stacked = array_of(leaf), kind_of(leaf) is not None
         shape = array.shape[1:] if is_stacked else array.shape
         for row, name in enumerate(names):
@@ -539,7 +539,7 @@ class Taken:
         whole = {
             variable
             for tree in (target.params, target.frozen)
-            for variable, _, names in named_rows(tree, self.setup.layout)
+            for variable, _, names in named_rows(tree, self.setup.storage)
             if found.issuperset(filter(None, names))
         }
         trees = draw_variables(self.setup, without=whole)
@@ -549,10 +549,10 @@ class Taken:
 
     def _filled(self, tree: nnx.State) -> nnx.State:
         """Variables with the values that are taken; the old ones are gone."""
-        layout = self.setup.layout
+        storage = self.setup.storage
 
         def fill(name: str, leaf: Any) -> jax.Array | None:
-            names = enumerate(names_of_rows(name, leaf, layout))
+            names = enumerate(names_of_rows(name, leaf, storage))
             taken = [(row, name) for row, name in names if name in self.weights.tensors]
             if not taken:
                 return None
@@ -560,7 +560,7 @@ class Taken:
             parts = [self._fill(shard, taken, is_stacked) for shard in array.addressable_shards]
             return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
-        return each_by_name(tree, layout, fill, ".")
+        return storage.each_by_name(tree, fill, ".")
 
     def _fill(self, shard: Any, taken: list[tuple[int, str]], is_stacked: bool) -> jax.Array:
         """A device's part with the tensors of these names in these rows, or as the whole of it."""
@@ -616,7 +616,7 @@ def find_weights(setup: Setup, start: Start) -> Taken:
     weights = setup.task.take_weights(dataclasses.replace(weights, tensors=tensors))
     state, variables = abstract_state(setup), dict[str, jax.ShapeDtypeStruct]()
     for _, leaf, own in (
-        each for tree in (state.params, state.frozen) for each in named_rows(tree, setup.layout)
+        each for tree in (state.params, state.frozen) for each in named_rows(tree, setup.storage)
     ):
         shape = leaf.shape if kind_of(leaf) is None else leaf.shape[1:]
         variables |= dict.fromkeys(filter(None, own), jax.ShapeDtypeStruct(shape, leaf.dtype))

@@ -97,7 +97,7 @@ def main():
     fitted = dataclasses.replace(even, speeds=(3, 1))
     setups = [Setup.of(task, parallel) for parallel in (even, fitted)]
     times = [min(seconds) for seconds in time_steps(setups, 2)]
-    placements = [setup.layout.placement for setup in setups]
+    placements = [setup.partition.placement for setup in setups]
     losses = [losses_of(setup) for setup in setups]
     found = {"placements": placements, "losses": losses, "times": times}
     print(json.dumps(found))
