@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.base.trees import add, check_floats, check_same, vary_like
-from jaxpar.nn.in_place_scan import scan_in_place
-from jaxpar.nn.linear import contract, sum_of_outer_products, transposable, wide
-from jaxpar.nn.step_program import Product, StepProgram, is_float, read_step, read_values
+from jaxpar.internal.in_place_scan import scan_in_place
+from jaxpar.internal.products import contract, sum_of_outer_products, transposable, wide
+from jaxpar.internal.residuals import Residuals, Source
+from jaxpar.internal.step_program import Product, StepProgram, is_float, read_step, read_values
 from jaxpar.trace.jaxprs import cut
-from jaxpar.trace.residuals import Residuals, Source
 
 
 def hoisted_scan(
