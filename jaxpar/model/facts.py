@@ -46,7 +46,7 @@ from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount, moving_inputs, used_inputs
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call, pruned
 from jaxpar.trace.mistakes import check_equations, why_refused
-from jaxpar.trace.places import place_of_error
+from jaxpar.trace.source_lines import source_line_of_error
 
 _log = logging.getLogger(__name__)
 
@@ -806,7 +806,7 @@ def _program_of(
 
     program, out = trace()
     if has_key and (found := difference(program, trace()[0])):
-        place = f" ({found.place})" if found.place else ""
+        place = f" ({found.source_line})" if found.source_line else ""
         raise ValueError(
             f"{what}{place} computes with other numbers each time it is traced, such as NumPy's random "
             f"ones.\nFix: draw by at.draw(jax.random.normal, x.shape), and keep counts in a layer's carry."
@@ -825,6 +825,6 @@ def named(what: str, trace: Callable[[], Any], *, has_key: bool = True) -> Any:
     except Exception as error:
         if (why := why_refused(what, error, has_key=has_key)) is not None:
             raise ValueError(why).with_traceback(error.__traceback__) from None
-        place = place_of_error(error)
+        place = source_line_of_error(error)
         error.add_note(f"in {what} of the model, traced by itself" + f" ({place})" * bool(place))
         raise

@@ -535,7 +535,7 @@ def traced_twice(what: str, make: Callable[[], Any]) -> tuple[Any, ClosedJaxpr]:
                 f"it again.\nFix: make it of rngs and fixed numbers, or give a function to each layer."
             )
     if found := difference(program, other_program):
-        place = f" ({found.place})" if found.place else ""
+        place = f" ({found.source_line})" if found.source_line else ""
         raise ValueError(
             f"{what}{place}: {[*shapes][found.outputs[0]]} begins with other numbers each time it is made.\n"
             f"Fix: draw it from rngs, such as jax.random.normal(rngs.params(), shape)."
