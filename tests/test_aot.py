@@ -261,11 +261,13 @@ def test_the_ranking_of_the_readme_is_what_its_command_prints(capsys):
 
 @pytest.mark.slow
 def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path):
-    assert "(docs/strategies.svg)" in _readme()
+    assert "(docs/parallelisms.svg)" in _readme()
     page = (ROOT / "docs/parallelism.md").read_text()
-    [command] = re.findall(r"python -m jaxpar (plot strategies .*?) -o docs/strategies.svg", page)
+    [command] = re.findall(
+        r"python -m jaxpar (plot parallelisms .*?) -o docs/parallelisms.svg", page
+    )
     assert main([*command.split(), "-o", str(tmp_path / "a.svg")]) == 0
-    assert (tmp_path / "a.svg").read_text() == (ROOT / "docs/strategies.svg").read_text()
+    assert (tmp_path / "a.svg").read_text() == (ROOT / "docs/parallelisms.svg").read_text()
 
 
 def test_a_tpu_sends_bfloat16_in_half_the_bytes_of_a_cpu():

@@ -24,9 +24,9 @@ from jaxpar.base.jax_private import num_programs
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.data.packed import PackedBatches
+from jaxpar.internal.split import SplitLayer
 from jaxpar.model.task import Settings
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, lstm_layer
-from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
 from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup

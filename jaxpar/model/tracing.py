@@ -13,7 +13,7 @@ from jaxpar.sharding import named_leaves
 from jaxpar.trace.again import difference, same_value
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call
 from jaxpar.trace.mistakes import check_equations, why_refused
-from jaxpar.trace.places import place_of_error
+from jaxpar.trace.source_lines import source_line_of_error
 
 
 def made(make: Callable[[nnx.Rngs], Any], seed: int | jax.Array) -> Any:
@@ -54,7 +54,7 @@ def module_of(what: str, make: Callable[[], Any]) -> tuple[Any, ClosedJaxpr]:
                 f"it again.\nFix: make it of rngs and fixed numbers, or give a function to each layer."
             )
     if found := difference(program, other_program):
-        place = f" ({found.place})" if found.place else ""
+        place = f" ({found.source_line})" if found.source_line else ""
         raise ValueError(
             f"{what}{place}: {[*shapes][found.outputs[0]]} begins with other numbers each time it is made.\n"
             f"Fix: draw it from rngs, such as jax.random.normal(rngs.params(), shape)."
@@ -133,7 +133,7 @@ def program_of(
 
     program, out = trace()
     if has_key and (found := difference(program, trace()[0])):
-        place = f" ({found.place})" if found.place else ""
+        place = f" ({found.source_line})" if found.source_line else ""
         raise ValueError(
             f"{what}{place} computes with other numbers each time it is traced, such as NumPy's random "
             f"ones.\nFix: draw by at.draw(jax.random.normal, x.shape), and keep counts in a layer's carry."
@@ -152,7 +152,7 @@ def naming_errors(what: str, trace: Callable[[], Any], *, has_key: bool = True) 
     except Exception as error:
         if (why := why_refused(what, error, has_key=has_key)) is not None:
             raise ValueError(why).with_traceback(error.__traceback__) from None
-        place = place_of_error(error)
+        place = source_line_of_error(error)
         error.add_note(f"in {what} of the model, traced by itself" + f" ({place})" * bool(place))
         raise
 

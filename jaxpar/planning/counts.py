@@ -14,13 +14,13 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import LAYERS
 from jaxpar.base.trees import shape_of, whole_bytes
 from jaxpar.config import Parallel
+from jaxpar.internal.split import SplitLayer
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.stack import KIND
 from jaxpar.model.task import Task
 from jaxpar.partition.partition import Partition
 from jaxpar.pipeline.spec import Layer
-from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import array_of, dims_of, named_leaves
 from jaxpar.step.parts import Outer, Parts

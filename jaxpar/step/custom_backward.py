@@ -26,7 +26,7 @@ from jaxpar.step.independence import Part, Tree, Trial, quick_jit
 from jaxpar.step.parts import Parts
 from jaxpar.trace.bound import bound
 from jaxpar.trace.jaxprs import equations_in
-from jaxpar.trace.places import place_of_equation
+from jaxpar.trace.source_lines import source_line_of_equation
 
 # By what gradients are multiplied: powers of two, which change no digits. Those of float16 have fewer.
 SCALES, SCALES_OF_FLOAT16 = (2.0**-20, 2.0**-10, 1.0, 2.0**10, 2.0**20), (2.0**-5, 1.0, 2.0**5)
@@ -82,7 +82,7 @@ def _function_of(eqn: Any) -> str:
     if not eqn.primitive.name.startswith("custom_vjp_call"):
         return ""
     program = eqn.params["call_jaxpr"]
-    about, place = getattr(program, "jaxpr", program).debug_info, place_of_equation(eqn)
+    about, place = getattr(program, "jaxpr", program).debug_info, source_line_of_equation(eqn)
     if str(about.func_filename).startswith(_PACKAGE):
         return ""
     return about.func_name + f" ({place})" * bool(place)

@@ -30,7 +30,7 @@ from jaxpar.step.optimizer import HostOptimizer, clip_scale, global_norm, update
 from jaxpar.step.parts import Parts
 from jaxpar.step.resolved import Resolved
 from jaxpar.step.state import TrainState, abstract_state, state_shardings
-from jaxpar.trace.places import place_of_instruction
+from jaxpar.trace.source_lines import source_line_of_instruction
 
 # A collective-permute in a unit's work (a branch of the loop over ticks, or a loop of one turn or none), and
 # where in the model it comes from.
@@ -320,7 +320,7 @@ def check_program(program: jax.stages.Compiled) -> None:
     places = {}  # those of lines of the user's first
     for found in _PERMUTE_OF_A_UNIT.finditer(text):
         operation = _STRUCTURE.sub("", found[1])
-        place = place_of_instruction(text, int(found[2] or 0))
+        place = source_line_of_instruction(text, int(found[2] or 0))
         places.setdefault(not place, f"{operation} ({place})" if place else operation)
     if places:
         raise ValueError(

@@ -35,7 +35,7 @@ from flax.traverse_util import unflatten_dict
 from jaxpar.base.bucket import as_path, in_bucket
 from jaxpar.base.checks import fact_of, fits, require
 from jaxpar.base.files import check_file, checksum, read_json, remove_folder, sizes_of, write_file
-from jaxpar.hosts.agree import Together
+from jaxpar.hosts.agree import Rendezvous
 from jaxpar.model.task import Task
 from jaxpar.partition.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.sharding import named_leaves
@@ -97,7 +97,7 @@ class Checkpoints:
         self._setup, self._run = setup, run
         self._check = check
         self.on_failure: Callable[[], None] = lambda: None
-        self._together = Together()
+        self._together = Rendezvous()
         self._saving: Writing | None = None
         self.saved_step = -1
 

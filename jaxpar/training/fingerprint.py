@@ -21,7 +21,7 @@ from jaxpar.base.files import checksum
 from jaxpar.base.parts import SPLITS
 from jaxpar.data.batches import Batches, EndOfStreamError, check_numbers
 from jaxpar.data.iterator import IteratorBatches
-from jaxpar.hosts.agree import DifferentError, Together, differences
+from jaxpar.hosts.agree import DifferentError, Rendezvous, differences
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import check_batch_shape
 from jaxpar.training.evaluate import CheckedBatches
@@ -132,7 +132,7 @@ class HashedBatches(CheckedBatches):
     def __init__(self, setup: Setup, batches: Batches, settings: str):
         super().__init__(setup, batches)
         self.settings = settings
-        self._together = Together()
+        self._together = Rendezvous()
         self._stream = batches if isinstance(batches, IteratorBatches) else None
 
     def checksums(self, step: int) -> dict[str, str]:

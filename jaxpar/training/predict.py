@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from jaxpar.base.checks import require
 from jaxpar.base.console import make_console
-from jaxpar.base.files import WRITABLE, check_folder, check_path, in_words, make_folder
+from jaxpar.base.files import WRITABLE, check_folder, check_path, friendly_errors, make_folder
 from jaxpar.data.batches import Batches, place_batch
 from jaxpar.data.order import DrawnBatches
 from jaxpar.hosts.agree import in_process_0, together
@@ -128,7 +128,7 @@ def _files(path: Path, data: "_Data") -> Iterator[Write]:
                     raise FileExistsError(
                         f"{file} exists already.\nFix: remove it, or use another folder."
                     )
-            with in_words(f"write {path}", WRITABLE):
+            with friendly_errors(f"write {path}", WRITABLE):
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".", dir=path))
                 for name in data.shapes:
                     data.write_empty(name, Path(folder, f"{name}.npy"))
@@ -139,7 +139,10 @@ def _files(path: Path, data: "_Data") -> Iterator[Write]:
         def write(name: str, at: np.ndarray, values: np.ndarray) -> None:
             shape, place_bytes = data.shapes[name], values[:1].nbytes
             runs = np.split(np.arange(len(at)), np.flatnonzero(np.diff(at) != 1) + 1)
-            with in_words(f"write {path}", WRITABLE), (partial / f"{name}.npy").open("r+b") as file:
+            with (
+                friendly_errors(f"write {path}", WRITABLE),
+                (partial / f"{name}.npy").open("r+b") as file,
+            ):
                 first = file.seek(0, os.SEEK_END) - shape.size * shape.dtype.itemsize
                 for run in (run for run in runs if run.size):
                     file.seek(first + int(at[run[0]]) * place_bytes)
@@ -175,7 +178,7 @@ class _Data:
         self._in_order, self.has_steps = None, False
         num_places = self.num_batches * batches.batch_size
         if isinstance(batches, DrawnBatches):
-            has_steps = batches.places(0).at.ndim > 1
+            has_steps = batches.indices(0).at.ndim > 1
             if facts.time_major or not has_steps:  # else there are outputs for rows alone
                 self._in_order, self.has_steps = batches, has_steps
                 num_places = batches.length
@@ -193,7 +196,7 @@ class _Data:
     def places(self, number: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
         """Of rows of a batch, or of their steps: where each belongs, and whether it does (or is padding)."""
         if self._in_order:
-            at, inside, _ = self._in_order.places(number, rows)
+            at, inside, _ = self._in_order.indices(number, rows)
             return at, inside
         B = self.batches.batch_size
         at_B = number * B + np.arange(B)[rows]

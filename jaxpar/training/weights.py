@@ -43,7 +43,7 @@ from jaxpar.base.display import format_names, format_shape
 from jaxpar.base.files import (
     check_file,
     check_path,
-    in_words,
+    friendly_errors,
     read_file,
     read_json,
     whole_file,
@@ -343,7 +343,9 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file, and the texts of its metadata."""
-    with in_words(f"read the weights {path}", "give a safetensors file, or the folder of a run"):
+    with friendly_errors(
+        f"read the weights {path}", "give a safetensors file, or the folder of a run"
+    ):
         check_file(path)
         try:
             with safetensors.safe_open(path, framework="np"):

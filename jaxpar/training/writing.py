@@ -30,7 +30,7 @@ import numpy as np
 from jaxpar.base.bucket import in_bucket
 from jaxpar.base.checks import require
 from jaxpar.base.files import remove_folder
-from jaxpar.hosts.agree import SharedError, Together
+from jaxpar.hosts.agree import Rendezvous, SharedError
 
 if TYPE_CHECKING:  # it takes a fifth of a second, and most commands need none of it
     from orbax import checkpoint as orbax
@@ -65,7 +65,7 @@ class Writing:
         path: Path,
         arrays: Mapping[str, Any],
         *,
-        together: Together,
+        together: Rendezvous,
         check: Callable[[], object] = lambda: None,
         seal: Callable[[Path], object] = lambda _: None,
         clean_up: Callable[[], object] = lambda: None,

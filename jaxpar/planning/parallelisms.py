@@ -47,7 +47,7 @@ _MOST_TURNS = 8
 _UNITS_PER_STAGE = 2
 
 
-class Strategy(NamedTuple):
+class Parallelism(NamedTuple):
     """A way to share a step.
 
     Attributes:
@@ -79,7 +79,7 @@ class Strategy(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class Strategies(Printed):
+class Parallelisms(Printed):
     """Four ways to share a step of one task; `print` it, or read its attributes.
 
     Attributes:
@@ -93,16 +93,16 @@ class Strategies(Printed):
     task: Task
     machine: Machine
     num_devices: int
-    drawn: tuple[Strategy, ...]
+    drawn: tuple[Parallelism, ...]
     left_out: Mapping[str, str]
 
 
-def strategies(
+def compare_parallelisms(
     task: Task,
     parallel: Parallel | str | None = None,
     train: TrainConfig | None = None,
     machine: Machine | str | None = None,
-) -> Strategies:
+) -> Parallelisms:
     """Data, tensor, model and pipeline parallelism of a task's training step on so many devices.
 
     Each of the four is compiled for the machine, from shapes; nothing is run. Model parallelism is layers on
@@ -136,7 +136,7 @@ def strategies(
         "pipeline parallelism": (STAGE, cut),
     }
     one = dataclasses.replace(mesh, data=1, stage=1, tensor=1, devices=None)
-    costs, left_out, drawn = dict[str, StepCost](), dict[str, str](), list[Strategy]()
+    costs, left_out, drawn = dict[str, StepCost](), dict[str, str](), list[Parallelism]()
     for name, (axis, pipeline) in ways.items():
         shape = dataclasses.replace(one, **{axis: n})
         speeds = given.speeds if axis == STAGE else None
@@ -155,7 +155,7 @@ def strategies(
             if not isinstance(program, str):
                 cost = cost.known(program.result())
                 unknown = cost.refusal and f"the compiler says {cost.refusal}"
-            drawn.append(_strategy(name, ways[name][0], cost, unknown))
+            drawn.append(_parallelism(name, ways[name][0], cost, unknown))
         except ValueError as error:
             left_out[name] = str(error)
     if not drawn:
@@ -163,7 +163,7 @@ def strategies(
         raise ValueError(
             f"no way to share the step among {n} devices: {why}\nFix: use another number of devices."
         )
-    return Strategies(counts.facts.task, machine, n, tuple(drawn), left_out)
+    return Parallelisms(counts.facts.task, machine, n, tuple(drawn), left_out)
 
 
 def _compiling(pool: ThreadPoolExecutor, cost: StepCost) -> Future[ProgramReport | str] | str:
@@ -177,7 +177,7 @@ def _compiling(pool: ThreadPoolExecutor, cost: StepCost) -> Future[ProgramReport
 def _estimate(
     name: str, axis: str, counts: Counts, parallel: Parallel, train: TrainConfig, machine: Machine
 ) -> StepCost:
-    """The cost of a strategy; of several pipelines, of the one with the least time.
+    """The cost of a parallelism; of several pipelines, of the one with the least time.
 
     Raises:
       ValueError: it is not possible, or makes no difference.
@@ -219,7 +219,7 @@ def _estimate(
     return min(costs, key=lambda cost: cost.seconds)
 
 
-def _strategy(name: str, axis: str, cost: StepCost, unknown: str) -> Strategy:
+def _parallelism(name: str, axis: str, cost: StepCost, unknown: str) -> Parallelism:
     _, parallel, train = cost.settings
     counts = cost.counts
     step, n = Step(counts, parallel, train), parallel.mesh.sizes[axis]
@@ -236,7 +236,7 @@ def _strategy(name: str, axis: str, cost: StepCost, unknown: str) -> Strategy:
         holds = [f"{share}, rows {d * rows}-{(d + 1) * rows - 1}" for d in range(n)]
     elif axis == STAGE:
         holds = _places(storage)
-    return Strategy(name, cost, unknown, tuple(holds), weight_bytes, tuple(_blocks(step, cost)))
+    return Parallelism(name, cost, unknown, tuple(holds), weight_bytes, tuple(_blocks(step, cost)))
 
 
 def _places(storage: Storage) -> list[str]:
