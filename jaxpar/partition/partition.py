@@ -77,14 +77,12 @@ class Layout:
     Attributes:
       facts: of the task.
       parallel: with no -1 left.
-      may_pool: False leaves all that could lie in pools where it is, whatever that takes.
     Raises:
       ValueError: the two do not fit each other.
     """
 
     facts: ModelFacts
     parallel: Parallel
-    may_pool: bool = True
 
     def __post_init__(self):
         facts, task, mesh = self.facts, self.facts.task, self.parallel.mesh
@@ -367,7 +365,7 @@ class Layout:
         """For what is trained and for what is not; None if nothing lies in pools."""
         if self.pools_layers:
             return self.possible_pools
-        return self._pools_of_ends if self.may_pool and not self._has_own_optimizer else None
+        return None if self._has_own_optimizer else self._pools_of_ends
 
     @functools.cached_property
     def pools_layers(self) -> bool:
@@ -378,8 +376,7 @@ class Layout:
         carry begins with parameters.
         """
         return (
-            self.may_pool
-            and self.possible_pools is not None
+            self.possible_pools is not None
             and not (self.task.axes or self._has_own_optimizer)
             and not any(path.startswith(f"{LAYERS_OF_MODEL}/") for path in self._looked_at)
             and not self.facts.starts_with_variables

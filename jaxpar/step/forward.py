@@ -27,7 +27,7 @@ from jaxpar.partition.partition import POOLS, Layout, Outer
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.pipeline.schedules import make_schedule
-from jaxpar.pipeline.spec import Layer, PipelineParams
+from jaxpar.pipeline.spec import PipelineParams
 from jaxpar.pipeline.tables import TickTable, largest, make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, unstack, with_sums
 from jaxpar.sharding import axes_of_spec, constrain
@@ -36,20 +36,13 @@ _make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked 
 
 
 def make_forward(
-    layout: Layout,
-    mesh: Mesh,
-    wrap: Callable[[Layer], Layer] | None = None,
-    *,
-    predicts: bool = False,
+    layout: Layout, mesh: Mesh, *, predicts: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """(params, frozen, carry, batch, dropout key, table, beside) -> (carry, sums), over one window.
+    """(params, frozen, carry, batch, dropout key, table) -> (carry, sums), over one window.
 
     Args:
       predicts: instead of the sums, what the model's `predict` gives: arrays by name, [time, rows, ...] or
         [rows, ...], rows in the order of the batch.
-      wrap: makes layers that are looked into: their parameters are (parameters, others), their carry
-        (carry, others). `beside` are those others, both for every kind, [rows of the stack, ...]; instead of
-        the carry those of the carry come back, by kind.
     """
     layers = layout.layer_functions(in_units=layout.parallel.runs_in_units)
     if layout.parallel.runs_in_units:
@@ -60,12 +53,11 @@ def make_forward(
         )
     if predicts:
         _ = layout.facts.outputs  # what is wrong with them is said now
-        wrap = _without_sums
-    layers = layers if wrap is None else tuple(map(wrap, layers))
+        layers = tuple(map(_without_sums, layers))
     run = _run_in_units if layout.parallel.runs_in_units else _run_at_once
     run = functools.partial(run, layout, mesh, layers, predicts)
 
-    def forward(params, frozen, carry, batch, key, table, beside=None):
+    def forward(params, frozen, carry, batch, key, table):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
         params, frozen = (constrain(tree, mesh, layout.rules) for tree in (params, frozen))
         if key is not None:
@@ -73,14 +65,8 @@ def make_forward(
         starts, initial = starts_of(batch), layout.initial_carry(params, frozen)
         before = jax.tree.map(lambda a, b: jnp.where(starts, b, a), carry, initial)
         flat = tuple(values(before[kind]) for kind in layout.facts.kinds)
-        others = ()
-        if beside is not None:
-            others, of_carry = beside
-            flat = tuple(zip(flat, of_carry, strict=True))
-        after, sums = run(params, others, frozen, flat, batch, key, table)
+        after, sums = run(params, frozen, flat, batch, key, table)
         by_kind = zip(layout.facts.kinds, after, strict=True)
-        if beside is not None:
-            return {kind: others for kind, (_, others) in by_kind}, sums
         return {kind: wrap_like(own, carry[kind]) for kind, own in by_kind}, sums
 
     return forward
@@ -103,40 +89,33 @@ def _without_sums(layer: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: layer(*args)[:2]
 
 
-def _with_others(params: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Parameters of the layers by kind, as layers that are looked into take them; see `make_forward`."""
-    return tuple(zip(params, others, strict=True)) if others else params
-
-
-def _run_at_once(
-    layout: Layout, mesh, layers, predicts, params, others, frozen, carry, batch, key, table
-):
+def _run_at_once(layout: Layout, mesh, layers, predicts, params, frozen, carry, batch, key, table):
     """The whole batch and window as one block on every data-parallel group."""
 
-    def run(params, others, frozen, carry, batch, key, at_layout, time: Any = 0, row: Any = 0):
+    def run(params, frozen, carry, batch, key, at_layout, time: Any = 0, row: Any = 0):
         at = layout.facts.at(layout.facts.to_block(batch), draws=False)
         at = at._replace(time=jnp.int32(time), row=jnp.int32(row), key=key, layout=at_layout)
-        return run_block(layout, layers, params, others, frozen, carry, at, predicts=predicts)
+        return run_block(layout, layers, params, frozen, carry, at, predicts=predicts)
 
     own = layout.task.axes
     if not own and (mesh.shape[DATA] == 1 or not layout.facts.divides_by_hand):
-        return run(params, others, frozen, carry, batch, key, layout.constraint(mesh))
+        return run(params, frozen, carry, batch, key, layout.constraint(mesh))
 
     # Left to itself, the compiler would sum gradients over `data` in the loop over the layers. Here they
     # are summed where the parameters came in, all at once.
     axes, facts = (DATA, *own), layout.facts
 
-    def run_shard(params, others, frozen, carry, batch, key):
+    def run_shard(params, frozen, carry, batch, key):
         group = sum(lax.axis_index(axis) for axis in axes)
         with jax.named_scope("gradients"):
-            params, others = vary_like((params, others), group)
+            params = vary_like(params, group)
         shape = mesh.shape
         num_rows = facts.batch_size // math.prod(shape[axis] for axis in (DATA, *facts.row_axes))
         first_row, time = lax.axis_index((DATA, *facts.row_axes)) * num_rows, 0
         if facts.time_axes:
             time = lax.axis_index(facts.time_axes) * (layout.chunk_len or 0)
         at_layout = layout.constraint(mesh, DATA)
-        carry, sums = run(params, others, frozen, carry, batch, key, at_layout, time, first_row)
+        carry, sums = run(params, frozen, carry, batch, key, at_layout, time, first_row)
         carry = same_along(own, carry, of_carry)
         if predicts:
             return carry, same_along(own, vary_like(sums, group), of_block)
@@ -156,35 +135,24 @@ def _run_at_once(
         run_shard,
         mesh=mesh,
         axis_names={*axes},
-        in_specs=(layout.specs(params), P(), layout.specs(frozen), of_carry, of_batch, P()),
+        in_specs=(layout.specs(params), layout.specs(frozen), of_carry, of_batch, P()),
         out_specs=(of_carry, of_block if predicts else P()),
-    )(params, others, frozen, carry, batch, key)
+    )(params, frozen, carry, batch, key)
 
 
 def _carry_specs(layout: Layout, carry: Any, *axes: str) -> Any:
-    """Partition specs of a carry as the engine takes it, maybe with marks beside it."""
+    """Partition specs of a carry as the engine takes it."""
     known = layout.carry_specs(*axes)
-    rows = (DATA, *layout.facts.row_axes)
-
-    def of_kind(own: Any, specs: list[P]) -> Any:
-        structure = jax.tree.structure(own)
-        if structure.num_leaves == len(specs):
-            return jax.tree.unflatten(structure, specs)
-        plain, beside = own
-        lead = STAGE if STAGE in axes else None
-        return of_kind(plain, specs), jax.tree.map(lambda _: P(lead, rows), beside)
-
-    return tuple(map(of_kind, carry, known))
+    pairs = zip(carry, known, strict=True)
+    return tuple(jax.tree.unflatten(jax.tree.structure(own), specs) for own, specs in pairs)
 
 
-def run_block(
-    layout: Layout, layers, params, others, frozen, carry, at: At, *, predicts: bool = False
-):
+def run_block(layout: Layout, layers, params, frozen, carry, at: At, *, predicts: bool = False):
     """All of a model on a block of rows and time steps: the carry, and the sums or what `predict` gives."""
     model, facts = layout.merge(params, frozen), layout.facts
     with jax.named_scope("first"), constants_told("`first`"):
         x = model.first(at.batch, at._replace(layer=len(facts.kind_of) + 1))
-    own = _with_others(layout.of_layers(params), others), layout.of_layers(frozen)
+    own = layout.of_layers(params), layout.of_layers(frozen)
     no_sums = () if predicts else facts.no_sums
     start = x, vary_like(no_sums, (carry, x))  # in a loop over layers all is of one type
     carry, (y, of_layers) = _run_stack(layout, layers, *own, carry, start, at)
@@ -218,9 +186,7 @@ def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
     return tuple(carry), x
 
 
-def _run_in_units(
-    layout: Layout, mesh, layers, predicts, params, others, frozen, carry, batch, key, table
-):
+def _run_in_units(layout: Layout, mesh, layers, predicts, params, frozen, carry, batch, key, table):
     """The model's three parts, handed to the pipeline engine."""
     parallel, model = layout.parallel, layout.merge(params, frozen)
     if says(model, "prepare"):
@@ -241,8 +207,7 @@ def _run_in_units(
     if sharded:
         last_names = None if is_part else in_parts[1]
     states = layout.params, layout.frozen
-    own, frozen_specs = (layout.of_layers(layout.specs(state, STAGE)) for state in states)
-    of_layers = _with_others(own, (P(STAGE),) * len(others)), frozen_specs
+    of_params, of_frozen = (layout.of_layers(layout.specs(state, STAGE)) for state in states)
     deal, gather = _deal(layout, mesh)
     b = layout.microbatch_rows
     constraint = layout.constraint(mesh, DATA, STAGE)
@@ -260,7 +225,7 @@ def _run_in_units(
         shares_first=any(STAGE in each for each in axes),
         first_specs=first_specs,
         last_specs=outer.specs(outer.last, last_names),
-        layer_specs=(P(STAGE), P(STAGE)) if layout.pools_layers else of_layers,
+        layer_specs=(P(STAGE), P(STAGE)) if layout.pools_layers else (of_params, of_frozen),
         carry_specs=_carry_specs(layout, carry, STAGE, DATA),
         row_axes=layout.facts.row_axes,
         time_axes=layout.facts.time_axes,
@@ -279,7 +244,7 @@ def _run_in_units(
         lay_out_gradients=constraint.of_variables,
     )
 
-    def parts(number, others=()):
+    def parts(number):
         leaves, first, last = (each[number] for each in (outer.leaves, outer.first, outer.last))
         pooled = {name for kind in layout.pooled_names(number) for name in kind}
         first, last = (
@@ -289,7 +254,7 @@ def _run_in_units(
         planes = nnx.State((params, frozen)[number].get(POOLS[number], {}))
         if layout.pools_layers:
             return PipelineParams(first, planes, last)
-        layers = _with_others(layout.of_layers(outer.states[number]), others)
+        layers = layout.of_layers(outer.states[number])
         return PipelineParams(first, layers, last, planes)
 
     block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
@@ -302,7 +267,7 @@ def _run_in_units(
     if not predicts:
         d_loss = d_mean_loss if layout.facts.knows_weight else None
         run = functools.partial(pipeline.sums, d_loss=d_loss)
-    sums, carry, _ = run(parts(0, others), carry, block, table, frozen=parts(1), key=key)
+    sums, carry, _ = run(parts(0), carry, block, table, frozen=parts(1), key=key)
     if predicts:
         sums = jax.tree.map(lambda a: gather(a, pipeline.rows_dim), sums)
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
