@@ -25,7 +25,8 @@ from jaxpar.base.keys import is_key, key_as
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import add, in_float32, vary_like
 from jaxpar.base.types import Activations, Arrays, Batch, Carry, Cotangents, Index, Params
-from jaxpar.model.model import Sums, mean_loss, says, values
+from jaxpar.model.model import Sums, mean_loss, says
+from jaxpar.model.stack import values
 from jaxpar.partition.by_layer import by_layer, kind_of
 from jaxpar.sharding import Constraint, array_of, is_variable, named_leaves, off_stages
 from jaxpar.step.setup import Setup
