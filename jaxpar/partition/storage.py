@@ -2,8 +2,8 @@
 
 A state has two trees of variables: those that are trained (number 0) and all others (number 1). In a stack
 [rows, ...] of each kind every stage has as many rows as the fullest of them needs. Where that takes much more
-than the layers do, a stage has its own layers alone, in a pool (`partition.pool`). This is the one module that
-knows which of the two it is: all others read variables by their names, or one layer at a time.
+than the layers do, a stage has its own layers alone, in a pool (`partition.pool`). This module alone knows
+which of the two it is. All others read variables by their names, or one layer at a time.
 """
 
 import functools
@@ -28,7 +28,16 @@ from jaxpar.model.stack import Stack
 from jaxpar.model.task import Task
 from jaxpar.partition import partition
 from jaxpar.partition.partition import Partition
-from jaxpar.pipeline.pool import OTHER, Pool, dim_over_tensor, stack_of, with_stack
+from jaxpar.partition.pool import (
+    OTHER,
+    LayerPool,
+    OuterPool,
+    Pool,
+    dim_over_tensor,
+    stack_of,
+    with_stack,
+)
+from jaxpar.pipeline.store import Stacks, Store
 from jaxpar.sharding import (
     PARAM_SHAPE,
     array_of,
@@ -40,6 +49,7 @@ from jaxpar.sharding import (
 )
 
 Variables = TypeVar("Variables", bound=Tree)
+Names = Sequence[str]
 
 # The names of the pools in both trees of a state, in place of the variables that are in them.
 POOLS = ("@pool", "@pool of frozen")
@@ -156,7 +166,7 @@ class Storage:
 
     @functools.cached_property
     def _pools_of_outer(self) -> tuple[Pool, Pool] | None:
-        """Pools for the modules before and after the layers alone, if these are large beside a stage's layers.
+        """Pools for the modules before and after the layers alone, if these are large.
 
         No stage but its own has them then, and their gradients are not summed over stages.
         """
@@ -282,6 +292,18 @@ class Storage:
     def planes(self, number: int, state: nnx.State) -> nnx.State:
         """The planes of the pool in a tree of a state; empty if it has none."""
         return nnx.State(state.get(POOLS[number], {}))
+
+    def stores(self, first: Sequence[Names], last: Sequence[Names]) -> tuple[Store, Store]:
+        """How the pipeline reads layers of both trees, and adds to their gradients.
+
+        Args:
+          first, last: the names of the variables that `first` and `last` use, of both trees.
+        """
+        if self.pools is None:
+            return Stacks(), Stacks()
+        of, each = LayerPool if self.pools_layers else OuterPool, zip(first, last, strict=True)
+        made = map(of, self.pools, each, (self.facts.platform,) * 2)
+        return next(made), next(made)
 
     # ---- the first values ----
 

@@ -27,8 +27,9 @@ from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.pipeline.spec import PipelineParams
+from jaxpar.pipeline.store import unstack
 from jaxpar.pipeline.tables import TickTable, largest, make_table
-from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, unstack, with_sums
+from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, with_sums
 from jaxpar.sharding import axes_of_spec, constrain
 from jaxpar.step.parts import Outer, Parts
 
@@ -198,7 +199,8 @@ def _run_in_units(parts: Parts, mesh, layers, predicts, params, frozen, carry, b
     if says(model, "prepare"):
         model = model.prepare(mesh.shape)
     outer = Outer(parts, model, predicts=predicts)
-    pools, ends = parts.storage.pools, (outer.names(outer.first), outer.names(outer.last))
+    first, last = outer.names(outer.first), outer.names(outer.last)
+    stores = parts.storage.stores(first, last)
     sharded = parts.partition.head == "sharded" and mesh.shape[STAGE] > 1
     is_part = sharded and parts.facts.has_last_part
     # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
@@ -233,7 +235,7 @@ def _run_in_units(parts: Parts, mesh, layers, predicts, params, frozen, carry, b
         shares_first=any(STAGE in each for each in axes),
         first_specs=first_specs,
         last_specs=outer.specs(outer.last, last_names),
-        layer_specs=(P(STAGE), P(STAGE)) if parts.storage.pools_layers else (of_params, of_frozen),
+        layer_specs=(of_params, of_frozen) if stores[0].is_stacked else (P(STAGE), P(STAGE)),
         carry_specs=_carry_specs(parts, carry, STAGE, DATA),
         row_axes=parts.facts.row_axes,
         time_axes=parts.facts.time_axes,
@@ -246,24 +248,26 @@ def _run_in_units(parts: Parts, mesh, layers, predicts, params, frozen, carry, b
             * parallel.pipeline.num_microbatches
         ),
         layout=constraint,
-        pools=pools,
-        pools_layers=parts.storage.pools_layers,
-        pooled_ends=ends,
+        stores=stores,
         lay_out_gradients=constraint.of_variables,
     )
 
-    def stored(number):
-        leaves, first, last = (each[number] for each in (outer.leaves, outer.first, outer.last))
-        pooled = {name for kind in parts.storage.packed_names(number) for name in kind}
-        first, last = (
-            tuple(None if name in pooled else leaves[n] for n, name in zip(own, names, strict=True))
-            for own, names in ((first, ends[0][number]), (last, ends[1][number]))
+    def stored(number: int) -> PipelineParams:
+        """Trained variables (0) or others (1), as the pipeline takes them."""
+        leaves, tree = outer.leaves[number], (params, frozen)[number]
+        apart = {name for kind in parts.storage.packed_names(number) for name in kind}
+        of_first, of_last = (
+            tuple(
+                None if name in apart else leaves[n]
+                for n, name in zip(numbers[number], names[number], strict=True)
+            )
+            for numbers, names in ((outer.first, first), (outer.last, last))
         )
-        planes = parts.storage.planes(number, (params, frozen)[number])
-        if parts.storage.pools_layers:
-            return PipelineParams(first, planes, last)
+        planes = parts.storage.planes(number, tree)
+        if not stores[0].is_stacked:
+            return PipelineParams(of_first, planes, of_last)
         layers = parts.of_layers(outer.states[number])
-        return PipelineParams(first, layers, last, planes)
+        return PipelineParams(of_first, layers, of_last, planes)
 
     block = parts.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)

@@ -138,8 +138,9 @@ def describe_balance(partition: Partition) -> list[tuple[str, str]]:
     best = balanced(costs, len(partition.placement))
     takes, least = (tick_cost(costs, placement) for placement in (partition.placement, best))
     if takes > TOLERATED_IMBALANCE * least:
-        warning = f"placement={partition.placement}: stages wait for each other; a step with placement={best} "
-        lines.append(("warning", warning + f"would be up to ~{takes / least:.2f} times as fast"))
+        warning = f"placement={partition.placement}: stages wait for each other; a step with "
+        warning += f"placement={best} would be up to ~{takes / least:.2f} times as fast"
+        lines.append(("warning", warning))
     return lines
 
 
