@@ -29,7 +29,7 @@ from jaxpar.planning import plan
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state, init_state
 from jaxpar.tasks.lm.task import LM
-from jaxpar.training.console import ConsoleReport
+from jaxpar.training.callbacks import ConsoleReport
 from jaxpar.training.progress import Progress
 
 SCHEDULES = (

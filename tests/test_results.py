@@ -20,9 +20,9 @@ from jaxpar.cli.main import main
 from jaxpar.pictures.results import MOST_POINTS, round_numbers, ways_on
 from jaxpar.pictures.style import make_page
 from jaxpar.tasks.lm import LM
+from jaxpar.training.callbacks import Report
 from jaxpar.training.fit import fit
-from jaxpar.training.history import Curves, columns_of, sparkline, thinned
-from jaxpar.training.report import Report
+from jaxpar.training.progress import Curves, columns_of, sparkline, thinned
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

@@ -11,9 +11,8 @@ from jaxpar.model.task import TASKS, spec_of
 from jaxpar.pictures.chart import round_steps
 from jaxpar.pictures.picture import Picture
 from jaxpar.pictures.style import PALETTE
-from jaxpar.training.console import evaluation_table
-from jaxpar.training.history import Curves, sparkline, thinned
-from jaxpar.training.report import FitResult
+from jaxpar.training.fit import FitResult
+from jaxpar.training.progress import Curves, evaluation_table, sparkline, thinned
 
 WIDTH, HEIGHT = 720, 180  # pixels of the curves
 LEFT, RIGHT, TOP, BOTTOM = 56, 8, 20, 20  # and of what is around them

@@ -63,7 +63,7 @@ from jaxpar.step.state import TrainState, abstract_state, draw_variables, state_
 from jaxpar.training.run_folder import RunFolder
 
 LIMIT_BYTES = 5 * 10**9  # of a file
-_LEAVE = "leave it out (--start-leave PATTERN)"
+_IGNORE = "ignore it (--start-ignore PATTERN)"
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -435,12 +435,12 @@ class Start:
 
     path: str
     rename: tuple[tuple[str, str], ...] = ()
-    leave: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
 
     def __post_init__(self):
         check_fields(self)
         check_path("start", self.path, of_run=True)
-        for pattern, replacement in (*((pattern, "") for pattern in self.leave), *self.rename):
+        for pattern, replacement in (*((pattern, "") for pattern in self.ignore), *self.rename):
             try:
                 re.compile(pattern).sub(replacement, "")
             except (re.error, IndexError) as error:
@@ -452,7 +452,7 @@ class Start:
     @property
     def patterns(self) -> tuple[str, ...]:
         """All of them."""
-        return *self.leave, *(old for old, _ in self.rename)
+        return *self.ignore, *(old for old, _ in self.rename)
 
     @classmethod
     def of(cls, start: "Start | str | PathLike[str] | None") -> "Start | None":
@@ -476,7 +476,7 @@ class Start:
 
     def new_name(self, name: str) -> str | None:
         """What a tensor of the source is called in the model; None if it is left out."""
-        if any(re.fullmatch(pattern, name) for pattern in self.leave):
+        if any(re.fullmatch(pattern, name) for pattern in self.ignore):
             return None
         for pattern, replacement in self.rename:
             if found := re.fullmatch(pattern, name):
@@ -485,7 +485,7 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class MatchedWeights:
     """Weights that have their places, of which none is read yet.
 
     Attributes:
@@ -600,7 +600,7 @@ def _put(part: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
     return part.at[rows].set(values)
 
 
-def find_weights(setup: Setup, start: Start) -> Taken:
+def find_weights(setup: Setup, start: Start) -> MatchedWeights:
     """What a run takes from a start; nothing is read but names and shapes.
 
     Raises:
@@ -622,7 +622,7 @@ def find_weights(setup: Setup, start: Start) -> Taken:
         variables |= dict.fromkeys(filter(None, own), jax.ShapeDtypeStruct(shape, leaf.dtype))
     _check_places(weights, variables)
     tensors = {name: weights.tensors[name] for name in variables if name in weights.tensors}
-    return Taken(
+    return MatchedWeights(
         setup,
         dataclasses.replace(weights, tensors=tensors),
         {new: name for new, name in renamed.items() if new != name},
@@ -664,7 +664,7 @@ def _check_places(weights: Weights, variables: Mapping[str, jax.ShapeDtypeStruct
     if homeless := [name for name in weights.tensors if name not in variables]:
         raise ValueError(
             f"{weights.source} has {_some(homeless)}, which the model lacks; it has "
-            f"{_some(variables)}.\nFix: {_LEAVE}, or rename it (--start-rename PATTERN=NAME)."
+            f"{_some(variables)}.\nFix: {_IGNORE}, or rename it (--start-rename PATTERN=NAME)."
         )
     require(
         bool(weights.tensors),
@@ -678,7 +678,7 @@ def _check_places(weights: Weights, variables: Mapping[str, jax.ShapeDtypeStruct
     require(
         not shapes,
         f"{weights.source} has other sizes than the model: {'; '.join(shapes[:3])}.\n"
-        f"Fix: change the model's sizes, or {_LEAVE}.",
+        f"Fix: change the model's sizes, or {_IGNORE}.",
     )
     for name, tensor in weights.tensors.items():
         own = variables[name].dtype
@@ -686,7 +686,7 @@ def _check_places(weights: Weights, variables: Mapping[str, jax.ShapeDtypeStruct
         require(
             both_float or tensor.dtype == own,
             f"{name} of {weights.source} has the type {tensor.dtype}, and the model's has {own}.\n"
-            f"Fix: convert it, or {_LEAVE}.",
+            f"Fix: convert it, or {_IGNORE}.",
         )
 
 
