@@ -11,7 +11,6 @@ import signal
 import sys
 import textwrap
 import time
-import tomllib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -29,6 +28,7 @@ from jaxpar.base.output import PROGRAM
 from jaxpar.base.types import Json
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
+from jaxpar.training.config_file import read_toml
 from jaxpar.training.progress import Evaluation, Progress, Skipped, evaluation_table
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.summary import summarize
@@ -262,6 +262,8 @@ def _duration(seconds: float) -> str:
 class Tracker(Report):
     """A callback that receives the numbers of a run by their names; derive from it for another tracker.
 
+    Args:
+      options: options for the package, as `begin` uses them.
     Attributes:
       package: name of the package that it needs.
       module: that package.
@@ -273,7 +275,7 @@ class Tracker(Report):
 
     package: ClassVar[str]
 
-    def __init__(self) -> None:
+    def __init__(self, **options: object) -> None:
         try:
             self.module: ModuleType = importlib.import_module(self.package)
         except ModuleNotFoundError as error:
@@ -281,7 +283,7 @@ class Tracker(Report):
                 f"{type(self).__name__} needs the package {error.name}\nFix: pip install {error.name}"
             ) from error
         self.writer: Any = None
-        self.exit_code = 0
+        self.exit_code, self._options = 0, options
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Writes numbers of a step, by names such as "train/loss"."""
@@ -305,8 +307,7 @@ class Tracker(Report):
 
     def _log(self, line: Json) -> None:
         split, step = line.pop("split"), line.pop("step")
-        numbers = {name: value for name, value in line.items() if value is not None}
-        self.log(step, {f"{split}/{name}": value for name, value in numbers.items()})
+        self.log(step, {f"{split}/{name}": n for name, n in line.items() if n is not None})
 
 
 class TensorBoard(Tracker):
@@ -353,14 +354,14 @@ class WandB(Tracker):
 
     package = "wandb"
 
-    def __init__(self, **options: object):
-        super().__init__()
-        self._options = options
-
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Begins the run there, or continues it."""
         folder = RunFolder(out_dir)
-        own = {"id": folder.data()["run"], "name": out_dir.name, "config": _settings(folder)}
+        own = {
+            "id": folder.data()["run"],
+            "name": out_dir.name,
+            "config": read_toml(folder.config_path),
+        }
         own |= {} if in_bucket(out_dir) else {"dir": str(out_dir)}
         own |= {"allow_val_change": True, "resume": "allow"}
         self.writer, self.exit_code = self.module.init(**{**own, **self._options}), 0
@@ -388,13 +389,15 @@ class Trackio(Tracker):
     package = "trackio"
 
     def __init__(self, project: str = "jaxpar", **options: object):
-        super().__init__()
-        self._options = {"project": project, **options}
+        super().__init__(project=project, **options)
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Begins the run there, or continues it."""
         folder = RunFolder(out_dir)
-        own = {"name": f"{out_dir.name}-{folder.data()['run']}", "config": _settings(folder)}
+        own = {
+            "name": f"{out_dir.name}-{folder.data()['run']}",
+            "config": read_toml(folder.config_path),
+        }
         own |= {"resume": "allow", "embed": False}
         self.writer = self.module.init(**{**own, **self._options})
 
@@ -408,13 +411,4 @@ class Trackio(Tracker):
             self.writer.finish()
 
 
-TRACKERS: dict[str, type[Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "trackio": Trackio,
-}
-
-
-def _settings(folder: RunFolder) -> Json:
-    """The settings in config.toml."""
-    return tomllib.loads(folder.config_path.read_text("utf-8"))
+TRACKERS = {kind.__name__.lower(): kind for kind in (TensorBoard, WandB, Trackio)}

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 import jax
 import numpy as np
@@ -17,9 +17,6 @@ from jaxpar.base.display import Shown
 from jaxpar.base.sheets import peak_flops
 from jaxpar.base.types import Batch, Json
 from jaxpar.step.setup import Setup
-
-_BARS = "▁▂▃▄▅▆▇█"
-_Point = TypeVar("_Point")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +59,9 @@ class Progress:
 
     def to_json(self) -> Json:
         """A line of metrics.jsonl."""
-        known = {
-            "split": "train",
-            "step": self.step,
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "learning_rate": self.learning_rate,
-            "seconds": self.seconds,
-            f"{self.unit}_per_second": self.units_per_second,
-        }
+        names = ("step", "loss", "grad_norm", "learning_rate", "seconds")
+        known = {"split": "train", **{name: getattr(self, name) for name in names}}
+        known |= {f"{self.unit}_per_second": self.units_per_second}
         return _line(known | ({} if self.mfu is None else {"mfu": self.mfu}), self.metrics)
 
 
@@ -210,20 +201,6 @@ class Curves(Shown):
             if line["split"] in self.points and math.isfinite(line["loss"]):
                 self.points[line["split"]].append((line["step"], line["loss"]))
         return self
-
-
-def thinned(points: Sequence[_Point], most: int) -> list[_Point]:
-    """At most so many of the points, evenly spread, with the last one."""
-    every = max(-(-len(points) // most), 1)
-    return [*points[(len(points) - 1) % every :: every]]
-
-
-def sparkline(points: Sequence[tuple[int, float]], width: int) -> str:
-    """Losses as bars of text; the lowest loss has the lowest bar, the highest loss the highest one."""
-    losses = [loss for _, loss in thinned(points, width)]
-    low, high = min(losses, default=0.0), max(losses, default=0.0)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0
-    return "".join(_BARS[round((loss - low) * scale)] for loss in losses)
 
 
 # ---- times ----
