@@ -12,9 +12,9 @@ from jaxpar import OptimizerConfig, TrainConfig, load_run
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.optimizer import make_optimizer
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, evaluated, init_state
-from jaxpar.step.step import make_train_step
+from jaxpar.step.state import audit, evaluated
 from jaxpar.tasks.lm import LM
 from jaxpar.training.callbacks import Report
 from jaxpar.training.fit import fit

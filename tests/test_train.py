@@ -27,8 +27,9 @@ from jaxpar.data.streams import SeriesBatches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.model.task import Settings, find_task
 from jaxpar.nn import named_param
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, init_state
+from jaxpar.step.state import abstract_state
 from jaxpar.step.step import CompiledStep
 from jaxpar.tasks.lm.corpus import load_corpus
 from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
@@ -74,10 +75,10 @@ def logits_of(model, tokens):
 
 def log_probabilities(result, tokens):
     """Of every next token, by the model applied to all tokens at once: float64 [tokens, words]."""
-    layout = Setup.of(
+    parts = Setup.of(
         result.setup.task, dataclasses.replace(result.setup.parallel, mesh=MeshConfig(devices=(0,)))
-    ).layout
-    model = layout.merge(result.state.params, result.state.frozen)
+    ).parts
+    model = parts.storage.merge(result.state.params, result.state.frozen)
     logits = np.asarray(logits_of(model, tokens[None])[0], np.float64)
     logits = logits[:, : result.setup.task.num_words]
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))

@@ -32,8 +32,7 @@ def main() -> None:
         optimizer=SGD,
     )  # fmt: skip
     parallel = Parallel(MeshConfig(stage=2), PipelineConfig(num_chunks=4, head=options.head))
-    layout = Setup.of(task, parallel).layout
-    balanced = layout.placement
+    balanced = Setup.of(task, parallel).partition.placement
     others = [(n, options.layers - n) for n in range(1, options.layers)]
     placements = [balanced, *(p for p in others if p != balanced)]
     pipelines = [dataclasses.replace(parallel.pipeline, placement=p) for p in placements]

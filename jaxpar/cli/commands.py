@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxpar.training.weights import Start
 
 # Pictures of a task's step, and those that need no task.
-PICTURES = ("schedule", "timeline", "strategies", "memory", "bytes")
+PICTURES = ("schedule", "timeline", "parallelisms", "memory", "bytes")
 PICTURES_OF_RUNS = ("curves",)
 
 # What --mesh auto stands for until the planner has chosen.
@@ -352,7 +352,7 @@ class Plot(RunOptions):
     """Draws a picture of a task's step, into a file or the terminal; or of runs.
 
     Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage did
-    when in a real step, beside its schedule; "strategies", data, tensor, model and pipeline parallelism on
+    when in a real step, beside its schedule; "parallelisms", data, tensor, model and pipeline parallelism on
     all devices, each with its estimated time, and with memory and bytes of its compiled step, as an
     animation; "memory" of a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes.
     Without a task: "curves", the losses of runs (plot curves runs/0001 runs/0002).
@@ -361,7 +361,7 @@ class Plot(RunOptions):
       output: an .svg or .html, also a .png of the last two that need a task; without one the first three
         are shown here.
       meshes: meshes to compare, such as dp8 tp8 pp4dp2; without them, --mesh.
-      machine: of strategies, one that need not be there, as of plan.
+      machine: of parallelisms, one that need not be there, as of plan.
     """
 
     kind: Annotated[str, Fixed] = dataclasses.field(kw_only=True)
@@ -442,7 +442,7 @@ class Launch:
             self.devices_per_process,
             elastic=self.elastic,
             min_processes=self.min_processes,
-            place=OnRay(self.platform) if self.on else None,
+            launcher=OnRay(self.platform) if self.on else None,
         )
 
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.base.trees import add, shape_of, vary_like, zeros
+from jaxpar.internal.split import SplitLayer
 from jaxpar.pipeline.buffers import read_at, write, write_at
-from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.walk import pick, stack
 

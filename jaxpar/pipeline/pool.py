@@ -21,7 +21,7 @@ permute in a branch, for which other stages wait forever.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,8 +33,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import LAYERS, POOL_ROWS, STAGE, TENSOR
+from jaxpar.sharding import Rules, dims_of
 
 COLUMNS = 128  # of a row, as many as of a TPU's tile
+OTHER = -1  # of an array that cannot be in a pool: the dim that `tensor` splits
 
 
 class Leaf(NamedTuple):
@@ -365,3 +367,17 @@ def _slots(pool: Pool, kind: int, leaf: Leaf) -> tuple[tuple[P, ...], jax.Array,
     """Specs of a plane and of what says where the slots lie, and that."""
     starts, is_full = (jnp.asarray(each[kind]) for each in (pool.starts, pool.is_full))
     return (pool.planes[leaf.plane].spec, P(STAGE), P(STAGE)), starts, is_full
+
+
+def dim_over_tensor(leaf: Any, first: int, rules: Rules, sizes: Mapping[str, int]) -> int | None:
+    """The dim of a variable, from its first, that `tensor` splits; `OTHER` if it cannot lie in a pool."""
+    try:
+        split = rules.split(dims_of(leaf))[first:]
+    except ValueError:
+        return OTHER
+    found = [dim for dim, axes in enumerate(split) if math.prod(sizes[axis] for axis in axes) > 1]
+    if not found and isinstance(leaf.dtype, np.dtype):
+        return None
+    axes = {axis for dim in found for axis in split[dim] if sizes[axis] > 1}
+    fits = axes == {TENSOR} and leaf.shape[first:][found[0]] % sizes[TENSOR] == 0
+    return found[0] if fits else OTHER

@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.trees import add, vary_like
-from jaxpar.pipeline.split import PlainLayer
+from jaxpar.internal.split import PlainLayer
 
 # What is done with one layer: (number of its kind, sums, its row, x, what it reads, its number, store, place)
 # -> sums, row, x, store. Sums are added up in place, such as gradients; a row is changed, such as a carry; x

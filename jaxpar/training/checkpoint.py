@@ -51,9 +51,9 @@ from jaxpar.base.bucket import as_path, in_bucket
 from jaxpar.base.checks import fact_of, fits, require
 from jaxpar.base.files import check_file, checksum, read_json, remove_folder, sizes_of, write_file
 from jaxpar.base.types import Arrays, Json, Shapes
-from jaxpar.hosts.agree import SharedError, Together
+from jaxpar.hosts.agree import Rendezvous, SharedError
 from jaxpar.model.task import Task
-from jaxpar.partition.storage import abstract_by_layer, by_layer, from_layers
+from jaxpar.partition.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.sharding import named_leaves
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state, check_room
@@ -125,7 +125,7 @@ class Checkpoints:
         self._setup, self._run = setup, run
         self._check = check
         self.on_failure: Callable[[], None] = lambda: None
-        self._together = Together()
+        self._together = Rendezvous()
         self._saving: Writing | None = None
         self.saved_step = -1
 
@@ -159,7 +159,7 @@ class Checkpoints:
             return
         check_parameters(self._setup, state)
         self.saved_step = step
-        arrays = unflatten_dict(by_layer(state, self._setup.layout), sep="/")
+        arrays = unflatten_dict(by_layer(state, self._setup.storage), sep="/")
         described = _describe(self._setup.task) | {
             "run": self._run,
             "step": step,
@@ -218,7 +218,7 @@ class Checkpoints:
         if not with_optimizer:
             target = dataclasses.replace(target, opt_state=())
         check_room(target, self._setup.mesh)
-        abstract = abstract_by_layer(target, self._setup.layout)
+        abstract = abstract_by_layer(target, self._setup.storage)
         before, now = self.described(self.saved_step), _describe(self._setup.task)
         _check_task(path, before, now)
         with _reading_in_words(path):
@@ -230,7 +230,7 @@ class Checkpoints:
         context.pytree.loading.partial_load = True  # only what `abstract` names
         with _reading_in_words(path), context:
             loaded = orbax.load(str(path), unflatten_dict(abstract, sep="/"))
-        return from_layers(target, self._setup.layout, dict(named_leaves(loaded, "/")))
+        return from_layers(target, self._setup.storage, dict(named_leaves(loaded, "/")))
 
     def stored(self) -> tuple[int, dict[str, TensorStore]]:
         """The variables of the newest whole checkpoint's model, opened to be read in parts.
@@ -376,7 +376,7 @@ class Writing:
         arrays: Arrays,
         described: Json,
         *,
-        together: Together,
+        together: Rendezvous,
         check: Callable[[], object],
         clean_up: Callable[[], object],
         on_failure: Callable[[], object],

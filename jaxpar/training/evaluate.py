@@ -17,9 +17,10 @@ from jaxpar.data.batches import Batches, place_batch, windows
 from jaxpar.model.model import Sums
 from jaxpar.model.task import Task
 from jaxpar.sharding import named_leaves
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, zero_carry
-from jaxpar.step.step import batch_sharding, check_arrays, make_eval_step
+from jaxpar.step.step import batch_sharding, check_arrays
 from jaxpar.training.progress import Evaluation
 
 # From a state and a batch to the state for the next batch, and the sums of this one.
@@ -121,7 +122,7 @@ def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, Tr
         pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=1, num_chunks=1)
         parallel = dataclasses.replace(parallel, pipeline=pipeline)
     before = _shapes(setup)
-    setup = setup.keep(_setup_of, dataclasses.replace(task, **sizes), parallel)
+    setup = setup.cached(_setup_of, dataclasses.replace(task, **sizes), parallel)
     require(
         _shapes(setup) == before,
         f"{sizes} changes the parameters of the model\n"
@@ -136,7 +137,7 @@ def _setup_of(setup: Setup, task: Task, parallel: Parallel) -> Setup:
 
 def _shapes(setup: Setup) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Shapes and types of the variables of a setup's model."""
-    variables = named_leaves(nnx.state(setup.layout.facts.model))
+    variables = named_leaves(nnx.state(setup.facts.model))
     return {name: (leaf.shape, leaf.dtype) for name, leaf in variables}
 
 
@@ -182,7 +183,7 @@ class CheckedBatches:
           ValueError: it has other arrays than the task's, or a value that would give wrong results.
         """
         batch = self._batches.batch(step, rows)
-        check_arrays(self._setup.layout, batch)
+        check_arrays(self._setup.facts, batch)
         self._setup.task.check_batch(batch)
         return batch
 

@@ -21,7 +21,7 @@ from jaxpar.base.parts import SPLITS
 from jaxpar.base.types import Batch, Json
 from jaxpar.data.batches import Batches, EndOfStreamError, check_numbers
 from jaxpar.data.iterator import IteratorBatches
-from jaxpar.hosts.agree import DifferentError, Together, differences
+from jaxpar.hosts.agree import DifferentError, Rendezvous, differences
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import check_batch_shape
 from jaxpar.training.evaluate import CheckedBatches
@@ -71,7 +71,7 @@ def _read_twice(setup: Setup, split: str) -> str:
     require(batches.num_windows != 0, message)
     batch = batches.batch(0)
     check_numbers(batch)
-    check_batch_shape(setup.layout, batch)
+    check_batch_shape(setup.facts, batch)
     whole, halves = hash_rows(batch, 0), 0
     if isinstance(source, IteratorBatches):
         source.restart()
@@ -132,7 +132,7 @@ class HashedBatches(CheckedBatches):
     def __init__(self, setup: Setup, batches: Batches, settings: str):
         super().__init__(setup, batches)
         self.settings = settings
-        self._together = Together()
+        self._together = Rendezvous()
         self._stream = batches if isinstance(batches, IteratorBatches) else None
 
     def checksums(self, step: int) -> dict[str, str]:

@@ -27,8 +27,9 @@ from jaxpar.hosts.distributed import program_facts
 from jaxpar.hosts.stopping import Stop
 from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.model.task import Task, check_task
-from jaxpar.partition.storage import abstract_by_layer
+from jaxpar.partition.by_layer import abstract_by_layer
 from jaxpar.step.custom_backward import check_custom_backward
+from jaxpar.step.functions import init_state
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import (
@@ -37,7 +38,6 @@ from jaxpar.step.state import (
     audit,
     check_optimizer,
     check_room,
-    init_state,
     release,
 )
 from jaxpar.training import profiler
@@ -296,26 +296,26 @@ def _prepare(setup: Setup, before: RunFolder | None, start: Start | None) -> _Pr
 
 def _check_model(setup: Setup, target: TrainState) -> None:
     """Raises a ValueError if a run cannot use a task's model or optimizer."""
-    task, layout = setup.task, setup.layout
+    task, facts = setup.task, setup.facts
     require(
         type(task).after_validation is Task.after_validation or setup.train.eval_every > 0,
         f"eval_every=0 has no validation before the end, and task {task.name} has after_validation\n"
         f"Fix: set eval_every, such as to an epoch's steps",
     )
     _ = setup.optimizer  # raises an error if there is none
-    layout.facts.check_gradient()
+    facts.check_gradient()
     check_optimizer(setup)
     metrics: Mapping[str, float] = {}
     with contextlib.suppress(ArithmeticError, ValueError):  # these numbers may make no sense
-        metrics = task.metrics(0.5, dict.fromkeys(layout.facts.traces.sums.metrics, 0.5))
+        metrics = task.metrics(0.5, dict.fromkeys(facts.traces.sums.metrics, 0.5))
     check_reported(task, 0.5, metrics)
     if not task.axes and (setup.parallel.mesh.data > 1 or setup.parallel.runs_in_units):
-        for what, (run, args) in layout.facts.parts.items():
+        for what, (run, args) in facts.parts.items():
             check_varying(what, run, *args)
-    check_rows_alone(layout)
-    check_custom_backward(layout)
-    layout.facts.warn_of_resets()
-    check_storable(abstract_by_layer(target, layout))
+    check_rows_alone(setup.parts)
+    check_custom_backward(setup.parts)
+    facts.warn_of_resets()
+    check_storable(abstract_by_layer(target, setup.storage))
 
 
 # ---- the folder ----

@@ -17,7 +17,6 @@ from jaxpar.base.types import Json, Module
 from jaxpar.data.batches import Batches
 from jaxpar.hosts.agree import in_process_0
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.partition.storage import in_stacks
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
 from jaxpar.training.evaluate import evaluate, in_batches
@@ -57,13 +56,13 @@ class LoadedRun:
     @property
     def params(self) -> nnx.State:
         """The parameters, an `nnx.State` nested by their names; `jaxpar.show(run.params)` draws them."""
-        return in_stacks(self.state.params, self.setup.layout)
+        return self.setup.storage.in_stacks(self.state.params)
 
     @functools.cached_property
     def model(self) -> Module:
         """The task's model with these parameters."""
-        layout = self.setup.layout
-        return layout.merge(self.params, in_stacks(self.state.frozen, layout))
+        storage = self.setup.storage
+        return storage.merge(self.params, storage.in_stacks(self.state.frozen))
 
     def evaluate(self, split: str = "valid") -> Evaluation:
         """Loss and metrics on a split of the run's data.
@@ -146,7 +145,7 @@ class LoadedRun:
         check_export(path)
         told = f"dtype must be 'bfloat16' or None, got {dtype!r}\nFix: use one of them"
         require(dtype in (None, "bfloat16"), told)
-        tensors = outgoing((self.state.params, self.state.frozen), self.setup.layout)
+        tensors = outgoing((self.state.params, self.state.frozen), self.setup.storage)
         tensors = self._to_torch(tensors) if torch else tensors
         return write_weights(path, tensors, self._texts(), dtype)
 

@@ -13,9 +13,10 @@ from jaxpar.base.types import Batch, Json
 from jaxpar.data.batches import place_batch
 from jaxpar.hosts.agree import in_process_0
 from jaxpar.hosts.stopping import Stop, Stopped
+from jaxpar.step.functions import make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, evaluated, release
-from jaxpar.step.step import Metrics, batch_sharding, make_train_step
+from jaxpar.step.step import Metrics, batch_sharding
 from jaxpar.training.callbacks import Callbacks, Report
 from jaxpar.training.checkpoint import Checkpoints, best_of
 from jaxpar.training.evaluate import check_reported, do_not_run_ahead, evaluate, mean_of

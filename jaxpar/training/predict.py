@@ -22,14 +22,15 @@ from rich.progress import Progress
 
 from jaxpar.base.checks import require
 from jaxpar.base.console import make_console
-from jaxpar.base.files import WRITABLE, check_folder, check_path, in_words, make_folder
+from jaxpar.base.files import WRITABLE, check_folder, check_path, friendly_errors, make_folder
 from jaxpar.data.batches import Batches, place_batch
 from jaxpar.data.order import DrawnBatches
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.hosts.stopping import Interrupted, Stop
+from jaxpar.step.functions import make_predict_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
-from jaxpar.step.step import batch_sharding, check_batch_shape, make_predict_step
+from jaxpar.step.step import batch_sharding, check_batch_shape
 from jaxpar.training.evaluate import CheckedBatches, check_begins, do_not_run_ahead
 
 # Puts values [n, ...] of an output, by its name, into its places [n].
@@ -125,7 +126,7 @@ def _files(path: Path, data: "_Data") -> Iterator[Write]:
                     raise FileExistsError(
                         f"{file} exists already.\nFix: remove it, or use another folder."
                     )
-            with in_words(f"write {path}", WRITABLE):
+            with friendly_errors(f"write {path}", WRITABLE):
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".", dir=path))
                 for name in data.shapes:
                     data.write_empty(name, Path(folder, f"{name}.npy"))
@@ -136,7 +137,10 @@ def _files(path: Path, data: "_Data") -> Iterator[Write]:
         def write(name: str, at: np.ndarray, values: np.ndarray) -> None:
             shape, place_bytes = data.shapes[name], values[:1].nbytes
             runs = np.split(np.arange(len(at)), np.flatnonzero(np.diff(at) != 1) + 1)
-            with in_words(f"write {path}", WRITABLE), (partial / f"{name}.npy").open("r+b") as file:
+            with (
+                friendly_errors(f"write {path}", WRITABLE),
+                (partial / f"{name}.npy").open("r+b") as file,
+            ):
                 first = file.seek(0, os.SEEK_END) - shape.size * shape.dtype.itemsize
                 for run in (run for run in runs if run.size):
                     file.seek(first + int(at[run[0]]) * place_bytes)
@@ -160,7 +164,7 @@ class _Data:
 
     def __init__(self, setup: Setup, batches: Batches):
         self.setup, self.batches = setup, CheckedBatches(setup, batches)
-        facts = setup.layout.facts
+        facts = setup.facts
         require(
             batches.num_windows is not None,
             f"{type(batches).__name__} does not say how many batches it has.\n"
@@ -172,7 +176,7 @@ class _Data:
         self._in_order, self.has_steps = None, False
         num_places = self.num_batches * batches.batch_size
         if isinstance(batches, DrawnBatches):
-            has_steps = batches.places(0).at.ndim > 1
+            has_steps = batches.indices(0).at.ndim > 1
             if facts.time_major or not has_steps:  # else there are outputs for rows alone
                 self._in_order, self.has_steps = batches, has_steps
                 num_places = batches.length
@@ -190,7 +194,7 @@ class _Data:
     def places(self, number: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
         """The place of each row of a batch, or of each of their steps, and whether it is no padding."""
         if self._in_order:
-            at, inside, _ = self._in_order.places(number, rows)
+            at, inside, _ = self._in_order.indices(number, rows)
             return at, inside
         B = self.batches.batch_size
         at_B = number * B + np.arange(B)[rows]
@@ -222,7 +226,7 @@ class _Data:
         batch = place_batch(self.batches, number, self._sharding)
         if not number:
             check_begins(batch)
-        length = check_batch_shape(self.setup.layout, batch)
+        length = check_batch_shape(self.setup.facts, batch)
         carry, outputs = self._step(state, batch)
         do_not_run_ahead(self.setup.mesh, outputs)
         self.write_last(write)
@@ -240,6 +244,6 @@ class _Data:
                 values = np.asarray(shard.data).astype(self.shapes[name].dtype)
                 if self.has_steps:
                     values = values[:, :length]
-                elif self.setup.layout.facts.time_major:
+                elif self.setup.facts.time_major:
                     values[:, length:] = self.fill(name)
                 write(name, at[inside], values[inside])

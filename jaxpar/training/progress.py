@@ -262,7 +262,7 @@ class Utilization:
     """
 
     def __init__(self, setup: Setup):
-        self._facts = facts = setup.layout.facts
+        self._facts = facts = setup.facts
         dtype = str(jax.tree.leaves(facts.passed)[0].dtype)
         peaks = [peak_flops(device, dtype) for device in setup.mesh.devices.flat]
         self._peak = None if None in peaks else sum(filter(None, peaks))

@@ -38,7 +38,7 @@ from jaxpar.base.files import (
     check_folder,
     check_path,
     checksum,
-    in_words,
+    friendly_errors,
     make_folder,
     read_file,
     read_json,
@@ -128,7 +128,7 @@ class FolderLock:
         if in_bucket(self._folder):
             write_file(self._path, text.encode())
         else:
-            with in_words(f"lock {self._folder}", WRITABLE):
+            with friendly_errors(f"lock {self._folder}", WRITABLE):
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
                 self._file = os.open(self._path, flags, 0o666)
                 if is_free := self._lock(self._file):
@@ -399,7 +399,7 @@ class RunFolder:
                 before = path.read_bytes() if path.exists() else b""
                 write_file(path, before + lines)
         else:
-            with in_words(f"write {path}", WRITABLE), path.open("ab") as file:
+            with friendly_errors(f"write {path}", WRITABLE), path.open("ab") as file:
                 file.write(lines)
         self._lines, self._time = "", time.monotonic()
 

@@ -43,7 +43,7 @@ from jaxpar.base.display import format_names, format_shape
 from jaxpar.base.files import (
     check_file,
     check_path,
-    in_words,
+    friendly_errors,
     read_file,
     read_json,
     whole_file,
@@ -54,10 +54,10 @@ from jaxpar.base.output import PROGRAM
 from jaxpar.base.types import Json, Tree
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.mesh import release_freed_memory
-from jaxpar.model.model import made
+from jaxpar.model.tracing import made
 from jaxpar.model.weights import Rows, Tensor, Weights
-from jaxpar.partition.partition import Layout
-from jaxpar.partition.storage import each_by_name, kind_of
+from jaxpar.partition.by_layer import kind_of
+from jaxpar.partition.storage import Storage
 from jaxpar.sharding import array_of, axes_of_spec, named_leaves, to_spec
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state, draw_variables, state_of
@@ -81,7 +81,7 @@ _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 
 def named_rows(
-    trees: Sequence[Tree], layout: Layout
+    trees: Sequence[Tree], storage: Storage
 ) -> Iterator[tuple[str, Tree, tuple[str, ...]]]:
     """The names and variables of a model's state, each with the names of its tensors.
 
@@ -89,23 +89,23 @@ def named_rows(
     Random keys are no weights, and are left out.
 
     Args:
-      trees: parameters and other variables, in the slots of the layout.
+      trees: parameters and other variables, in the slots of the storage.
     """
     found: list[tuple[str, Tree]] = []
     for tree in trees:
-        each_by_name(tree, layout, lambda *each: found.append(each), ".")
+        storage.each_by_name(tree, lambda *each: found.append(each), ".")
     for name, leaf in found:
         if not is_key(array_of(leaf)):
-            yield name, leaf, names_of_rows(name, leaf, layout)
+            yield name, leaf, names_of_rows(name, leaf, storage)
 
 
-def names_of_rows(name: str, leaf: Tree, layout: Layout) -> tuple[str, ...]:
+def names_of_rows(name: str, leaf: Tree, storage: Storage) -> tuple[str, ...]:
     """The names of a variable's tensors, as of `named_rows`."""
     kind = kind_of(leaf)
     if kind is None:
         return (name,)
     stack, inner = name.split(f".{kind}.", 1)
-    rows = layout.slots.rows[layout.facts.kinds.index(kind)]
+    rows = storage.partition.slots.rows[storage.facts.kinds.index(kind)]
     return tuple(f"{stack}.{n}.{inner}" if n >= 0 else "" for n in rows)
 
 
@@ -148,14 +148,14 @@ class Outgoing(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def outgoing(trees: Sequence[Tree], layout: Layout) -> dict[str, Outgoing]:
+def outgoing(trees: Sequence[Tree], storage: Storage) -> dict[str, Outgoing]:
     """The tensors of a model's state, by their names.
 
     Args:
-      trees: parameters and other variables, in the slots of the layout; on devices.
+      trees: parameters and other variables, in the slots of the storage; on devices.
     """
     found: dict[str, Outgoing] = {}
-    for _, leaf, names in named_rows(trees, layout):
+    for _, leaf, names in named_rows(trees, storage):
         array, is_stacked = array_of(leaf), kind_of(leaf) is not None
         for row, name in enumerate(names):
             if name:
@@ -344,7 +344,9 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file, and the texts of its metadata."""
-    with in_words(f"read the weights {path}", "give a safetensors file, or the folder of a run"):
+    with friendly_errors(
+        f"read the weights {path}", "give a safetensors file, or the folder of a run"
+    ):
         check_file(path)
         try:
             with safetensors.safe_open(path, framework="np"):
@@ -533,7 +535,7 @@ class MatchedWeights:
         """
         target = abstract_state(self.setup)
         found = self.weights.tensors.keys() - self.weights.rows
-        variables = named_rows((target.params, target.frozen), self.setup.layout)
+        variables = named_rows((target.params, target.frozen), self.setup.storage)
         whole = {name for name, _, names in variables if found.issuperset(filter(None, names))}
         trees = draw_variables(self.setup, without=whole)
         trees = together(lambda: [self._filled(tree) for tree in trees])
@@ -542,10 +544,10 @@ class MatchedWeights:
 
     def _filled(self, tree: nnx.State) -> nnx.State:
         """Variables with the values that are taken; the old values are donated."""
-        layout = self.setup.layout
+        storage = self.setup.storage
 
         def fill(name: str, leaf: Tree) -> jax.Array | None:
-            names = enumerate(names_of_rows(name, leaf, layout))
+            names = enumerate(names_of_rows(name, leaf, storage))
             taken = [(row, name) for row, name in names if name in self.weights.tensors]
             if not taken:
                 return None
@@ -553,7 +555,7 @@ class MatchedWeights:
             parts = [self._fill(shard, taken, is_stacked) for shard in array.addressable_shards]
             return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
-        return each_by_name(tree, layout, fill, ".")
+        return storage.each_by_name(tree, fill, ".")
 
     def _fill(self, shard: jax.Shard, taken: list[tuple[int, str]], is_stacked: bool) -> jax.Array:
         """A device's part, with the tensors of these names in these rows, or as the whole part."""
@@ -609,7 +611,7 @@ def find_weights(setup: Setup, start: Start) -> MatchedWeights:
     tensors = {new: weights.tensors[name] for new, name in renamed.items()}
     weights = setup.task.take_weights(dataclasses.replace(weights, tensors=tensors))
     state, variables = abstract_state(setup), dict[str, jax.ShapeDtypeStruct]()
-    for _, leaf, own in named_rows((state.params, state.frozen), setup.layout):
+    for _, leaf, own in named_rows((state.params, state.frozen), setup.storage):
         one = jax.ShapeDtypeStruct(leaf.shape[kind_of(leaf) is not None :], leaf.dtype)
         variables |= dict.fromkeys(filter(None, own), one)
     _check_places(weights, variables)
