@@ -44,7 +44,7 @@ def is_full(self):
     if isinstance(self, RunFolder):
         lines = self.metrics_path.read_text().count("train") if self.metrics_path.exists() else 0
         return str(self) == out_dir and (case == "start" or lines >= 10)
-    return str(self._path.parents[1]) == out_dir and int(self._path.name) >= 10
+    return str(self.path.parents[1]) == out_dir and int(self.path.name) >= 10
 
 def on_full_disk(work):
     def limited(self, *rest):

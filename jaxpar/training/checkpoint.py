@@ -125,7 +125,7 @@ class Checkpoints:
         self._setup, self._run = setup, run
         self._check = check
         self.on_failure: Callable[[], None] = lambda: None
-        self._together = Rendezvous()
+        self._rendezvous = Rendezvous()
         self._saving: Writing | None = None
         self.saved_step = -1
 
@@ -135,13 +135,7 @@ class Checkpoints:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def save(
-        self,
-        state: TrainState,
-        batches: Mapping[str, str] | None = None,
-        position: str | None = None,
-        settings: str | None = None,
-    ) -> None:
+    def save(self, state: TrainState, data: Json | None = None) -> None:
         """Begins to write a checkpoint of `state.step`; returns as soon as the state may change.
 
         A checkpoint counts once all of it is written. The task's fields are in it, as JSON. A damaged one of
@@ -149,7 +143,7 @@ class Checkpoints:
 
         Args:
           state: may be donated to the next training step at once.
-          batches, position, settings: identify the data; see `described`.
+          data: identity of the next batch, as of `HashedBatches.describe`.
         Raises:
           OSError: this save, or the last one in the background, failed.
           FloatingPointError: a parameter is not finite.
@@ -164,16 +158,14 @@ class Checkpoints:
             "run": self._run,
             "step": step,
             "losses": {str(each): repr(loss) for each, loss in self.losses.items()},
-            "batches": dict(batches or {}),
-            "position": position,
-            "settings": settings,
+            **(data or {"batches": {}, "position": None, "settings": None}),
         }
         with self._explained():
             self._saving = Writing(
                 self._folder / str(step),
                 arrays,
                 described,
-                together=self._together,
+                rendezvous=self._rendezvous,
                 check=self._check,
                 clean_up=functools.partial(self._delete_old, step),
                 on_failure=self.on_failure,
@@ -247,10 +239,7 @@ class Checkpoints:
             return int(path.name), _open_arrays(path, names)
 
     def described(self, step: int) -> Json:
-        """The description of a checkpoint.
-
-        `batches` are checksums of the next batches. `position` is where a stream was before the first of
-        these, if it can tell. `settings` is a checksum of the settings by which batches are cut.
+        """The description of a checkpoint, with that of its task, its losses and its data.
 
         Raises:
           OSError, ValueError: there is no such checkpoint, or it is damaged.
@@ -288,7 +277,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            self._together.do(self._check)  # its message is better if the folder is gone
+            self._rendezvous.do(self._check)  # its message is better if the folder is gone
             newest = max(self.steps(), default=None)
             left = "there is none" if newest is None else f"the newest is of step {newest}"
             raise type(error)(
@@ -346,7 +335,7 @@ class Checkpoints:
             problem = next(changed, None)
         except OSError as error:
             problem = str(error)
-        return self._together.exchange(
+        return self._rendezvous.exchange(
             problem, lambda told: next(filter(None, told.values()), None)
         )
 
@@ -354,14 +343,15 @@ class Checkpoints:
 # ---- writing ----
 
 
+@dataclasses.dataclass
 class Writing:
     """Begins to write a checkpoint; returns as soon as the arrays may change.
 
-    Args:
+    Attributes:
       path: folder of the checkpoint, once it is whole.
       arrays: nested tables of arrays; may be donated afterwards.
       described: content of checkpoint.json, without checksums.
-      together: exchange between processes; all of them do the same.
+      rendezvous: exchange between processes; all of them do the same.
       check: called in process 0 before anything is made, and before the checkpoint counts; may raise an
         OSError.
       clean_up: called in process 0 when the checkpoint is whole.
@@ -370,22 +360,19 @@ class Writing:
       OSError: its folder cannot be made; in every process alike.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        arrays: Arrays,
-        described: Json,
-        *,
-        together: Rendezvous,
-        check: Callable[[], object],
-        clean_up: Callable[[], object],
-        on_failure: Callable[[], object],
-    ):
-        self._path, self._described, self._together = path, described, together
-        self._check, self._clean_up, self._on_failure = check, clean_up, on_failure
-        self._partial = path
-        if not in_bucket(path):
-            self._partial = path.with_name(f"{path.name}{_HALF_WRITTEN}-{next(_attempts)}")
+    path: Path
+    arrays: dataclasses.InitVar[Arrays]
+    described: Json
+    rendezvous: Rendezvous
+    check: Callable[[], object]
+    clean_up: Callable[[], object]
+    on_failure: Callable[[], object]
+
+    def __post_init__(self, arrays: Arrays) -> None:
+        self._partial = self.path
+        if not in_bucket(self.path):
+            name = f"{self.path.name}{_HALF_WRITTEN}-{next(_attempts)}"
+            self._partial = self.path.with_name(name)
         self._is_first, self._error = jax.process_index() == 0, None
         self._do(self._make_folder)
         self._copied = threading.Event()
@@ -405,7 +392,7 @@ class Writing:
 
     def _do(self, work: Callable[[], None]) -> None:
         try:
-            self._together.do(work, self._describe)
+            self.rendezvous.do(work, self._describe)
         except SharedError:
             raise
         except Exception as error:
@@ -420,14 +407,14 @@ class Writing:
             self._error = error
             if self._is_first:
                 self._remove()
-            self._on_failure()
+            self.on_failure()
         finally:
             self._copied.set()
 
     def _make_folder(self) -> None:
         if self._is_first:
-            self._check()
-            for folder in filter(_is_half_written, self._path.parent.glob("*")):
+            self.check()
+            for folder in filter(_is_half_written, self.path.parent.glob("*")):
                 with contextlib.suppress(OSError):
                     remove_folder(folder)
             if in_bucket(self._partial):
@@ -439,7 +426,7 @@ class Writing:
         """Removes the half-written files if they are this run's: the next save may need the space."""
         with contextlib.suppress(OSError):
             with contextlib.suppress(FileNotFoundError):  # the folder is gone, with its lock
-                self._check()
+                self.check()
             if _is_half_written(self._partial):
                 remove_folder(self._partial)
 
@@ -472,13 +459,13 @@ class Writing:
         (self._partial / _METADATA).write_bytes(json.dumps(described).encode())
         (self._partial / _COMMITTED).write_bytes(b"all arrays are written")
         files = checksums(self._partial, list(sizes_of(self._partial)))
-        self._check()
-        write_table(self._partial / _DESCRIPTION, {**self._described, "checksums": files})
-        if self._partial != self._path:
-            if self._path.exists():  # a damaged one
-                remove_folder(_withdraw(self._path))
-            self._partial.rename(self._path)
-        self._clean_up()
+        self.check()
+        write_table(self._partial / _DESCRIPTION, {**self.described, "checksums": files})
+        if self._partial != self.path:
+            if self.path.exists():  # a damaged one
+                remove_folder(_withdraw(self.path))
+            self._partial.rename(self.path)
+        self.clean_up()
 
     def _path_of_arrays(self) -> epath.Path:
         """The folder of the arrays, as Orbax takes it."""

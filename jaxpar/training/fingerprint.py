@@ -132,11 +132,14 @@ class HashedBatches(CheckedBatches):
     def __init__(self, setup: Setup, batches: Batches, settings: str):
         super().__init__(setup, batches)
         self.settings = settings
-        self._together = Rendezvous()
+        self._rendezvous = Rendezvous()
         self._stream = batches if isinstance(batches, IteratorBatches) else None
 
-    def checksums(self, step: int) -> dict[str, str]:
-        """The checksum of a step's batch, by its number; none if a stream has ended. All processes call it.
+    def describe(self, step: int) -> Json:
+        """The identity of the batch of a step; all processes call it.
+
+        `batches` is its checksum by its number; empty if a stream has ended. `position` is that of a stream
+        before the batch, if it is known. `settings` are as in `HashedBatches`.
 
         Raises:
           DifferentError: processes have read other data.
@@ -145,43 +148,44 @@ class HashedBatches(CheckedBatches):
         with contextlib.suppress(EndOfStreamError):
             sums[str(step)] = _as_text(hash_rows(self.batch(step), 0))
         found = {f"batch {number}": text for number, text in sums.items()}
-        if differ := self._together.exchange(found, differences):
+        if differ := self._rendezvous.exchange(found, differences):
             raise DifferentError(
                 f"the processes do not agree: {differ}.\nFix: give all processes the same data."
             )
-        return sums
-
-    def position(self, step: int) -> str | None:
-        """The position of a stream before a batch; None if it cannot tell, or if there is no stream."""
-        return None if self._stream is None else self._stream.position(step)
+        position = None if self._stream is None else self._stream.position(step)
+        return {"batches": sums, "position": position, "settings": self.settings}
 
     def keep_from(self, step: int) -> None:
         """From this step on, batches may be read again; earlier ones may not."""
         if self._stream is not None:
             self._stream.keep_from(step)
 
-    def check(self, sums: Mapping[str, str], what: str, position: str | None = None) -> None:
-        """Reads the batch again, and compares.
+    def check(self, described: Json, what: str) -> None:
+        """Reads the batch again, and compares it with its description, if batches are cut in the same way.
 
         Args:
-          sums: checksums, as of `checksums`.
-          what: holder of these checksums, in words.
-          position: as of `position`.
+          described: as of `describe`.
+          what: holder of the description, in words.
         Raises:
           ValueError: the data have changed.
         """
-        if self._stream is not None and position is not None:
-            try:
-                self._stream.seek(position)
-                return self._compare(sums, what)
-            except ValueError as error:
-                text = "the stream is read from its beginning, not from its position (%s)"
-                _log.warning(text, str(error).partition("\n")[0])
-                self._stream.restart()
-        return self._compare(sums, what)
+        if described["settings"] != self.settings:
+            return
+        stream = None if described["position"] is None else self._stream
+        try:
+            if stream is not None:
+                stream.seek(described["position"])
+            self._compare(described, what)
+        except ValueError as error:
+            if stream is None:
+                raise
+            text = "the stream is read from its beginning, not from its position (%s)"
+            _log.warning(text, str(error).partition("\n")[0])
+            stream.restart()
+            self._compare(described, what)
 
-    def _compare(self, sums: Mapping[str, str], what: str) -> None:
-        for step, expected in sums.items():
+    def _compare(self, described: Json, what: str) -> None:
+        for step, expected in described["batches"].items():
             require(
                 _as_text(hash_rows(self.batch(int(step)), 0)) == expected,
                 f"batch {step} is not the one that {what} goes on with: the data have changed.\n"

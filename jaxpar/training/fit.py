@@ -364,11 +364,9 @@ def _restore(folder: RunFolder, setup: Setup, prepared: _Prepared) -> TrainState
             _log.warning("%s has no checkpoint yet: the run begins again", folder)
         return None
     state = checkpoints.restore()
-    step, batches = int(state.step), prepared.batches
-    known = checkpoints.described(step)
-    # A run that was resumed with other sizes may have ended before its next checkpoint.
-    if prepared.is_cut_alike and known["settings"] == batches.settings:
-        batches.check(known["batches"], f"the checkpoint of step {step}", known["position"])
+    if prepared.is_cut_alike:
+        step = int(state.step)
+        prepared.batches.check(checkpoints.described(step), f"the checkpoint of step {step}")
     return release(state, setup.train.allowed_skips)
 
 

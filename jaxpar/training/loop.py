@@ -257,10 +257,10 @@ class Run:
 
     def save(self) -> None:
         """Begins to write a checkpoint, if there is none of this step."""
-        read, position = self.batches.checksums(self.step), self.batches.position(self.step)
+        data = self.batches.describe(self.step)
         in_process_0(self.folder.flush_metrics)
         with self.times.of("checkpoints"):
-            self.checkpoints.save(self.state, read, position, self.batches.settings)
+            self.checkpoints.save(self.state, data)
         self._saved = time.perf_counter()
 
 

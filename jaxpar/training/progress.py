@@ -164,8 +164,7 @@ def columns_of(lines: Iterable[Json]) -> dict[str, list[float]]:
       lines: lines of metrics.jsonl; those of skipped steps are left out.
     Returns:
       `step`, and numbers named after their split, as in trackers: `train/loss`, `valid/loss`; NaN where a
-        step
-      has none.
+      step has none.
     """
     rows = dict[int, dict[str, float]]()
     for line in lines:

@@ -76,8 +76,7 @@ class FolderLock:
 
     Process 0 holds it for all of them by `flock`, which ends with the process. On NFS, the server frees the
     lock of a dead machine, by default after 90 s. A bucket has no locks: there the run that began last owns
-      the
-    folder, and a run that finds the text of another one ends before it writes.
+    the folder, and a run that finds the text of another one ends before it writes.
     """
 
     def __init__(self, folder: Path):
