@@ -30,7 +30,7 @@ from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.tasks.lm.task import LM
-from jaxpar.training.console import ConsoleReport
+from jaxpar.training.callbacks import ConsoleReport
 from jaxpar.training.progress import Progress
 
 SCHEDULES = (

@@ -26,8 +26,8 @@ from jaxpar.step.functions import init_state, make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state, audit
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
+from jaxpar.training.callbacks import Report
 from jaxpar.training.fit import fit
-from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
 
 SPEC = f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits"

@@ -15,9 +15,8 @@ from jaxpar.partition.by_layer import abstract_by_layer
 from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
-from jaxpar.training.checkpoint import Checkpoints
+from jaxpar.training.checkpoint import Checkpoints, check_storable
 from jaxpar.training.loaded import load_run
-from jaxpar.training.writing import check_storable
 
 W = 4
 NUMBERS = (

@@ -29,9 +29,9 @@ from jaxpar.step.step import batch_sharding
 from jaxpar.tasks.lm.model import LanguageModel
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
+from jaxpar.training.callbacks import Report
 from jaxpar.training.fit import fit
 from jaxpar.training.nonfinite import find_origin
-from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
 
 RARE = 23  # a word that only bad batches have

@@ -40,7 +40,7 @@ from jaxpar.sharding import array_of, named_leaves
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
 from jaxpar.training import weights
-from jaxpar.training.report import Report
+from jaxpar.training.callbacks import Report
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import find_weights, in_ranges, open_files, outgoing, write_weights
 
@@ -121,7 +121,7 @@ def test_weights_are_the_same_numbers_wherever_they_lie(name, tmp_path):
     tensors = safetensors.numpy.load_file(path)
     assert_same(tensors, plain(*begun(task, source)))
     drawn, setup = begun(task, target, seed=0)
-    state = find_weights(setup, Start(str(path), leave=LEFT if task is SIZED else ())).state()
+    state = find_weights(setup, Start(str(path), ignore=LEFT if task is SIZED else ())).state()
     audit(state)
     of_words = {n: a for n, a in plain(drawn, setup).items() if re.fullmatch(LEFT[0], n)}
     assert_same(plain(state, setup), {**tensors, **(of_words if task is SIZED else {})})
@@ -287,7 +287,7 @@ def test_parts_are_renamed_left_out_and_new(run, tmp_path):
             (r"layers\.1\.(.*)", r"layers.0.\1"),
             (r"layers\.3\.(.*)", r"layers.2.\1"),
         ),
-        leave=(r"layers\.[24]\..*", r"outputs\..*"),
+        ignore=(r"layers\.[24]\..*", r"outputs\..*"),
     )
     notes = Notes()
     result = fit(task, on("pp2"), train(tmp_path / "run", 1), start=start, report=notes)
@@ -365,7 +365,7 @@ def test_what_is_evaluated_is_exported(tmp_path, run):
 @pytest.mark.slow
 def test_a_run_that_ends_before_its_first_checkpoint_begins_with_the_same_weights(run, tmp_path):
     task, out_dir = dataclasses.replace(MIXED, optimizer=ADAM), tmp_path / "new"
-    start = Start(os.path.relpath(run.out_dir), leave=("scale",))
+    start = Start(os.path.relpath(run.out_dir), ignore=("scale",))
     first = fit(task, ONE, train(out_dir), start=start, quiet=True)
     shutil.rmtree(out_dir / "checkpoints")
     notes = Notes()

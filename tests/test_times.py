@@ -16,13 +16,10 @@ from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
 from jaxpar.base.sheets import peak_flops
 from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm import LM
-from jaxpar.training import times
+from jaxpar.training.callbacks import ConsoleReport, Report
 from jaxpar.training.checkpoint import Checkpoints
-from jaxpar.training.console import ConsoleReport
 from jaxpar.training.fit import fit
-from jaxpar.training.progress import Progress
-from jaxpar.training.report import Report
-from jaxpar.training.times import Times, Utilization
+from jaxpar.training.progress import Progress, Times, Utilization
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -59,7 +56,7 @@ BY_HAND = 2 * 128 * (2 * 3 * 16 + 2 * 3 * 16 * 16 + 3 * 16 * 3)
 
 def test_utilization_is_as_by_hand(monkeypatch):
     monkeypatch.setitem(MAKERS, "again", lambda rngs: Again(rngs=rngs))
-    monkeypatch.setattr(times, "peak_flops", lambda device, dtype: 1e9)
+    monkeypatch.setattr("jaxpar.training.progress.peak_flops", lambda device, dtype: 1e9)
     for kinds in (("dense", "dense"), ("dense", "again")):
         setup = Setup.of(Regress(kinds), Parallel("dp2tp2", ONE.pipeline))
         used = Utilization(setup)
@@ -76,7 +73,7 @@ def test_utilization_is_as_by_hand(monkeypatch):
 
 @pytest.mark.slow
 def test_utilization_is_told_beside_the_speed(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(times, "peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr("jaxpar.training.progress.peak_flops", lambda device, dtype: 1e12)
     adam = OptimizerConfig(warmup_steps=1)
     task = LM(1, 8, 8, corpus=str(text), batch_size=8, seq_len=4, optimizer=adam)
     told = []

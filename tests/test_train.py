@@ -34,13 +34,13 @@ from jaxpar.step.step import CompiledStep
 from jaxpar.tasks.lm.corpus import load_corpus
 from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
 from jaxpar.training import loop
+from jaxpar.training.callbacks import ConsoleReport, Report
 from jaxpar.training.checkpoint import Checkpoints
-from jaxpar.training.console import ConsoleReport
 from jaxpar.training.evaluate import evaluate, mean_of, sum_batches
 from jaxpar.training.fingerprint import describe_data
-from jaxpar.training.fit import evaluate_run, fit
+from jaxpar.training.fit import fit
+from jaxpar.training.loaded import evaluate_run
 from jaxpar.training.progress import format_number
-from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder, texts_of
 from jaxpar.training.summary import summarize
 
