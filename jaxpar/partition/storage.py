@@ -312,39 +312,7 @@ class Storage:
         _, *trees = self.facts.split(self.make(key_of(key_data)))
         if self.pools is None:
             return trees[0], trees[1]
-        return self._in_pools(trees, self._draw_planes(key_data, mesh))
-
-    def _draw_planes(self, key_data: jax.Array, mesh: Mesh) -> list[list[jax.Array]]:
-        """The planes of both pools; every stage draws its own layers."""
-        assert self.pools is not None
-        pools, names = self.pools, [self.packed_names(number) for number in range(2)]
-        num_layers, num_stages = len(self.facts.kinds), mesh.shape[STAGE]
-
-        def on_stage(model: Module, whole: dict[str, jax.Array], stage: int):
-            kinds: list[list[list[jax.Array]]] = [[] for _ in pools]
-            for kind in range(len(pools[0].leaves)):
-                drawn = jax.tree.map(lambda a: a[None], whole)
-                if kind < num_layers:
-                    rows = np.split(np.asarray(self.partition.slots.rows[kind]), num_stages)[stage]
-                    drawn = _named_layers(model.layers, kind, [int(n) for n in rows if n >= 0])
-                here = np.split(pools[0].is_full[kind], num_stages)[stage].any()
-                for pool, own, named in zip(pools, kinds, names, strict=True):
-                    pairs = zip(pool.leaves[kind], named[kind], strict=True)
-                    own.append([leaf.part(drawn[name]) for leaf, name in pairs if here])
-            return [pool.packed(own) for pool, own in zip(pools, kinds, strict=True)]
-
-        def draw(key_data: jax.Array) -> list[list[jax.Array]]:
-            model = self.facts.make(key_of(key_data))
-            states = self.facts.split(model)[1:]
-            whole = {n: array_of(leaf) for own in states for n, leaf in named_leaves(own, "/")}
-            whole = {n: whole[n] for own in names for kind in own[num_layers:] for n in kind}
-            branches = [functools.partial(on_stage, model, whole, s) for s in range(num_stages)]
-            return jax.lax.switch(jax.lax.axis_index(STAGE), branches)
-
-        specs = [[plane.spec for plane in pool.planes] for pool in pools]
-        # No axis is summed over, which is what the check is for.
-        run = jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)
-        return run(key_data)
+        return self._in_pools(trees, _draw_planes(self, key_data, mesh))
 
     # ---- variables by their names ----
 
@@ -427,6 +395,39 @@ class Storage:
             return jax.tree.unflatten(jax.tree.structure(shapes, is_leaf=is_variable), leaves)
 
         return jax.tree.map(of, tree, is_leaf=_is_whole)
+
+
+def _draw_planes(storage: Storage, key_data: jax.Array, mesh: Mesh) -> list[list[jax.Array]]:
+    """The planes of both pools; every stage draws its own layers."""
+    assert storage.pools is not None
+    pools, names = storage.pools, [storage.packed_names(number) for number in range(2)]
+    num_layers, num_stages = len(storage.facts.kinds), mesh.shape[STAGE]
+
+    def on_stage(model: Module, whole: dict[str, jax.Array], stage: int):
+        kinds: list[list[list[jax.Array]]] = [[] for _ in pools]
+        for kind in range(len(pools[0].leaves)):
+            drawn = jax.tree.map(lambda a: a[None], whole)
+            if kind < num_layers:
+                rows = np.split(np.asarray(storage.partition.slots.rows[kind]), num_stages)[stage]
+                drawn = _named_layers(model.layers, kind, [int(n) for n in rows if n >= 0])
+            here = np.split(pools[0].is_full[kind], num_stages)[stage].any()
+            for pool, own, named in zip(pools, kinds, names, strict=True):
+                pairs = zip(pool.leaves[kind], named[kind], strict=True)
+                own.append([leaf.part(drawn[name]) for leaf, name in pairs if here])
+        return [pool.packed(own) for pool, own in zip(pools, kinds, strict=True)]
+
+    def draw(key_data: jax.Array) -> list[list[jax.Array]]:
+        model = storage.facts.make(key_of(key_data))
+        states = storage.facts.split(model)[1:]
+        whole = {n: array_of(leaf) for own in states for n, leaf in named_leaves(own, "/")}
+        whole = {n: whole[n] for own in names for kind in own[num_layers:] for n in kind}
+        branches = [functools.partial(on_stage, model, whole, s) for s in range(num_stages)]
+        return jax.lax.switch(jax.lax.axis_index(STAGE), branches)
+
+    specs = [[plane.spec for plane in pool.planes] for pool in pools]
+    # No axis is summed over, which is what the check is for.
+    run = jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)
+    return run(key_data)
 
 
 def _has_pool(node: Tree) -> str:

@@ -197,9 +197,9 @@ class Loop:
             self.spec.platform == "cpu"
         ):  # where each exchange is a meeting of all devices: after all work
             y, dx = lax.optimization_barrier((y, dx))
-        arrived_x = self._exchange(FORWARD, y, state.arrived_x, forward.arrival)
+        arrived_x = _exchange(self, FORWARD, y, state.arrived_x, forward.arrival)
         if self.kept:
-            arrived_dy = self._exchange(BACKWARD, dx, state.arrived_dy, backward.arrival)
+            arrived_dy = _exchange(self, BACKWARD, dx, state.arrived_dy, backward.arrival)
             state = state._replace(arrived_dy=arrived_dy)
         beside, after = (jnp.sum(lane.unit >= 0) for lane in weights) if weights else (0, 0)
         ran = (forward.unit >= 0, beside, backward.unit >= 0, after)
@@ -229,7 +229,7 @@ class Loop:
             return carry, add(total, sums), y, kept
 
         changes = state.carry, state.layer_sums, x, state.kept
-        carry, total, y, kept = self._if_runs(at.unit >= 0, run, (at, unit, before, x), changes)
+        carry, total, y, kept = _if_runs(self, at.unit >= 0, run, (at, unit, before, x), changes)
         return state._replace(carry=carry, layer_sums=total, kept=kept), y
 
     @jax.named_scope(ENTER)
@@ -282,39 +282,12 @@ class Loop:
         alone = {name: getattr(grads, name) for name in self.stage.untouched(end)}
         now = others, grads._replace(**dict.fromkeys(alone, ()))
         if self.stage.is_stored(end):
-            others, grads = self._if_runs(runs, run, inputs, now, adds=True)
+            others, grads = _if_runs(self, runs, run, inputs, now, adds=True)
         else:
             others, grads = lax.cond(
                 runs, lambda: jax.tree.map(vary_like, run(inputs, now), now), lambda: now
             )
         return others, grads._replace(**alone)
-
-    def _if_runs(
-        self, runs: Any, run: Callable[..., Any], inputs: Any, state: Any, *, adds: bool = False
-    ) -> Any:
-        """`run(inputs, state)` where a unit runs, and the state as it is where none does, in no time.
-
-        A branch, or a loop of one turn or none: whichever XLA changes the state in without a copy. On CPU
-        that of JAX 0.10 copies all that a branch changes. On GPUs a branch that adds to arrays copies them
-        where it is skipped. On TPUs a loop takes more memory than a branch.
-
-        Args:
-          inputs: what the loop depends on, or its work would be done before it, whether it has a turn or not.
-          adds: whether `run` adds to the state.
-        """
-        here, platform = self.stage.here, self.spec.platform
-        loops = platform == "cpu" or (platform == "gpu" and adds)
-        # Autodiff takes evaluation apart, which keeps nothing.
-        if self.kept is None or not loops:
-            return lax.cond(
-                runs, lambda: vary_like(run(inputs, state), here), lambda: vary_like(state, here)
-            )
-
-        def turn(number, state):
-            own, _ = lax.optimization_barrier((inputs, number))
-            return vary_like(run(own, state), here)
-
-        return lax.fori_loop(0, runs.astype(jnp.int32), turn, vary_like(state, here))
 
     @jax.named_scope(HEAD)
     def _head(self, unit: Unit, slot: Any, y: Any, state: State) -> State:
@@ -414,8 +387,8 @@ class Loop:
 
         grads = kept.added_to(state.grads.layers)
         buffers, slot = (state.kept, at.slot) if recalled is None else (recalled, jnp.int32(0))
-        grads, d_carry, dx, buffers = self._if_runs(
-            at.unit >= 0, run, (at, number, slot), (grads, state.d_carry, idle_dx, buffers)
+        grads, d_carry, dx, buffers = _if_runs(
+            self, at.unit >= 0, run, (at, number, slot), (grads, state.d_carry, idle_dx, buffers)
         )
         layer_grads = kept.after_backward(state.grads.layers, grads)
         leaving = Unit(leave.unit, segment), Unit(number, segment)
@@ -454,24 +427,8 @@ class Loop:
 
             # Not a loop over places: what is kept would be copied into it.
             with jax.named_scope(scope_of_weights(first + place)):
-                layers, done = self._if_runs(here.unit >= 0, run, here, (layers, done), adds=True)
+                layers, done = _if_runs(self, here.unit >= 0, run, here, (layers, done), adds=True)
         return state._replace(grads=state.grads._replace(layers=layers)), done
-
-    def _exchange(self, part: str, blocks: Any, arrived: Any, arrival: dict[int, Any]) -> Any:
-        """Sends to other stages; puts what comes from them into buffers.
-
-        Args:
-          arrival: for every direction in which the schedule sends (`placement.UP`, ...) the buffer.
-        """
-        n, ring = self.spec.mesh.shape[STAGE], self.table.route.is_ring
-        with jax.named_scope(part), jax.named_scope("exchange"):
-            for step, buffer in arrival.items():
-                came = blocks
-                if step:
-                    pairs = [(s, (s + step) % n) for s in range(n) if ring or 0 <= s + step < n]
-                    came = lax.ppermute(blocks, STAGE, pairs)
-                arrived = write(arrived, came, buffer)
-        return arrived
 
 
 def run_segments(loop: Loop, carry: Any) -> State:
@@ -515,3 +472,48 @@ def run_segments(loop: Loop, carry: Any) -> State:
 def _totals(state: State) -> dict[str, Any]:
     """What goes on from segment to segment, but for the carry."""
     return {name: getattr(state, name) for name in ("sums", "layer_sums", "grads", "d_carry")}
+
+
+def _if_runs(
+    loop: Loop, runs: Any, run: Callable[..., Any], inputs: Any, state: Any, *, adds: bool = False
+) -> Any:
+    """`run(inputs, state)` where a unit runs, and the state as it is where none does, in no time.
+
+    A branch, or a loop of one turn or none: whichever XLA changes the state in without a copy. On CPU
+    that of JAX 0.10 copies all that a branch changes. On GPUs a branch that adds to arrays copies them
+    where it is skipped. On TPUs a loop takes more memory than a branch.
+
+    Args:
+      inputs: what the loop depends on, or its work would be done before it, whether it has a turn or not.
+      adds: whether `run` adds to the state.
+    """
+    here, platform = loop.stage.here, loop.spec.platform
+    loops = platform == "cpu" or (platform == "gpu" and adds)
+    # Autodiff takes evaluation apart, which keeps nothing.
+    if loop.kept is None or not loops:
+        return lax.cond(
+            runs, lambda: vary_like(run(inputs, state), here), lambda: vary_like(state, here)
+        )
+
+    def turn(number, state):
+        own, _ = lax.optimization_barrier((inputs, number))
+        return vary_like(run(own, state), here)
+
+    return lax.fori_loop(0, runs.astype(jnp.int32), turn, vary_like(state, here))
+
+
+def _exchange(loop: Loop, part: str, blocks: Any, arrived: Any, arrival: dict[int, Any]) -> Any:
+    """Sends to other stages; puts what comes from them into buffers.
+
+    Args:
+      arrival: for every direction in which the schedule sends (`placement.UP`, ...) the buffer.
+    """
+    n, ring = loop.spec.mesh.shape[STAGE], loop.table.route.is_ring
+    with jax.named_scope(part), jax.named_scope("exchange"):
+        for step, buffer in arrival.items():
+            came = blocks
+            if step:
+                pairs = [(s, (s + step) % n) for s in range(n) if ring or 0 <= s + step < n]
+                came = lax.ppermute(blocks, STAGE, pairs)
+            arrived = write(arrived, came, buffer)
+    return arrived

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -171,10 +170,11 @@ class HashedBatches(CheckedBatches):
         """
         if described["settings"] != self.settings:
             return
-        stream = None if described["position"] is None else self._stream
+        position = described["position"]
+        stream = None if position is None else self._stream
         try:
-            if stream is not None:
-                stream.seek(described["position"])
+            if stream is not None and position is not None:
+                stream.seek(position)
             self._compare(described, what)
         except ValueError as error:
             if stream is None:
