@@ -360,6 +360,11 @@ class Layout:
 
         return jax.tree.map(of, tree, is_leaf=is_variable)
 
+    @property
+    def rows_of(self) -> dict[str, tuple[int, ...]]:
+        """By kind the layer in each row of its stack, -1 in empty rows."""
+        return dict(zip(self.facts.kinds, self.slots.rows, strict=True))
+
     # ---- layers and ends in pools ----
 
     @functools.cached_property

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from jaxpar.base.axes import DATA, LAYERS
+from jaxpar.base.axes import DATA
 from jaxpar.base.checks import require
 from jaxpar.base.keys import data_of, is_key, key_as
 from jaxpar.partition.partition import POOLS, Layout
@@ -28,7 +28,6 @@ from jaxpar.pipeline.pool import stack_of, with_stack
 from jaxpar.sharding import (
     array_of,
     axes_of_spec,
-    dims_of,
     is_variable,
     named_leaves,
     shardings,
@@ -117,7 +116,7 @@ def _each(
     state: Tree, layout: Layout, change: Callable[[str, Any, Rows | None], jax.Array | None]
 ) -> Tree:
     """As `each_by_name`; with what lies in the rows of a leaf, see `_rows`."""
-    rows_of = dict(zip(layout.facts.kinds, layout.slots.rows, strict=True))
+    rows_of = layout.rows_of
     return each_by_name(
         state, layout, lambda name, leaf: change(name, leaf, _rows(name, leaf, rows_of))
     )
@@ -223,25 +222,19 @@ def _rows(name: str, leaf: Any, rows_of: Mapping[str, Rows]) -> Rows | None:
     """What lies in the rows of a stacked array; None if they are not stacked, or the layers in order.
 
     Raises:
-      ValueError: the array has not as many rows, or not the dims of its parameter.
+      ValueError: the array has not as many rows.
     """
     kind = kind_of(leaf)
     if kind is None:
         return None
-    rows, is_stacked = rows_of[kind], LAYERS in dims_of(leaf)
+    rows = rows_of[kind]
     require(
-        not is_stacked or leaf.shape[0] == len(rows),
+        leaf.shape[0] == len(rows),
         f"{name} has {leaf.shape[0]} rows of layers, and the placement {len(rows)}.\n"
         f"Fix: give the task and placement that the state was made with.",
     )
-    if -1 not in rows and list(rows) == sorted(rows):
-        return None
-    require(
-        is_stacked,
-        f"{name} has the shape {leaf.shape}: optimizer state with other dims than its parameter cannot be "
-        f"stored by layer.\nFix: place as many layers on each stage, or use another optimizer.",
-    )
-    return rows
+    is_in_order = -1 not in rows and list(rows) == sorted(rows)
+    return None if is_in_order else rows
 
 
 def _places_in_order(rows: Rows) -> Rows:

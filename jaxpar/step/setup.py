@@ -16,6 +16,7 @@ from jaxpar.model.facts import ModelFacts
 from jaxpar.model.model import in_words
 from jaxpar.model.task import Settings, Task, check_task
 from jaxpar.partition.partition import Layout
+from jaxpar.step.per_layer import per_layer
 
 Made = TypeVar("Made")
 
@@ -107,6 +108,9 @@ class Setup:
     def optimizer(self) -> optax.GradientTransformation:
         """Of a run of `train.num_steps`; gradients are clipped before it.
 
+        A task's own optimizer sees each layer's own arrays. One of an `OptimizerConfig` treats each number
+        alone, and sees stacks.
+
         Raises:
           ValueError: the task makes something else.
         """
@@ -117,7 +121,7 @@ class Setup:
             f"make_optimizer of task {self.task.name} returns {in_words(made)}.\n"
             f"Fix: return an optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer is none.",
         )
-        return made
+        return per_layer(made, self.layout.rows_of) if self.task.has_own_optimizer else made
 
     def replace(self, **changes: Any) -> Self:
         """With other fields of `train`."""

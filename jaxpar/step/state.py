@@ -35,8 +35,7 @@ from jaxpar.sharding import (
 )
 from jaxpar.step.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.step.setup import Setup
-from jaxpar.step.stacking import check_stacking, draws
-from jaxpar.trace.counts import reductions
+from jaxpar.trace.counts import draws, reductions
 
 
 @jax.tree_util.register_dataclass
@@ -82,16 +81,6 @@ def abstract_state(setup: Setup) -> TrainState:
         cannot be laid out.
     """
     return setup.keep(_abstract_state, setup.train.num_steps)
-
-
-def check_optimizer(setup: Setup) -> None:
-    """Checks that an optimizer updates stacked layers as it would update single ones; see `stacking`.
-
-    Raises:
-      ValueError: it does not.
-    """
-    if setup.task.has_optimizer:
-        setup.keep(_check_stacking, setup.train.num_steps)
 
 
 def zero_carry(setup: Setup) -> dict[str, Any]:
@@ -149,7 +138,6 @@ def init_state(
     """
     setup = Setup.of(task, parallel, train, mesh)
     check_room(abstract_state(setup), setup.mesh)
-    check_optimizer(setup)
     make = setup.keep(_initializer, setup.train.num_steps)
     return _with_host_state(setup, make(_key_data(setup.train.seed if seed is None else seed)))
 
@@ -344,10 +332,6 @@ def audit(state: TrainState) -> None:
         )
 
 
-def _check_stacking(setup: Setup, _: int) -> None:
-    check_stacking(setup.layout, setup.optimizer)
-
-
 def _check_optimizer(setup: Setup, state: TrainState) -> None:
     """Raises where what it keeps for a parameter cannot be laid out, or not be updated in parts."""
     task = setup.task
@@ -361,9 +345,10 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
     if not (task.has_optimizer and setup.parallel.update == "host"):
         return
     with jax.numpy_dtype_promotion("standard"):
-        found = reductions(setup.optimizer.update, state.params, state.opt_state, state.params)
+        args = setup.optimizer.update, state.params, state.opt_state, state.params
+        found, has_noise = reductions(*args), draws(*args)
     why = f"looks at more than one number at once ({', '.join(sorted(found))})" if found else ""
-    if not found and draws(setup.optimizer, state.params):
+    if not found and has_noise:
         why = "draws random numbers"
     if why:
         raise ValueError(

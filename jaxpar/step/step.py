@@ -29,8 +29,9 @@ from jaxpar.step.custom_backward import check_custom_backward
 from jaxpar.step.forward import full_table, make_forward, table_of
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.optimizer import HostOptimizer, clip_scale, global_norm, update
+from jaxpar.step.per_layer import without_empty_rows
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import TrainState, abstract_state, check_optimizer, state_shardings
+from jaxpar.step.state import TrainState, abstract_state, state_shardings
 from jaxpar.trace.places import place_of_instruction
 
 # A collective-permute in a unit's work (a branch of the loop over ticks, or a loop of one turn or none), and
@@ -232,8 +233,12 @@ class _HostStep(_GradientStep):
     def __init__(self, gradients, layout: Layout, optimizer, states: TrainState, out_shardings):
         super().__init__(gradients, layout, backward=True, out_shardings=out_shardings)
         self._host = HostOptimizer(optimizer)
+        has_own, rows_of = layout.task.has_own_optimizer, layout.rows_of
         self._gather = jax.jit(  # into the memory of the old parameters
-            lambda old, new: new, out_shardings=states.params, donate_argnums=0, keep_unused=True
+            lambda old, new: without_empty_rows(new, rows_of) if has_own else new,
+            out_shardings=states.params,
+            donate_argnums=0,
+            keep_unused=True,
         )
 
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -271,11 +276,10 @@ def make_train_step(
     Returns:
       (state, batch) -> (state, metrics); the batch lies on `batch_sharding` of their setup.
     Raises:
-      ValueError: sizes do not fit the mesh, or the optimizer does not update stacked layers as single ones.
+      ValueError: sizes do not fit the mesh.
     """
     setup = Setup.of(task, parallel, train, mesh)
     train = setup.train
-    check_optimizer(setup)
     return setup.keep(
         _make_train_step,
         train.num_steps,

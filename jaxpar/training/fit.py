@@ -25,7 +25,6 @@ from jaxpar.step.state import (
     TrainState,
     abstract_state,
     audit,
-    check_optimizer,
     check_room,
     init_state,
     release,
@@ -229,7 +228,6 @@ def _check_model(setup: Setup, target: TrainState) -> None:
     )
     _ = setup.optimizer  # is there one?
     layout.facts.check_gradient()
-    check_optimizer(setup)
     metrics: Mapping[str, float] = {}
     with contextlib.suppress(ArithmeticError, ValueError):  # it makes no sense of these numbers
         metrics = task.metrics(0.5, dict.fromkeys(layout.facts.traces.sums.metrics, 0.5))
