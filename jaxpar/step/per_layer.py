@@ -168,11 +168,14 @@ def _with_stacks(tree: Tree, arrays: Sequence[jax.Array]) -> Arrays:
         return jax.tree.map(functools.partial(named, node.names[0]), stacks, is_leaf=is_variable)
 
     def named(kind: str, stack: Any) -> nnx.Variable:
-        if is_variable(stack) and stack.get_metadata(PARAM_SHAPE, stack.shape) == stack.shape:
+        array = array_of(stack)
+        if not hasattr(array, "shape"):
+            return stack  # such as a list, which is refused
+        if is_variable(stack) and stack.get_metadata(PARAM_SHAPE, array.shape) == array.shape:
             return stack
         dims = (LAYERS, *[None] * (stack.ndim - 1))
         metadata: dict[str, Any] = {"out_sharding": dims, KIND: kind, "eager_sharding": False}
-        return nnx.Variable(array_of(stack), **metadata)
+        return nnx.Variable(array, **metadata)
 
     return jax.tree.map(of, tree, is_leaf=_is_own)
 

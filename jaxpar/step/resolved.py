@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpar.base.checks import require
+from jaxpar.base.types import OptState, Params
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.model import in_words
@@ -89,7 +90,9 @@ class Resolved:
             f"Fix: return an optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer is none.",
         )
         has_own, rows_of = self.task.has_own_optimizer, self.partition.rows_of
-        return per_layer(made, rows_of) if has_own else made
+        if not has_own:
+            return made
+        return _of_stored(per_layer(made, rows_of), self.storage, self.mesh)
 
     def replace(self, **changes: Any) -> Self:
         """With other fields of `train`."""
@@ -104,3 +107,20 @@ class Resolved:
         if make not in self._made or self._made[make][0] != args:
             self._made[make] = args, make(self, *args)
         return self._made[make][1]
+
+
+def _of_stored(
+    optimizer: optax.GradientTransformation, storage: Storage, mesh: Mesh
+) -> optax.GradientTransformation:
+    """An optimizer of parameters as a state has them, which gives them to another one in stacks."""
+    if storage.pools is None:
+        return optimizer
+
+    def init(params: Params) -> OptState:
+        return storage.packed(optimizer.init(storage.unpacked(params, mesh)), mesh)
+
+    def update(updates: Params, state: OptState, params: Params = None) -> tuple[Params, OptState]:
+        trees = (storage.unpacked(tree, mesh) for tree in (updates, state, params))
+        return storage.packed(optimizer.update(*trees), mesh)
+
+    return optax.GradientTransformation(init, update)

@@ -28,6 +28,7 @@ from jaxpar.step.forward import full_table, make_forward, table_of
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.optimizer import HostOptimizer, clip_scale, global_norm, update
 from jaxpar.step.parts import Parts
+from jaxpar.step.per_layer import without_empty_rows
 from jaxpar.step.resolved import Resolved
 from jaxpar.step.state import TrainState, abstract_state, state_shardings
 from jaxpar.trace.source_lines import source_line_of_instruction
