@@ -26,7 +26,7 @@ from jax import lax
 
 from jaxpar import At, OptimizerConfig, Sums, TrainConfig, lm
 from jaxpar.base.checks import require, require_not_negative, require_rate
-from jaxpar.step.optimizer import learning_rate
+from jaxpar.model.optimizer import learning_rate
 
 LEAST = 5  # steps of a window
 MATRICES = ("mlstm", "gated_delta")  # layers whose states are matrices

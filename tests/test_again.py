@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from lib.models import WIDTH, Regress, Regression
 from jaxpar import Stack, Sums
 from jaxpar.model.facts import ModelFacts
 from jaxpar.trace.again import difference
+from jaxpar.trace.source_lines import CALLERS
 
 COUNT = itertools.count(1)
 TABLE = np.arange(3.0, dtype=np.float32)
@@ -53,7 +55,12 @@ def test_what_differs_when_it_is_traced_again_is_found(name):
     found = difference(traced(function), traced(function))
     assert (found.outputs if found else []) == outputs
     if "noise" in name:
-        assert found.place.startswith("test_again.py, line ")
+        assert found.source_line.startswith("test_again.py, line ")
+
+
+def test_what_calls_the_functions_of_users_is_there():
+    """A line further out, such as that of a test, is none of theirs."""
+    assert [path for path in CALLERS if not Path(path).is_file()] == []
 
 
 class Layer(nnx.Module):

@@ -104,7 +104,7 @@ def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
     ends, options, expected, code = ENDS[case]
     started = []
 
-    class Place(launch.Place):
+    class Launcher(launch.Launcher):
         @contextlib.contextmanager
         def start(self, command, count, devices):
             more = ["--elastic", "--resume-or-begin"] if options.get("elastic", True) else []
@@ -112,7 +112,7 @@ def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
             started.append(count)
             yield []
 
-    monkeypatch.setattr(launch, "Place", Place)
+    monkeypatch.setattr(launch, "Launcher", Launcher)
     monkeypatch.setattr(launch._Watch, "wait", lambda self: ends[len(started) - 1])
     assert launch.launch(COMMAND, 3, 1, **{"elastic": True, **options}) == code
     assert started == expected

@@ -13,11 +13,11 @@ from lib.laws import on_devices
 from jaxpar import nn
 from jaxpar.analysis import inspect_function
 from jaxpar.base.at import At
+from jaxpar.internal.in_place_scan import scan_in_place
+from jaxpar.internal.split import SplitLayer
+from jaxpar.internal.step_program import read_step
 from jaxpar.nn import Recurrent, hoisted_scan
-from jaxpar.nn.in_place_scan import scan_in_place
 from jaxpar.nn.linear_recurrence import _in_parallel, _one_by_one
-from jaxpar.nn.step_program import read_step
-from jaxpar.pipeline.split import SplitLayer
 from jaxpar.sharding import RULES, shardings
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.

@@ -17,6 +17,7 @@ LAYERS = (
     "base",  # what all else stands on: names, checks, files, text, trees of arrays
     "__init__",  # what is offered, by names
     "trace data",  # traced programs; batches
+    "internal",  # machinery of layers and of the pipeline
     "mesh sharding hosts",  # devices, rules, many processes
     "config nn",  # options that tasks share; layers
     "pipeline",  # schedules, and the engine that runs them

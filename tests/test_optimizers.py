@@ -17,9 +17,9 @@ from optax import contrib
 from jaxpar import Parallel, SeriesBatches, Stack, Sums, Task, nn
 from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.step import per_layer as module
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, init_state
-from jaxpar.step.step import make_train_step
+from jaxpar.step.state import abstract_state
 
 
 class Dense(nnx.Module):
@@ -152,10 +152,10 @@ SEPARATE = {
 }
 Own.made = MAPPED | SEPARATE
 LAYOUTS = {
+    "two kinds": (("gru", "dense", "dense", "gru", "dense"), (1, 2, 1)),
     "dp1": (("gru",) * 3, (1, 1, 1)),
     "empty row": (("gru", "gru", "gru"), (1, 2, 1)),
     "dp2pp2tp2": (("gru", "dense", "gru", "gru"), (2, 2, 2)),
-    "two kinds": (("gru", "dense", "dense", "gru", "dense"), (1, 2, 1)),
 }
 
 
@@ -181,7 +181,7 @@ def drawn(setup, seed):
 
 
 def layers(setup, kind):
-    return sorted(layer for layer in setup.layout.rows_of[kind] if layer >= 0)
+    return sorted(layer for layer in setup.partition.rows_of[kind] if layer >= 0)
 
 
 def in_stacks(setup, plain):
@@ -192,7 +192,7 @@ def in_stacks(setup, plain):
             order = layers(setup, kind)
             own = [
                 own[order.index(n)] if n >= 0 else np.zeros_like(own[0])
-                for n in setup.layout.rows_of[kind]
+                for n in setup.partition.rows_of[kind]
             ]
         return leaf.replace(jax.device_put(np.array(own), leaf.sharding))
 
@@ -307,8 +307,8 @@ def test_masks_see_the_names_types_and_shapes_of_one_layer():
     Own.made["seen"] = optax.GradientTransformation(
         init, lambda updates, state, _: (updates, state)
     )
-    setup.optimizer.init(setup.layout.params)
-    shape = setup.layout.params["layers"]["gru"]["w_x"].shape[1:]
+    setup.optimizer.init(setup.storage.params)
+    shape = setup.storage.params["layers"]["gru"]["w_x"].shape[1:]
     assert seen.count(("['layers']['gru']['w_x'].value", "w_x", shape)) == 3
     assert seen.count((["layers", "gru", "w_x"], nnx.Param, len(shape), "gru")) == 3
     assert seen.count(("['embed']['kernel'].value", "kernel", (1, 8))) == 1
@@ -343,7 +343,7 @@ def test_a_run_has_the_same_losses_on_every_mesh(name):
 @pytest.mark.slow
 def test_empty_rows_stay_zeros_where_the_host_updates_parts_of_stacks():
     """Yogi makes an update of a gradient that is zero."""
-    rows = setup_of("yogi", "empty row").layout.rows_of["gru"]
+    rows = setup_of("yogi", "empty row").partition.rows_of["gru"]
     found = [losses(setup_of("yogi", "empty row", update=how)) for how in ("host", "replicated")]
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-6)
     for _, state in found:

@@ -26,6 +26,7 @@ from jaxpar.analysis import inspect_step
 from jaxpar.base.at import At
 from jaxpar.base.compiler import compiler_options
 from jaxpar.config import PipelineConfig
+from jaxpar.internal.split import SplitLayer
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import GateParams, LSTMCarry, lstm_layer
 from jaxpar.pipeline.buffers import order_of_dims
@@ -33,12 +34,11 @@ from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.placement import make_slots, route_of
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.pipeline.spec import PipelineParams
-from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.tables import make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers
+from jaxpar.step.functions import init_state, make_eval_step, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_eval_step, make_loss_and_grad, make_train_step
+from jaxpar.step.step import make_loss_and_grad
 from jaxpar.tasks.lm.task import LM
 
 OPTIONS = [

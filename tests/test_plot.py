@@ -21,7 +21,7 @@ from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
 from jaxpar.pictures import figures
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.config_file import to_toml
@@ -149,11 +149,11 @@ def test_the_command_draws_the_schedule_of_a_config(suffix, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypatch, capsys):
+def test_the_command_draws_runs_parallelisms_and_compiled_steps(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     small = ["--num-layers", "2", "--hidden-size", "8", "--embed-size", "8"]
     small += ["--vocab-size", "32", "--batch-size", "8", "--seq-len", "4"]
-    assert main(["plot", "strategies", "lm", "--mesh", "dp8", *small, "-o", "a.html"]) == 0
+    assert main(["plot", "parallelisms", "lm", "--mesh", "dp8", *small, "-o", "a.html"]) == 0
     assert "2 layers for 8 devices" in (tmp_path / "a.html").read_text()
     memory = ["plot", "memory", "lm", "--simulate", "8", "--meshes", "dp8", *small]
     assert main([*memory, "-o", "memory.png"]) == 0
@@ -181,11 +181,11 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
             "cannot draw schedule into 'a.png'\nFix: end it in .svg, .html",
         ),
         (
-            ["strategies", "lm", "-o", "a.png"],
-            "cannot draw strategies into 'a.png'\nFix: end it in .svg, .html",
+            ["parallelisms", "lm", "-o", "a.png"],
+            "cannot draw parallelisms into 'a.png'\nFix: end it in .svg, .html",
         ),
-        (["strategies"], "plot strategies needs a task\nFix: write plot strategies lm"),
-        (["strategies", "lm", "--devices", "0"], "one device cannot share a step"),
+        (["parallelisms"], "plot parallelisms needs a task\nFix: write plot parallelisms lm"),
+        (["parallelisms", "lm", "--devices", "0"], "one device cannot share a step"),
         (
             ["bytes", "lm", "--machine", "v5e:2x2", "-o", "a.png"],
             "machine='v5e:2x2' has no effect on bytes\nFix: leave it out",
@@ -235,6 +235,6 @@ def test_the_help_names_all_kinds_and_shows_what_works(capsys):
     [shapes] = re.findall(r"meshes to compare, such as ([^;]*);", text)
     facts = ModelFacts.of(LM().resolve())
     for shape in shapes.split():
-        assert Layout(facts, Parallel.of(shape, LM.parallel)).parallel.mesh.num_devices == 8
+        assert Partition(facts, Parallel.of(shape, LM.parallel)).parallel.mesh.num_devices == 8
     [runs] = re.findall(r"\(plot (curves [^)]*)\)", text)
     assert read_command(["plot", *runs.split(), "-o", "a.svg"]).runs == tuple(runs.split()[1:])

@@ -80,7 +80,7 @@ def start(cluster, monkeypatch, num_processes, min_processes, codes, signals=())
     elastic = min_processes is not None
     code = launch.launch(
         ["train", "lm", "--train.out-dir", "nowhere"], num_processes, 8, elastic=elastic,
-        min_processes=min_processes or 1, place=on_ray.OnRay("gpu"),
+        min_processes=min_processes or 1, launcher=on_ray.OnRay("gpu"),
     )  # fmt: skip
     return code, counts
 

@@ -188,7 +188,7 @@ SMALL = {
 }
 # What commands of pages write, besides those of the README.
 USED = {"predicted", "stream", "half.safetensors"}
-PICTURES = {"timeline.svg", "bytes.png", "strategies.svg", "memory.png"}
+PICTURES = {"timeline.svg", "bytes.png", "parallelisms.svg", "memory.png"}
 OWN = "# forecast.py"  # a model of the reader's, which commands below it train
 GUIDE, CLASSIFIER = "docs/models.md", "# gestures.py"
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxpar.pictures import timeline
 from jaxpar.pipeline.lanes import Schedule
-from jaxpar.pipeline.schedules import NAMES, make_schedule
+from jaxpar.pipeline.schedules import NAMES, gpipe, make_schedule
 
 Message = tuple[str, int, int, int]  # what it is, virtual stage, microbatch, chunk
 Cells = list[Message | None]
@@ -214,6 +214,27 @@ def test_1f1b_meets_its_closed_forms(S, M, K):
         assert backward[s, m, k] == m * K + (K - 1 - k) + (K - 1) + 2 * (S - 1) - s
     assert schedule.num_ticks == M * K + K - 1 + 2 * (S - 1)
     assert schedule.live_units == tuple(min(M * K, K + 2 * (S - 1 - s)) for s in range(S))
+
+
+@given(STAGES, MICROBATCHES)
+def test_the_short_gpipe_is_the_general_one(S, M):
+    schedule = make_schedule("gpipe", S, M)
+    lanes = schedule.forward.unit, schedule.backward.unit
+
+    def running(unit_S):
+        return {stage: unit for stage, unit in enumerate(unit_S.tolist()) if unit >= 0}
+
+    assert gpipe(S, M) == [tuple(map(running, ticks)) for ticks in zip(*lanes, strict=True)]
+
+
+def test_the_table_of_gpipe_shows_it():
+    def cell(stage, *running):
+        return "".join(f"{w}{r[stage]}" for w, r in zip("FB", running, strict=True) if stage in r)
+
+    ticks = gpipe(3, 4)
+    for stage in range(3):
+        row = [f"stage {stage}  ", *(f"{cell(stage, *tick) or '.':<4}" for tick in ticks)]
+        assert " ".join(row).rstrip() in gpipe.__doc__
 
 
 @given(STAGES, MICROBATCHES, CHUNKS)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxpar.analysis import hlo
 from jaxpar.analysis.hlo import Groups, Instruction, Module, Visit
-from jaxpar.trace.places import frames_of
+from jaxpar.trace.source_lines import frames_of
 
 # How often the busiest of n devices sends (n-1)/n of a payload, by the usual ring algorithms: NCCL's bus
 # bandwidth factors, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md

@@ -17,13 +17,13 @@ def show(thing: Any) -> Any:
     Args:
       thing: a `MeshConfig` or `Mesh`; an array, also an abstract one, or a Flax variable; a `TrainState`, an
         `nnx.State`, an `nnx.Module`; a `Schedule`; a `ProgramReport`; a `MeasuredStep`; a `Cost`, a
-        `Comparison`, a `Ranking` or `Strategies`; a `FitResult`.
+        `Comparison`, a `Ranking` or `Parallelisms`; a `FitResult`.
     Raises:
       ValueError: there is no picture of such an object.
     """
     # What draws registers itself, and is not imported before it is needed.
     nobody = show.dispatch(object)
-    for module in ("results", "grid", "params", "timeline", "measured", "reports", "strategies"):
+    for module in ("results", "grid", "params", "timeline", "measured", "reports", "parallelisms"):
         importlib.import_module(f"jaxpar.pictures.{module}")
         if (draw := show.dispatch(type(thing))) is not nobody:
             return draw(thing)

@@ -23,7 +23,7 @@ _ELSEWHERE = "use another folder"
 
 
 @contextlib.contextmanager
-def in_words(attempt: str, remedy: str) -> Iterator[None]:
+def friendly_errors(attempt: str, remedy: str) -> Iterator[None]:
     """Makes an error of the system one to act on: it says what cannot be done, why, and a remedy.
 
     Args:
@@ -46,7 +46,7 @@ def read_file(
     Raises:
       OSError: as of `check_file`, or it cannot be read; in words.
     """
-    with in_words(f"read {f'{what} {path}'.lstrip()}", remedy):
+    with friendly_errors(f"read {f'{what} {path}'.lstrip()}", remedy):
         check_file(path)
         try:
             return as_path(path).read_bytes()
@@ -144,7 +144,7 @@ def make_folder(path: Path) -> None:
       OSError: it cannot be made; in words.
     """
     if not in_bucket(path):
-        with in_words(f"make the folder {path}", _ELSEWHERE):
+        with friendly_errors(f"make the folder {path}", _ELSEWHERE):
             path.mkdir(parents=True, exist_ok=True)
 
 
@@ -158,13 +158,13 @@ def check_folder(path: Path) -> None:
     """
     if in_bucket(path):
         return
-    with in_words(f"make the folder {path}", _ELSEWHERE):
-        for place in (path, *path.absolute().parents):
+    with friendly_errors(f"make the folder {path}", _ELSEWHERE):
+        for folder in (path, *path.absolute().parents):
             try:
-                os.stat(place)
+                os.stat(folder)
             except FileNotFoundError:
                 continue
-            with tempfile.TemporaryDirectory(prefix=".", dir=place):
+            with tempfile.TemporaryDirectory(prefix=".", dir=folder):
                 return
 
 
@@ -177,7 +177,7 @@ def check_output(path: Path) -> None:
     Raises:
       OSError: it cannot; in words.
     """
-    with in_words(f"write {path}", WRITABLE):
+    with friendly_errors(f"write {path}", WRITABLE):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         partial = _partial_of(path)
@@ -199,7 +199,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     partial = _partial_of(path)
-    with in_words(f"write {path}", WRITABLE):
+    with friendly_errors(f"write {path}", WRITABLE):
         try:
             yield partial
             with partial.open("rb") as file:
@@ -216,7 +216,7 @@ def write_file(path: Path, content: bytes) -> None:
       OSError: as of `whole_file`.
     """
     if in_bucket(path):
-        with in_words(f"write {path}", WRITABLE):
+        with friendly_errors(f"write {path}", WRITABLE):
             storage().pipe_file(str(path), content)  # at once, also if it is empty
         return
     with whole_file(path) as file:
@@ -236,9 +236,9 @@ def check_path(name: str, path: str | os.PathLike[str], *, of_run: bool = False)
     require(path != "", f"{name}='' names nothing\nFix: give a path")
     text = os.fspath(path)
     if _ADDRESS.match(text) and not (of_run and text.startswith(SCHEME)):
-        places = "a folder of this machine" + " or gs://BUCKET/FOLDER" * of_run
+        allowed = "a folder of this machine" + " or gs://BUCKET/FOLDER" * of_run
         raise ValueError(
-            f"{name}={text!r} must be {places}, got another address\n"
+            f"{name}={text!r} must be {allowed}, got another address\n"
             f"Fix: mount that storage, and give the folder where it is"
         )
 

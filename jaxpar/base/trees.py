@@ -51,7 +51,7 @@ def check_floats(what: str, tree: Any, why: str = "", of: Any = jnp.floating) ->
     for path, leaf in jax.tree.leaves_with_path(tree):
         if not jnp.issubdtype(leaf.dtype, of):
             raise ValueError(
-                f"{what}{_place(path)} is {leaf.dtype}{list(leaf.shape)}\n"
+                f"{what}{_name_of(path)} is {leaf.dtype}{list(leaf.shape)}\n"
                 f"Fix: make it floating-point numbers{why}."
             )
 
@@ -67,12 +67,12 @@ def check_same(what: str, found: Any, as_what: str, wanted: Any, why: str = "") 
     for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise ValueError(
-                f"{what}{_place(path)} is {a.dtype}{list(a.shape)}, {as_what} {b.dtype}{list(b.shape)}\n"
+                f"{what}{_name_of(path)} is {a.dtype}{list(a.shape)}, {as_what} {b.dtype}{list(b.shape)}\n"
                 f"Fix: make them the same{why}."
             )
 
 
-def _place(path: Any) -> str:
+def _name_of(path: Any) -> str:
     """Where a leaf is, in brackets; nothing if it is the whole tree."""
     text = jax.tree_util.keystr(path)
     return f" ({text})" if text else ""

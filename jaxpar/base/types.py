@@ -36,3 +36,5 @@ Jaxpr: TypeAlias = Any
 """A traced program, or an equation, variable or literal of one."""
 Index: TypeAlias = int | jax.Array
 """A whole number, which may be traced."""
+Json: TypeAlias = dict[str, Any]
+"""A table by names, as JSON has it."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxpar.training.weights import Start
 
 # Pictures of a task's step, and those that need no task.
-PICTURES = ("schedule", "timeline", "strategies", "memory", "bytes")
+PICTURES = ("schedule", "timeline", "parallelisms", "memory", "bytes")
 PICTURES_OF_RUNS = ("curves",)
 
 # What --mesh auto stands for until the planner has chosen.
@@ -79,7 +79,7 @@ class Train(RunOptions):
     Attributes:
       start: begin with these weights: a run's folder, or a file, index or folder of safetensors.
       start_rename: what the weights are called there and here, as PATTERN=NAME: 'encoder\.(.*)=embedding.\1'.
-      start_leave: patterns for names of weights there that are left out: 'layers\.[45]\..*'.
+      start_ignore: patterns for names of weights there that are ignored: 'layers\.[45]\..*'.
       resume: continue the run in --train.out-dir, or the latest one, with its task and settings.
       resume_or_begin: continue the run in --train.out-dir, or begin it there: one command for every start
         of a job.
@@ -94,7 +94,7 @@ class Train(RunOptions):
 
     start: Annotated[str | None, arg(metavar="PATH")] = None
     start_rename: Annotated[tuple[str, ...], arg(metavar="[PATTERN=NAME ...]")] = ()
-    start_leave: Annotated[tuple[str, ...], arg(metavar="[PATTERN ...]")] = ()
+    start_ignore: Annotated[tuple[str, ...], arg(metavar="[PATTERN ...]")] = ()
     resume: Switch = False
     resume_or_begin: Switch = False
     overwrite: Switch = False
@@ -109,9 +109,8 @@ class Train(RunOptions):
             raise ValueError(
                 "--resume-or-begin and --overwrite exclude each other\nFix: leave one out."
             )
-        from jaxpar.training.console import ConsoleReport
+        from jaxpar.training.callbacks import TRACKERS, ConsoleReport
         from jaxpar.training.fit import choose_folder, fit
-        from jaxpar.training.trackers import TRACKERS
 
         if self.parallel.mesh is AUTO and not self.resume:  # before the minutes that a plan takes
             choose_folder(self.train.out_dir, resume=False, overwrite=self.overwrite)
@@ -128,15 +127,15 @@ class Train(RunOptions):
         from jaxpar.training.weights import Start
 
         if self.start is None:
-            if self.start_rename or self.start_leave:
+            if self.start_rename or self.start_ignore:
                 raise ValueError(
-                    "--start-rename and --start-leave lack weights\nFix: add --start PATH."
+                    "--start-rename and --start-ignore lack weights\nFix: add --start PATH."
                 )
             return None
         if wrong := [pair for pair in self.start_rename if "=" not in pair]:
             raise ValueError(f"--start-rename {wrong[0]} has no =\nFix: write PATTERN=NAME.")
         pairs = (pair.rpartition("=") for pair in self.start_rename)
-        return Start(self.start, tuple((old, new) for old, _, new in pairs), self.start_leave)
+        return Start(self.start, tuple((old, new) for old, _, new in pairs), self.start_ignore)
 
     def _settled(self) -> Settings:
         """The settings with what the planner chooses, or holds against the memory."""
@@ -229,8 +228,8 @@ class Evaluate(BatchOptions):
         import jax
 
         from jaxpar.base.console import make_console
-        from jaxpar.training.console import evaluation_table
-        from jaxpar.training.fit import evaluate_run
+        from jaxpar.training.loaded import evaluate_run
+        from jaxpar.training.progress import evaluation_table
         from jaxpar.training.run_folder import RunFolder
 
         self.start_processes()
@@ -353,7 +352,7 @@ class Plot(RunOptions):
     """Draws a picture of a task's step, into a file or the terminal; or of runs.
 
     Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage did
-    when in a real step, beside its schedule; "strategies", data, tensor, model and pipeline parallelism on
+    when in a real step, beside its schedule; "parallelisms", data, tensor, model and pipeline parallelism on
     all devices, each with its estimated time, and with memory and bytes of its compiled step, as an
     animation; "memory" of a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes.
     Without a task: "curves", the losses of runs (plot curves runs/0001 runs/0002).
@@ -362,7 +361,7 @@ class Plot(RunOptions):
       output: an .svg or .html, also a .png of the last two that need a task; without one the first three
         are shown here.
       meshes: meshes to compare, such as dp8 tp8 pp4dp2; without them, --mesh.
-      machine: of strategies, one that need not be there, as of plan.
+      machine: of parallelisms, one that need not be there, as of plan.
     """
 
     kind: Annotated[str, Fixed] = dataclasses.field(kw_only=True)
@@ -443,7 +442,7 @@ class Launch:
             self.devices_per_process,
             elastic=self.elastic,
             min_processes=self.min_processes,
-            place=OnRay(self.platform) if self.on else None,
+            launcher=OnRay(self.platform) if self.on else None,
         )
 
 

@@ -58,16 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jaxpar.cli.options import OptionError
 
         is_box = isinstance(error, OptionError)
-        print(error if is_box else _in_words(str(error), _place_of(error)), file=sys.stderr)
+        print(error if is_box else _error_text(str(error), _source_line(error)), file=sys.stderr)
         reason = "its options are wrong" if is_box else str(error)
         return _leave(3 if isinstance(error, FloatingPointError) else 2, reason, error)
     except Exception as error:
-        place = _place_of(error)
-        if debug or not place:  # a slip of our own
+        source_line = _source_line(error)
+        if debug or not source_line:  # a slip of our own
             raise
         where = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
         text = " ".join([f"{type(error).__name__}:", *str(error).split(), *where])
-        print(_in_words(f"{text}\nFix: see the traceback with --debug.", place), file=sys.stderr)
+        print(
+            _error_text(f"{text}\nFix: see the traceback with --debug.", source_line),
+            file=sys.stderr,
+        )
         return _leave(2, text)
 
 
@@ -130,22 +133,22 @@ def _leave(code: int, reason: str, error: Exception | None = None) -> int:
     return leave_processes(code, reason, error)
 
 
-def _in_words(text: str, place: str) -> str:
+def _error_text(text: str, source_line: str) -> str:
     """A message, with the line that it came from behind the fact."""
     fact, newline, remedy = text.partition("\n")
-    at_place = f" ({place})" if place not in text else ""
-    return f"error: {fact}{at_place}{newline}{remedy}"
+    at_line = f" ({source_line})" if source_line not in text else ""
+    return f"error: {fact}{at_line}{newline}{remedy}"
 
 
-def _place_of(error: BaseException) -> str:
+def _source_line(error: BaseException) -> str:
     """The line of the user's task that an error came through, if any: "forecast.py, line 3"."""
     from jaxpar.model.task import FILE_OF_TASK
 
-    places = [
+    lines = [
         f"{Path(frame.f_code.co_filename).name}, line {line}"
         for raised in (error.__cause__, error)
         for frame, line in traceback.walk_tb(raised and raised.__traceback__)
         if str(frame.f_globals.get("__name__")).startswith(FILE_OF_TASK)
         and frame.f_code.co_filename.endswith(".py")  # what dataclasses write is in no file
     ]
-    return places[-1] if places else ""
+    return lines[-1] if lines else ""

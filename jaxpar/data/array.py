@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxpar.base.checks import require
-from jaxpar.data.order import DrawnBatches, Places
+from jaxpar.data.order import BatchIndices, DrawnBatches
 from jaxpar.data.shuffle import Shuffle
 
 HELD = 2**22  # rows whose order is drawn at once and held: 32 MiB
@@ -26,7 +26,7 @@ class ArrayBatches(DrawnBatches):
       ValueError: a number is out of range, arrays differ in their rows, or there are too few of them.
     """
 
-    place_dims = 1
+    index_dims = 1
 
     def __init__(self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int | None = None):
         super().__init__(arrays, batch_size, seed)
@@ -45,9 +45,9 @@ class ArrayBatches(DrawnBatches):
         rng = self.rng(epoch)
         return rng.permutation(self.length) if self.length <= HELD else Shuffle(self.length, rng)
 
-    def window(self, drawn: np.ndarray | Shuffle | None, window: int, rows: slice) -> Places:
+    def window(self, drawn: np.ndarray | Shuffle | None, window: int, rows: slice) -> BatchIndices:
         """The next B of them."""
         at_B = np.arange(window * self.batch_size, (window + 1) * self.batch_size)[rows]
         there_B = at_B < self.length
         at_B = np.where(there_B, at_B, 0)
-        return Places(at_B if drawn is None else drawn[at_B], there_B, {})
+        return BatchIndices(at_B if drawn is None else drawn[at_B], there_B, {})

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxpar.base.checks import check_divides, require
 from jaxpar.base.parts import LENGTHS, STARTS
-from jaxpar.data.order import Places, check_at_least
+from jaxpar.data.order import BatchIndices, check_at_least
 from jaxpar.data.sequences import SequenceBatches, check_lengths
 
 
@@ -158,15 +158,15 @@ class BucketedBatches(SequenceBatches):
             lines.append(f"left out, without a step: {self.num_left_out:,}")
         return "\n".join(lines)
 
-    def window(self, drawn: np.ndarray, window: int, rows: slice) -> Places:
+    def window(self, drawn: np.ndarray, window: int, rows: slice) -> BatchIndices:
         """The pieces of a row each, as long as the edge of their bucket."""
         pieces_B = drawn[window]
         times = np.arange(self.edges[self._bucket_P[pieces_B.max()]])
         pieces_B = pieces_B[rows]
         lengths_B = np.where(pieces_B < 0, 0, self._lengths_P[pieces_B]).astype(np.int32)
         inside_BT = times < lengths_B[:, None]
-        places_BT = np.where(inside_BT, self._starts_P[pieces_B, None] + times, 0)
-        return Places(places_BT, inside_BT, {STARTS: True, LENGTHS: lengths_B})
+        index_BT = np.where(inside_BT, self._starts_P[pieces_B, None] + times, 0)
+        return BatchIndices(index_BT, inside_BT, {STARTS: True, LENGTHS: lengths_B})
 
     def draw(self, epoch: int) -> np.ndarray:
         """The piece in each row of each batch of an epoch; -1 for none."""

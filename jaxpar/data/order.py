@@ -1,4 +1,4 @@
-"""Which part of the data lies where in a batch: drawn from the seed and the epoch, the same in every process.
+"""Which part of the data a batch holds: drawn from the seed and the epoch, the same in every process.
 
 Nothing is kept between batches: a resumed run continues with the batch that it would have had, and every
 process reads only its own rows. Dims: B batch rows, T time steps.
@@ -14,13 +14,13 @@ from jaxpar.base.checks import require, require_instance
 from jaxpar.base.parts import PARTS, RESETS, WEIGHT, check_part
 
 
-class Places(NamedTuple):
-    """What lies in a batch.
+class BatchIndices(NamedTuple):
+    """The rows or steps of the data that a batch holds.
 
     Attributes:
-      at: [B] or [B, T], the place of each row or step among all of the data; of padding any.
+      at: Index of each row or step in the data, [B] or [B, T]; any number for padding.
       inside: False for padding.
-      marks: other parts of the batch by their names, such as `starts`, `resets` and `lengths`.
+      marks: Other parts of the batch by name, such as `starts`, `resets` and `lengths`.
     """
 
     at: np.ndarray
@@ -37,11 +37,11 @@ class DrawnBatches:
       seed: of what is drawn; None for evaluation, in plain order.
       num_windows: batches in an epoch.
       lookahead: steps after its own that a step reads, 0 or 1: so many at the end are read by others alone.
-      place_dims: of `Places.at`: 1 where arrays are of rows, 2 where they are of steps.
+      index_dims: of `BatchIndices.at`: 1 where arrays are of rows, 2 where they are of steps.
     """
 
     lookahead: ClassVar[int] = 0
-    place_dims: ClassVar[int] = 2
+    index_dims: ClassVar[int] = 2
     num_windows: int
 
     def __init__(self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int | None):
@@ -54,7 +54,7 @@ class DrawnBatches:
         self.arrays = checked_arrays(arrays)
         for name in PARTS.keys() & self.arrays.keys():
             array = self.arrays[name]
-            dims = self.place_dims + np.ndim(array) - 1
+            dims = self.index_dims + np.ndim(array) - 1
             check_part(name, dims, array.dtype, f"arrays[{name!r}], in a batch,")
         self.length = len(next(iter(self.arrays.values())))
         check_at_least(1, batch_size=batch_size)
@@ -67,7 +67,7 @@ class DrawnBatches:
 
         With time, a batch also has `lengths`.
         """
-        at, inside, marks = self.places(step, rows)
+        at, inside, marks = self.indices(step, rows)
         batch = {name: array[at] for name, array in self.arrays.items()}
         weight = np.asarray(batch.get(WEIGHT, inside), np.float32)
         counts = inside.reshape(*inside.shape, *[1] * (weight.ndim - inside.ndim))
@@ -75,8 +75,8 @@ class DrawnBatches:
             marks = {**marks, RESETS: marks[RESETS] | (inside & (batch[RESETS] != 0))}
         return {**batch, WEIGHT: np.where(counts, weight, np.float32(0)), **marks}
 
-    def places(self, step: int, rows: slice = slice(None)) -> Places:
-        """What lies in the batch of a step, counted from 0 over all epochs; in some of its rows, if asked.
+    def indices(self, step: int, rows: slice = slice(None)) -> BatchIndices:
+        """Indices of the batch of a step, counted from 0 over all epochs; of some of its rows, if given.
 
         Raises:
           ValueError: step is negative.
@@ -89,8 +89,8 @@ class DrawnBatches:
         """What `window` needs of an epoch."""
         raise NotImplementedError
 
-    def window(self, drawn: Any, window: int, rows: slice) -> Places:
-        """What lies in rows of a batch, by its number in the epoch for which this was drawn."""
+    def window(self, drawn: Any, window: int, rows: slice) -> BatchIndices:
+        """Indices of rows of a batch, by its number in the epoch for which `draw` gave this."""
         raise NotImplementedError
 
     def rng(self, epoch: int, *more: int) -> np.random.Generator:

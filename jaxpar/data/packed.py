@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxpar.base.parts import LENGTHS, RESETS, STARTS
-from jaxpar.data.order import Places, check_at_least
+from jaxpar.data.order import BatchIndices, check_at_least
 from jaxpar.data.sequences import SequenceBatches
 
 
@@ -69,7 +69,7 @@ class PackedBatches(SequenceBatches):
         positions = self.num_windows * batch_size * seq_len
         self.padding = 1 - int(self._lengths_S.sum()) / positions
 
-    def window(self, drawn: tuple[np.ndarray, ...], window: int, rows: slice) -> Places:
+    def window(self, drawn: tuple[np.ndarray, ...], window: int, rows: slice) -> BatchIndices:
         """The steps that lie there."""
         begins_S, ids_S, lengths_S = drawn
         T = self.seq_len
@@ -78,12 +78,12 @@ class PackedBatches(SequenceBatches):
         which_BT = np.maximum(np.searchsorted(begins_S, at_BT, side="right") - 1, 0)
         step_BT = at_BT - begins_S[which_BT]  # of the sequence
         inside_BT = (step_BT >= 0) & (step_BT < lengths_S[which_BT])
-        place_BT = np.where(inside_BT, self.starts_S[ids_S[which_BT]] + step_BT, 0)
+        index_BT = np.where(inside_BT, self.starts_S[ids_S[which_BT]] + step_BT, 0)
         # Padding is what is left at the end of a window.
         lengths_B = np.count_nonzero(inside_BT, axis=1).astype(np.int32)
         resets_BT = inside_BT & (step_BT == 0)
         marks = {RESETS: resets_BT, STARTS: window == 0, LENGTHS: lengths_B}
-        return Places(place_BT, inside_BT, marks)
+        return BatchIndices(index_BT, inside_BT, marks)
 
     def to_text(self) -> str:
         """How many sequences in how many batches, and how many positions are padding."""
@@ -94,7 +94,7 @@ class PackedBatches(SequenceBatches):
         )
 
     def draw(self, epoch: int) -> tuple[np.ndarray, ...]:
-        """By place: where each sequence begins in all rows, one after the other; which it is, its length."""
+        """Where each sequence begins in all rows, one after the other; its number; and its length."""
         ids_S, order_Q = self._ids_S, np.arange(len(self._windows_Q))
         turn_Q = order_Q
         if self.seed is not None:
@@ -113,8 +113,8 @@ class PackedBatches(SequenceBatches):
         first_window_Q[in_turn] = ends - windows - of_row
         window_Q = rows_Q * self.num_windows + first_window_Q
         begins_S = window_Q[self._strip_S] * self.seq_len + self._first_S
-        by_place = np.argsort(begins_S)
-        return begins_S[by_place], ids_S[by_place], self._lengths_S[by_place]
+        by_begin = np.argsort(begins_S)
+        return begins_S[by_begin], ids_S[by_begin], self._lengths_S[by_begin]
 
 
 def _first_fit(lengths_S: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

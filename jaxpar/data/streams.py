@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.parts import LENGTHS, STARTS
-from jaxpar.data.order import DrawnBatches, Places, check_at_least
+from jaxpar.data.order import BatchIndices, DrawnBatches, check_at_least
 
 
 class SeriesBatches(DrawnBatches):
@@ -22,7 +22,7 @@ class SeriesBatches(DrawnBatches):
     stream. With a seed, for training: every epoch begins at another step, drawn from (seed, epoch), and reads
     the series round from there, so that the windows fall differently each time. All windows are full; what
     does not fill one at the end of a stream is left to other epochs. Without a seed, for evaluation: every
-    step counts once, in plain order; the ends of streams are padded with places whose weight is 0, and so are
+    step counts once, in plain order; the ends of streams are padded with steps whose weight is 0, and so are
     rows for which no step is left. There a stream may first read what comes before it, so that its state is
     not an initial one:
 
@@ -77,10 +77,10 @@ class SeriesBatches(DrawnBatches):
             self.num_windows = num_steps // batch_size // seq_len
 
     def draw(self, epoch: int) -> int:
-        """The place of its first step."""
+        """The index of its first step."""
         return 0 if self.seed is None else int(self.rng(epoch).integers(self.length))
 
-    def window(self, drawn: int, window: int, rows: slice) -> Places:
+    def window(self, drawn: int, window: int, rows: slice) -> BatchIndices:
         """The same steps of every stream."""
         times_T = window * self.seq_len + np.arange(self.seq_len) - self.warmup
         at_BT = self._bounds[:-1][rows, None] + times_T
@@ -90,4 +90,4 @@ class SeriesBatches(DrawnBatches):
             inside_BT = is_real_BT & (times_T >= 0)
         lengths_B = np.count_nonzero(is_real_BT, axis=1).astype(np.int32)
         marks = {STARTS: window == 0, LENGTHS: lengths_B}
-        return Places((at_BT + drawn) % self.length, inside_BT, marks)
+        return BatchIndices((at_BT + drawn) % self.length, inside_BT, marks)

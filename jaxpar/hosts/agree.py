@@ -36,7 +36,7 @@ class DifferentError(ValueError):
     """What differs between processes, raised in all of them, at the same place."""
 
 
-class Board:
+class KeyValueBoard:
     """Texts that processes leave for each other, by names, with JAX's coordinator.
 
     All processes make those of one kind in the same order.
@@ -67,7 +67,7 @@ class Board:
         """A text, once that process has left it.
 
         Args:
-          notice: as of `Together.exchange`.
+          notice: as of `Rendezvous.exchange`.
         """
         for passed in waiting():
             if passed and notice:
@@ -80,14 +80,14 @@ class Board:
         raise AssertionError  # `waiting` never ends
 
 
-class Together:
+class Rendezvous:
     """Exchanges that all processes take part in, one after the other, and in the same order.
 
     Of several such series, all processes begin the same ones in the same order.
     """
 
     def __init__(self) -> None:
-        self._board: Board | None = None
+        self._board: KeyValueBoard | None = None
         self._turn = 0
 
     def exchange(
@@ -111,7 +111,7 @@ class Together:
         """
         if global_state.client is None or global_state.num_processes == 1:
             return answer({0: value})
-        board = self._board = self._board or Board("together")
+        board = self._board = self._board or KeyValueBoard("together")
         self._turn += 1
         turn = self._turn
         board.put(f"{turn}/{global_state.process_id}", json.dumps([value, error]))
@@ -166,14 +166,14 @@ class Together:
         return result  # pyright: ignore[reportReturnType]  # there is one, for nothing has failed
 
 
-_of_main_threads = Together()
+_of_main_threads = Rendezvous()
 _is_awaited = False  # in `agree`, before anything else that needs all processes
 
 
 def together(
     work: Callable[[], _Result], answer: Callable[[Mapping[int, _Result]], _Result] | None = None
 ) -> _Result:
-    """The result of a work that all processes do, in their main threads; see `Together.do`."""
+    """The result of a work that all processes do, in their main threads; see `Rendezvous.do`."""
     return _of_main_threads.do(work, answer=answer)
 
 

@@ -162,8 +162,8 @@ def listen_on(address: str) -> str | None:
     """
     host, port = split_address(address)
     try:
-        family, _, _, _, place = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-        ip = str(place[0])
+        family, _, _, _, found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        ip = str(found[0])
         if ipaddress.ip_address(ip).is_loopback and host not in ("localhost", ip):
             return None
         with socket.socket(family) as probe:

@@ -49,7 +49,7 @@ _CHATTER = re.compile(
 )
 
 
-class Place:
+class Launcher:
     """Where processes run: on this machine, with simulated devices. `on_ray` derives another one.
 
     Attributes:
@@ -84,7 +84,7 @@ def launch(
     *,
     elastic: bool = False,
     min_processes: int = 1,
-    place: Place | None = None,
+    launcher: Launcher | None = None,
 ) -> int:
     """Runs a command in several processes, and waits for them.
 
@@ -97,7 +97,7 @@ def launch(
       elastic: when processes die, start the others again with `train --elastic`, which continues from the
         last checkpoint. A number of processes that the run refuses, as no mesh fits it, is skipped.
       min_processes: with fewer the run is not started again.
-      place: where they run; None is this machine, where what was lost does not come back.
+      launcher: where they run; None is this machine, where what was lost does not come back.
     Returns:
       0, or the exit code of the first process that failed; 128 and the signal's number if a signal
       ended it.
@@ -114,7 +114,7 @@ def launch(
             f"min_processes={min_processes} needs elastic\nFix: use --elastic, or leave it out."
         )
     least, most, code = min_processes if elastic else num_processes, num_processes, 0
-    where = place or Place()
+    where = launcher or Launcher()
     with _receive_signals() as signals:
         for start in range(1 + MAX_RESTARTS):
             count = where.find_room(least, most, devices_per_process, signals)
@@ -141,7 +141,7 @@ def launch(
             is_final = code in (0, _NOT_FINITE) or (code == _REFUSED and count == num_processes)
             if not elastic or signals or is_final:
                 return code
-            most = num_processes if place and code != _REFUSED else count - num_lost
+            most = num_processes if launcher and code != _REFUSED else count - num_lost
         return code
 
 

@@ -21,7 +21,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS
-from jaxpar.hosts.launch import GRACE_SECONDS, Place, Platform, environs, start_command, start_guard
+from jaxpar.hosts.launch import (
+    GRACE_SECONDS,
+    Launcher,
+    Platform,
+    environs,
+    start_command,
+    start_guard,
+)
 
 _PLACE_SECONDS = 10  # for Ray to find room; a node that was lost may count for a while
 
@@ -89,7 +96,7 @@ class _Remote:
                 yield self._ray.get(line)
 
 
-class OnRay(Place):
+class OnRay(Launcher):
     """The cluster that RAY_ADDRESS names, or that this machine is part of, as a place for processes.
 
     Args:
@@ -104,7 +111,7 @@ class OnRay(Place):
         self._room: Any = None
 
     def find_room(self, least: int, most: int, devices: int, signals: Sequence[int]) -> int:
-        """Reserves a placement group for the most processes that there is room for; see `Place`.
+        """Reserves a placement group for the most processes that there is room for; see `Launcher`.
 
         Raises:
           ValueError: Ray or its cluster is not there.
@@ -121,17 +128,17 @@ class OnRay(Place):
 
     @contextlib.contextmanager
     def start(self, command: Sequence[str], count: int, devices: int) -> Iterator[list[_Remote]]:
-        """The processes of actors in the room that was found; see `Place`."""
+        """The processes of actors in the room that was found; see `Launcher`."""
         ray, room, processes = self._ray, self._room, []
-        place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         own = {"num_cpus": 0, f"num_{self._platform}s": devices, "max_concurrency": 4}
-        finder = ray.remote(num_cpus=0, scheduling_strategy=place(room, 0))(find_address)
+        finder = ray.remote(num_cpus=0, scheduling_strategy=strategy(room, 0))(find_address)
         address = finder.remote()
         shared = {k: v for k, v in os.environ.items() if k.startswith(("JAX", "XLA_"))}
         try:
             for index, variables in enumerate(environs(count, devices, shared)):
                 variables["JAX_PLATFORMS"] = "cpu" if self._platform == "cpu" else "cuda,cpu"
-                actor = ray.remote(scheduling_strategy=place(room, index), **own)(Host)
+                actor = ray.remote(scheduling_strategy=strategy(room, index), **own)(Host)
                 host = actor.remote(command, variables, address, os.getcwd())
                 processes.append(_Remote(ray, host))
             yield processes

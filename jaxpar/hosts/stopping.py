@@ -18,7 +18,7 @@ import threading
 
 import jax
 
-from jaxpar.hosts.agree import Board
+from jaxpar.hosts.agree import KeyValueBoard
 
 POLL_SECONDS = 0.5
 STALL_SECONDS = 300.0  # between two calls, before a process prints its stacks
@@ -106,7 +106,7 @@ class _Group:
     """Several processes, which agree on the call of `pass_by` at which all stop."""
 
     def __init__(self) -> None:
-        self._board = Board("stop")
+        self._board = KeyValueBoard("stop")
         self._num_calls = 0
         self._agreed: tuple[int, int | str] | None = None  # after how many calls, and why
         self._lock, self._closed = threading.Lock(), threading.Event()

@@ -7,7 +7,7 @@ How it lies on devices is a `Layout`, which is arithmetic on these facts.
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,31 +22,26 @@ from jaxpar.base.display import format_names
 from jaxpar.base.keys import new_key
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
-from jaxpar.base.trees import add, check_floats, check_same, shape_of, whole_bytes, zeros
+from jaxpar.base.trees import check_floats, check_same, shape_of, whole_bytes, zeros
 from jaxpar.data.batches import check_numbers
 from jaxpar.data.order import DrawnBatches
 from jaxpar.model.model import (
-    Stack,
     Sums,
-    check_rows_of_carry,
     check_variables,
+    checked_outputs,
     checked_sums,
-    in_words,
-    made,
     run_layer,
     says,
-    traced_twice,
 )
 from jaxpar.model.outer import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
+from jaxpar.model.stack import Stack, check_rows_of_carry
 from jaxpar.model.task import Task
+from jaxpar.model.tracing import flatten, made, module_of, program_of, shapes_and_program, shapes_of
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of, named_leaves
-from jaxpar.trace.again import difference
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount, moving_inputs, used_inputs
-from jaxpar.trace.jaxprs import equations_in, inlined, is_call, pruned
-from jaxpar.trace.mistakes import check_equations, why_refused
-from jaxpar.trace.places import place_of_error
+from jaxpar.trace.jaxprs import pruned
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +99,7 @@ class ModelFacts:
         task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
         self.batch = jax.tree.map(shape_of, _example_of(task))
         what = f"the model of task {task.name}, a"
-        self.model = traced_twice(what, lambda: self.make(0))[0]
+        self.model = module_of(what, lambda: self.make(0))[0]
         _check_model(task, self.model)
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
         _check_frozen(task, self.model)
@@ -360,7 +355,7 @@ class ModelFacts:
         def first(model, batch, **draws):
             return model.first(batch, self.at(batch, **draws))
 
-        x = _traced_twice("first", first, self.model, self.block)
+        x = shapes_of("first", first, self.model, self.block)
         check_floats("what `first` gives", x, WHY_FLOATS)
         shapes, layers, of_layers = [x], list[Any](), list[Any]()
         for number, kind in enumerate(self.kind_of):
@@ -379,11 +374,11 @@ class ModelFacts:
             sums = model.last(y, batch, self.at(batch, **draws))
             return checked_sums(sums, f"`last` of {type(model).__name__}")
 
-        sums = _traced_twice("last", last, self.model, shapes[-1], self.block)
+        sums = shapes_of("last", last, self.model, shapes[-1], self.block)
         if says(self.model, "draw"):
             graphdef, state = nnx.split(self.model)
             key = new_key(0)
-            _program_of("draw", lambda own: nnx.state(nnx.merge(graphdef, own).draw(key)), state)
+            program_of("draw", lambda own: nnx.state(nnx.merge(graphdef, own).draw(key)), state)
         for own in filter(None, of_layers):
             new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}
             sums = sums._replace(metrics={**sums.metrics, **new})
@@ -474,7 +469,8 @@ class ModelFacts:
         """How `first` and `last`, or `predict`, use the modules of a model."""
         batch, y = zeros(self.block), zeros(self.traces.y)
         at = self.at(batch)
-        of_last = uses(model, lambda own: self.after_layers(own, y, at, predicts=predicts))
+        last = "predict" if predicts else "last"
+        of_last = uses(model, lambda own: getattr(own, last)(y, batch, at))
         return uses(model, lambda own: own.first(batch, at)), of_last
 
     @functools.cached_property
@@ -490,23 +486,6 @@ class ModelFacts:
             if STAGE not in self.task.rules.axes_of(end.dim)
             and not (self.has_last_part and name in self.uses[1].modules)
         }
-
-    @property
-    def no_sums(self) -> Any:
-        """What layers have added before the first of them; () if none does."""
-        return zeros(self.traces.sums) if self.traces.adds_sums else ()
-
-    def total(self, sums: Any, of_layers: Any = ()) -> Sums:
-        """What `last` returned, with what layers have added.
-
-        Raises:
-          ValueError: it is not a `Sums`.
-        """
-        own = checked_sums(sums, f"`last` of {type(self.model).__name__}")
-        if not self.traces.adds_sums:
-            return own
-        own = own.with_names(self.traces.sums.metrics)
-        return add(own, of_layers) if of_layers else own
 
     @functools.cached_property
     @in_bound(_own_axes)
@@ -525,9 +504,9 @@ class ModelFacts:
         _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
 
         def predict(model, y, batch, **draws):
-            return self.predicted(model.predict(y, batch, self.at(batch, **draws)))
+            return checked_outputs(model.predict(y, batch, self.at(batch, **draws)), name)
 
-        found = _traced_twice("predict", predict, self.model, self.traces.y, self.block)
+        found = shapes_of("predict", predict, self.model, self.traces.y, self.block)
         sizes = [self.num_steps, self.batch_size] if self.time_major else [self.batch_size]
         for key, output in found.items():
             if list(output.shape[: len(sizes)]) != sizes:
@@ -538,79 +517,6 @@ class ModelFacts:
                 )
         return found
 
-    def after_layers(
-        self,
-        model: Any,
-        y: Any,
-        at: At,
-        of_layers: Any = (),
-        *,
-        predicts: bool,
-        is_part: bool = False,
-    ) -> Any:
-        """What a model gives of the y of its layers: the sums of `last`, or what it predicts.
-
-        Args:
-          of_layers: sums that layers have added.
-          is_part: whether the model has a part of the parameters (`last_part`, `predict_part`).
-        """
-        at = at._replace(layer=len(self.kind_of))
-        if predicts:
-            run = model.predict_part if is_part else model.predict
-            return self.predicted(run(y, at.batch, at))
-        run = model.last_part if is_part else model.last
-        return self.total(run(y, at.batch, at), of_layers)
-
-    def predicted(self, outputs: Any) -> dict[str, jax.Array]:
-        """What `predict` returned.
-
-        Raises:
-          ValueError: it is not arrays by name.
-        """
-        is_dict = isinstance(outputs, Mapping) and len(outputs) > 0
-        found = [*outputs.values()] if is_dict else [outputs]
-        wrong = [a for a in found if not (is_dict and isinstance(a, np.ndarray | jax.Array))]
-        if wrong:
-            raise ValueError(
-                f"`predict` of {type(self.model).__name__} returns {in_words(wrong[0])}"
-                f"{' in its dict' * is_dict}.\nFix: return a dict of arrays by name."
-            )
-        return {name: jnp.asarray(own) for name, own in outputs.items()}
-
-    def of_layer(self, kind: str, out: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a layer returned; where any kind adds sums, all do.
-
-        Raises:
-          ValueError: it returned sums, which it did not when it was traced.
-        """
-        carry, y, *sums = out
-        if not self.traces.adds_sums:
-            wrong = f"layer {kind} returns sums for some of its calls only."
-            require(not sums, f"{wrong}\nFix: return (carry, y, sums) always.")
-            return carry, y
-        names = self.traces.sums.metrics
-        return carry, y, sums[0].with_names(names) if sums else self.no_sums
-
-    def run_padded(
-        self,
-        layer: Callable[..., Any],
-        like: Any,
-        params: Any,
-        frozen: Any,
-        carry: Any,
-        block: Any,
-        at: At,
-    ) -> tuple[Any, ...]:
-        """A layer, as a function of its variables, on a block of one shape (`Padding`).
-
-        Args:
-          like: shapes of what the layer takes.
-        """
-        x = self.traces.padding.unpad(block, like, at.layout)
-        x = jax.tree.map(lambda a, shape: a.astype(shape.dtype), x, like)
-        after, y, *sums = layer(params, frozen, carry, x, at)
-        return after, self.traces.padding.pad(y, at.layout), *sums
-
     def _trace_layer(self, kind: int, x: Any) -> tuple[Any, ...]:
         """As a function, with shapes of the arguments; and the shapes of y, and of the sums, or ()."""
         layer, name, carry = self._layers[kind], self.kinds[kind], ()
@@ -619,7 +525,7 @@ class ModelFacts:
             def begin(layer):
                 return layer.initial_carry(self.batch_size)
 
-            carry, _ = _traced(f"layer {name}", begin, layer)
+            carry, _ = shapes_and_program(f"layer {name}", begin, layer)
             check_floats(f"layer {name}: its initial_carry", carry, WHY_FLOATS)
             twice = 2 * self.batch_size  # a number that it may be fixed to is the batch's
             more = nnx.eval_shape(lambda layer: layer.initial_carry(twice), layer)
@@ -628,7 +534,7 @@ class ModelFacts:
         def call(layer, carry, x, batch, **draws):
             return run_layer(name, layer, carry, x, self.at(batch, **draws))
 
-        after, y, *sums = _traced_twice(f"layer {name}", call, layer, carry, x, self.block)
+        after, y, *sums = shapes_of(f"layer {name}", call, layer, carry, x, self.block)
         check_floats(f"layer {name}: its output", y, WHY_FLOATS)
         check_same(f"layer {name}: the carry that it returns", after, "the one it takes", carry)
         graphdef, state = nnx.split(layer)
@@ -660,13 +566,6 @@ def _passes(total: Callable[..., Any], args: tuple[Any, ...]) -> Passes:
     """FLOPs forward and backward, with the gradient in the first argument."""
     forward = amount(total, *args).flops
     return forward, amount(jax.grad(total), *args).flops - forward
-
-
-def flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:
-    """The names of a state's variables, their arrays, and what makes the state of these again."""
-    pairs, structure = jax.tree.flatten_with_path(state)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs]
-    return paths, [leaf for _, leaf in pairs], structure
 
 
 def _check_method(what: str, owner: Any, name: str, *arguments: str) -> None:
@@ -743,88 +642,3 @@ def _sizes_of(task: Task, batch: Any, time_major: bool) -> tuple[int, int | None
     if not time_major:
         return rows.pop(), None
     return rows.pop(), max(steps, default=1)
-
-
-def _traced_twice(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any:
-    """The shapes that `call(module, *args)` gives; what draws is traced with draws=False as well.
-
-    Raises:
-      ValueError: as of `_traced`; or it fails where nothing is drawn, as in evaluation.
-    """
-    out, program = _traced(what, call, module, *args)
-    names = {eqn.primitive.name for eqn in equations_in(program.jaxpr)}
-    if any(name.startswith("random_") for name in names - {"random_seed"}):
-        _traced(what, functools.partial(call, draws=False), module, *args, has_key=False)
-    return out
-
-
-def _traced(
-    what: str, call: Callable[..., Any], module: Any, *args: Any, has_key: bool = True
-) -> tuple[Any, Any]:
-    """The shapes that `call(module, *args)` gives, of shapes, and its program.
-
-    Args:
-      has_key: whether the call has an `at.key`.
-    Raises:
-      ValueError: the call changes a variable of the module, or adds one, or it does what no part can do.
-    """
-    graphdef, state = nnx.split(module)
-
-    def run(state, *args):
-        own = nnx.merge(graphdef, state)
-        return call(own, *args), nnx.state(own)
-
-    program, (out, after) = _program_of(what, run, state, *args, has_key=has_key)
-    check_equations(what, equations_in(program.jaxpr))
-    jaxpr = inlined(program, is_call).jaxpr
-    names, names_after = (flatten(tree)[0] for tree in (state, after))
-    before = dict(zip(names, jaxpr.invars[: len(names)], strict=True))
-    given = jaxpr.outvars[len(jaxpr.outvars) - len(names_after) :]
-    left = dict(zip(names_after, given, strict=True))
-    changed = [name for name in [*before, *left] if before.get(name) is not left.get(name)]
-    if changed:
-        name = changed[0].removesuffix("/value").replace("/", ".")
-        raise ValueError(
-            f"{what} changes its variable {name} when it is called, and that would be lost.\n"
-            f"Fix: keep state in the carry of a layer, and return what you log in the metrics of `last`."
-        )
-    return out, program
-
-
-def _program_of(
-    what: str, run: Callable[..., Any], *args: Any, has_key: bool = True
-) -> tuple[Any, Any]:
-    """The program of a function, and the shapes that it gives.
-
-    Raises:
-      ValueError: as of `named`; or it is another program when it is traced again.
-    """
-
-    def trace() -> tuple[Any, Any]:  # of another function each time, or JAX remembers
-        traced = jax.make_jaxpr(lambda *own: run(*own), return_shape=True)
-        return named(what, lambda: traced(*args), has_key=has_key)
-
-    program, out = trace()
-    if has_key and (found := difference(program, trace()[0])):
-        place = f" ({found.place})" if found.place else ""
-        raise ValueError(
-            f"{what}{place} computes with other numbers each time it is traced, such as NumPy's random "
-            f"ones.\nFix: draw by at.draw(jax.random.normal, x.shape), and keep counts in a layer's carry."
-        )
-    return program, out
-
-
-def named(what: str, trace: Callable[[], Any], *, has_key: bool = True) -> Any:
-    """What a trace gives; its errors name the part of the model and its line, and where they can the remedy.
-
-    Args:
-      has_key: False if the same went well with an `at.key`.
-    """
-    try:
-        return trace()
-    except Exception as error:
-        if (why := why_refused(what, error, has_key=has_key)) is not None:
-            raise ValueError(why).with_traceback(error.__traceback__) from None
-        place = place_of_error(error)
-        error.add_note(f"in {what} of the model, traced by itself" + f" ({place})" * bool(place))
-        raise

@@ -1,5 +1,6 @@
 """Layers, and what they are made of: parameters that carry named dims."""
 
+from jaxpar.internal.hoisting import hoisted_scan as hoisted_scan
 from jaxpar.nn.adapters import Recurrent as Recurrent
 from jaxpar.nn.adapters import Stateless as Stateless
 from jaxpar.nn.bidirectional import Bidirectional as Bidirectional
@@ -11,7 +12,6 @@ from jaxpar.nn.gated_delta import GatedDeltaNet as GatedDeltaNet
 from jaxpar.nn.gru import GRU as GRU
 from jaxpar.nn.gru import gru_layer as gru_layer
 from jaxpar.nn.hidden import GateParams as GateParams
-from jaxpar.nn.hoisting import hoisted_scan as hoisted_scan
 from jaxpar.nn.linear import Linear as Linear
 from jaxpar.nn.linear import dot_general as dot_general
 from jaxpar.nn.linear_recurrence import linear_recurrence as linear_recurrence

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH
 from jaxpar.base.keys import new_key
-from jaxpar.nn.hoisting import hoisted_scan
+from jaxpar.internal.hoisting import hoisted_scan
 from jaxpar.nn.resets import begin_anew, initial_of
 from jaxpar.sharding import dims_of, is_variable
 
@@ -20,7 +20,7 @@ class Recurrent(nnx.Module):
     outputs must be as wide as its inputs. Where a sequence begins, the cell starts from its initial carry.
 
     Gradients of its weights are taken after the loop, and products of inputs and weights before it
-    (`nn.hoisting`), for Flax's cells and for your own, made of `nnx.Linear`, `einsum`, `@` and arithmetic.
+    (`internal.hoisting`), for Flax's cells and for your own of `nnx.Linear`, `einsum`, `@` and arithmetic.
     Whatever a cell does with a weight inside a loop or branch, in `jax.checkpoint`, or in a function with its
     own backward pass (`jax.custom_vjp`, such as `jaxpar.nn.Linear`: use `nnx.Linear`), stays in the time
     loop: equally correct, but as slow as `lax.scan`, and zero-bubble schedules find no separate W.

@@ -22,8 +22,9 @@ from jax import lax
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, HIDDEN, INPUT
 from jaxpar.base.checks import require
+from jaxpar.internal.products import wide
 from jaxpar.nn.hidden import Recurrence
-from jaxpar.nn.linear import matmul, wide
+from jaxpar.nn.linear import matmul
 from jaxpar.nn.param import Initializer, kernel_param
 
 LEAST_SQUARE = 1e-6  # added to the mean of squares that something is divided by

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.base.at import At
+from jaxpar.internal.hoisting import hoisted_scan
+from jaxpar.internal.products import contract
 from jaxpar.nn.hidden import GateParams, Recurrence, gates_of_state
-from jaxpar.nn.hoisting import hoisted_scan
-from jaxpar.nn.linear import contract
 from jaxpar.nn.resets import begin_anew
 
 

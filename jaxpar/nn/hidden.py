@@ -14,8 +14,8 @@ from flax import nnx
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, GATES, HEADS, HIDDEN, INPUT
 from jaxpar.base.checks import check_divides, require, require_positive
+from jaxpar.internal.products import contract
 from jaxpar.nn.dropout import dropout
-from jaxpar.nn.linear import contract
 from jaxpar.nn.param import Initializer, kernel_param, lecun_uniform, named_param
 from jaxpar.nn.resets import initial_of
 

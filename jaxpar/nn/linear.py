@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpar.base.trees import vary_like
+from jaxpar.internal.products import contract, dot, sum_of_outer_products, wide
 from jaxpar.nn.param import Initializer, kernel_param, named_param
 
 
@@ -108,74 +109,9 @@ def _product_bwd(how: _How, saved, dy: jax.Array):
     x, kernel = saved
     outs = kernel.ndim - how.num_summed
     dims = (range(dy.ndim - outs, dy.ndim), range(how.num_summed, kernel.ndim))
-    dx = _dot(dy, kernel.astype(how.dtype), dims, how.precision, wide(how.dtype))
+    dx = dot(dy, kernel.astype(how.dtype), dims, how.precision, wide(how.dtype))
     d_kernel = sum_of_outer_products(x.astype(how.dtype), dy, how.num_summed, how.precision)
     return dx.astype(x.dtype), d_kernel.astype(kernel.dtype)
 
 
 _product.defvjp(_product_fwd, _product_bwd)
-
-
-def contract(
-    x: jax.Array,
-    kernel: jax.Array,
-    num_summed: int = 1,
-    precision: Any = None,
-    *,
-    out: Any,
-    num_blocks: int = 0,
-) -> jax.Array:
-    """x [..., *blocks, *in] and kernel [*blocks, *in, *out] -> [..., *blocks, *out].
-
-    Args:
-      num_summed, num_blocks: how many dims `in` and `blocks` are; each block has a product of its own.
-      out: the dtype of the result; None is that of x.
-    """
-    first = x.ndim - num_summed
-    over = (range(first, x.ndim), range(num_blocks, num_blocks + num_summed))
-    blocks = (range(first - num_blocks, first), range(num_blocks))
-    y = _dot(x, kernel, over, precision, out, blocks)
-    return jnp.moveaxis(y, blocks[1], blocks[0]) if num_blocks else y
-
-
-def sum_of_outer_products(
-    x_TBI: jax.Array, dy_TBO: jax.Array, num_in: int = 1, precision: Any = None, num_blocks: int = 0
-) -> jax.Array:
-    """The gradient of a kernel, [*blocks, *in, *out]: over all dims of x but its last ones, in their order.
-
-    `einsum` would sum over B and T, and autodiff of `x @ kernel` gives the product the other way round: XLA's
-    CPU transposes dy for it, and multiplies at half the speed.
-
-    Returns:
-      in `wide` of x's dtype.
-    """
-    first = x_TBI.ndim - num_in
-    over, blocks = range(first - num_blocks), range(first - num_blocks, first)
-    both = (over, over), precision, wide(x_TBI.dtype), (blocks, blocks)
-    return _dot(transposable(x_TBI), dy_TBO, *both)
-
-
-def wide(dtype: Any) -> jnp.dtype:
-    """What products of a dtype are added up in: float32 at least."""
-    return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
-
-
-def _dot(
-    a: jax.Array,
-    b: jax.Array,
-    over: tuple[range, range],
-    precision: Any,
-    out: Any,
-    blocks: tuple[range, range] = (range(0), range(0)),
-):
-    dims: Any = tuple(map(tuple, over)), tuple(map(tuple, blocks))
-    return lax.dot_general(a, b, dims, precision, preferred_element_type=out)
-
-
-def transposable(x: jax.Array) -> jax.Array:
-    """x, for a product that takes it transposed, as an array of its own.
-
-    XLA's CPU transposes whole arrays ten times as fast as what it transposes while it computes it, such as a
-    layer's slice of a stack.
-    """
-    return lax.optimization_barrier(x)

@@ -18,8 +18,8 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.trees import vary_like
+from jaxpar.internal.products import sum_of_outer_products, transposable
 from jaxpar.nn.hidden import Recurrence
-from jaxpar.nn.linear import sum_of_outer_products, transposable
 
 
 def linear_recurrence(

@@ -23,8 +23,8 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, HIDDEN
 from jaxpar.base.checks import require
 from jaxpar.base.trees import vary_like
+from jaxpar.internal.products import sum_of_outer_products, transposable
 from jaxpar.nn.hidden import ForgetGate, GateParams
-from jaxpar.nn.linear import sum_of_outer_products, transposable
 from jaxpar.nn.param import named_param
 from jaxpar.nn.resets import begin_anew
 

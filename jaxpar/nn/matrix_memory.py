@@ -28,8 +28,9 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import GATES, HEADS, INPUT
 from jaxpar.base.checks import require
 from jaxpar.base.trees import vary_like
+from jaxpar.internal.products import wide
 from jaxpar.nn.hidden import Recurrence
-from jaxpar.nn.linear import matmul, wide
+from jaxpar.nn.linear import matmul
 from jaxpar.nn.param import Initializer, kernel_param
 from jaxpar.nn.resets import mask_padding
 

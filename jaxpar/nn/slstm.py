@@ -19,9 +19,9 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, HIDDEN
+from jaxpar.internal.hoisting import hoisted_scan
+from jaxpar.internal.products import contract
 from jaxpar.nn.hidden import ForgetGate, gates_of_state
-from jaxpar.nn.hoisting import hoisted_scan
-from jaxpar.nn.linear import contract
 from jaxpar.nn.resets import begin_anew
 
 NOTHING = -1e30  # m of a state that nothing has entered: exp(NOTHING - anything) is 0

@@ -1,4 +1,4 @@
-"""Work as blocks in time, a row a device: what schedules, measured steps and strategies are drawn with.
+"""Work as blocks in time, a row a device: what schedules, measured steps and parallelisms are drawn with.
 
 A `Chart` is what is to be seen, `draw` makes an SVG's elements of it.
 """

@@ -12,18 +12,18 @@ from jaxpar.base.files import check_output, whole_file
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
 from jaxpar.pictures.measured import show_measured
+from jaxpar.pictures.parallelisms import show_parallelisms
 from jaxpar.pictures.picture import Drawing
-from jaxpar.pictures.strategies import show_strategies
 from jaxpar.pictures.timeline import show_schedule
 from jaxpar.pipeline.lanes import Schedule
-from jaxpar.planning.ways import strategies
+from jaxpar.planning.parallelisms import compare_parallelisms
 from jaxpar.step.forward import step_schedule
 from jaxpar.step.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 
-DRAWN = ("schedule", "timeline", "strategies")  # without matplotlib
+DRAWN = ("schedule", "timeline", "parallelisms")  # without matplotlib
 # What the names of files end in.
 DRAWINGS, FIGURES = (".svg", ".html"), (".png", ".svg", ".html")
 
@@ -38,25 +38,25 @@ def plot_step(
     """Draws a picture of a task's step into a file, or for a terminal.
 
     Args:
-      kind: "schedule", "timeline", "strategies", "memory" or "bytes".
+      kind: "schedule", "timeline", "parallelisms", "memory" or "bytes".
       settings: of the step.
       meshes: several by name, for memory and bytes; without them, that of the settings.
       output: of the first three it ends in .svg or .html, and may be None; of the others in .png too.
-      machine: of strategies, one that need not be there, as of `find_machine`.
+      machine: of parallelisms, one that need not be there, as of `find_machine`.
     Returns:
       Where the picture is, or without `output` the picture, which `print` and notebooks show.
     Raises:
       ValueError: the settings have no such picture, or the file cannot be written so.
       OSError: no such folder.
     """
-    if machine is not None and kind != "strategies":
+    if machine is not None and kind != "parallelisms":
         raise ValueError(f"machine={machine!r} has no effect on {kind}\nFix: leave it out.")
     if kind in DRAWN:
         path = None if output is None else _path_of(kind, output, DRAWINGS)
         if kind == "schedule":
             drawing = show_schedule(_schedule(settings))
-        elif kind == "strategies":
-            drawing = show_strategies(strategies(*settings, machine))
+        elif kind == "parallelisms":
+            drawing = show_parallelisms(compare_parallelisms(*settings, machine))
         else:
             drawing = show_measured(measure_step(*settings))
         if path is None:
@@ -125,4 +125,4 @@ def _schedule(settings: Settings) -> Schedule:
     sizes = {axis: max(size, 1) for axis, size in shape.sizes.items()}
     shape = dataclasses.replace(shape, **sizes, devices=None)
     parallel = dataclasses.replace(parallel, mesh=shape)
-    return step_schedule(Layout(ModelFacts.of(task.resolve()), parallel).parallel)
+    return step_schedule(Partition(ModelFacts.of(task.resolve()), parallel).parallel)

@@ -68,8 +68,8 @@ from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.stage import Stage, Unit
+from jaxpar.pipeline.store import pick
 from jaxpar.pipeline.tables import SharedLane, TickTable
-from jaxpar.pipeline.walk import pick
 
 # The parts of a tick, as named scopes of the program.
 FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
@@ -151,8 +151,8 @@ class Loop:
             grads = jax.tree.map(
                 lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), stage.params
             )
-            layers, ends = map(self.spec.lay_out_gradients, (grads.layers, grads.ends))
-            state = state._replace(grads=grads._replace(layers=layers, ends=ends))
+            layers, outer = map(self.spec.lay_out_gradients, (grads.layers, grads.outer))
+            state = state._replace(grads=grads._replace(layers=layers, outer=outer))
         return state
 
     def run(
@@ -213,7 +213,8 @@ class Loop:
     ) -> tuple[State, Any]:
         stage, kept_of = self.stage, self.kept
         unit, m = Unit(jnp.maximum(at.unit, 0), segment), stage.microbatch(at.unit)
-        x = self._enter(Unit(enter.unit, segment), unit, pick(state.arrived_x, at.source))
+        arrived = pick(state.arrived_x, jnp.asarray(at.source))
+        x = self._enter(Unit(enter.unit, segment), unit, arrived)
         before = stage.read_carry(state.carry, at.group, m)
 
         def run(inputs, state):
@@ -250,40 +251,43 @@ class Loop:
         return lax.cond(is_there, enter, lambda: arrived)
 
     @jax.named_scope(LEAVE)
-    def _leave(self, leaving: Unit, own: Unit, dx: Any, grads: Any) -> Any:
-        """The gradients of what comes before the layers, with those of the unit that leaves the first layer.
+    def _leave(self, leaving: Unit, own: Unit, dx: Any, grads: PipelineParams) -> PipelineParams:
+        """Gradients, with those that `first` adds for the unit that leaves the first layer.
 
         Args:
           leaving: that unit, if there is one; `own` that of this stage.
         """
-        stage, is_there = self.stage, leaving.number >= 0
+        stage, runs, shares = self.stage, leaving.number >= 0, self.spec.shares_first
         on_stage = stage.number == self.table.route.stages[0]
 
-        def leave():
-            if not self.spec.shares_first:
-                return vary_like(stage.first_gradient(grads, own, dx), stage.here)
-            at_all = jax.tree.map(lambda a: jnp.where(on_stage, a, jnp.zeros_like(a)), dx)
-            dtypes = jax.tree.map(lambda a: a.dtype, dx)
-            at_all = jax.tree.map(jnp.astype, stage.over_stages(at_all), dtypes)
-            after = stage.first_gradient(grads, leaving, at_all)
-            return jax.tree.map(vary_like, after, grads)
+        def leave(inputs: Any, now: Any) -> Any:
+            (unit, dx), (_, grads) = inputs, now
+            if shares:
+                dtypes = jax.tree.map(lambda a: a.dtype, dx)
+                dx = jax.tree.map(lambda a: jnp.where(on_stage, a, jnp.zeros_like(a)), dx)
+                dx = jax.tree.map(jnp.astype, stage.over_stages(dx), dtypes)
+            return (), stage.add_to_end(0, grads, lambda now: stage.first_gradient(now, unit, dx))
 
-        runs = is_there if self.spec.shares_first else is_there & on_stage
-        return lax.cond(runs, leave, lambda: grads)
+        runs, unit = (runs, leaving) if shares else (runs & on_stage, own)
+        return self._add_to_end(0, runs, leave, (unit, dx), (), grads)[1]
 
-    @jax.named_scope(LEAVE)
-    def _leave_pooled(self, leaving: Unit, own: Unit, dx: Any, grads: PipelineParams) -> Any:
-        """As `_leave`, with all gradients, where those of `first` lie in a pool."""
-        stage = self.stage
-        runs = (leaving.number >= 0) & (stage.number == self.table.route.stages[0])
+    def _add_to_end(
+        self, end: int, runs: Any, run: Callable[..., Any], inputs: Any, others: Any, grads: Any
+    ) -> tuple[Any, PipelineParams]:
+        """`others` and gradients after a function that adds to those of `first` or `last` alone.
 
-        def leave(inputs, grads):
-            own, dx = inputs
-            return stage.add_to_end(0, grads, lambda now: stage.first_gradient(now, own, dx))
-
-        alone = {name: getattr(grads, name) for name in stage.left_alone(0)}
-        now = grads._replace(**dict.fromkeys(alone, ()))
-        return self._if_runs(runs, leave, (own, dx), now, adds=True)._replace(**alone)
+        Args:
+          run: (inputs, (others, gradients)) -> (others, gradients).
+        """
+        alone = {name: getattr(grads, name) for name in self.stage.untouched(end)}
+        now = others, grads._replace(**dict.fromkeys(alone, ()))
+        if self.stage.is_stored(end):
+            others, grads = self._if_runs(runs, run, inputs, now, adds=True)
+        else:
+            others, grads = lax.cond(
+                runs, lambda: jax.tree.map(vary_like, run(inputs, now), now), lambda: now
+            )
+        return others, grads._replace(**alone)
 
     def _if_runs(
         self, runs: Any, run: Callable[..., Any], inputs: Any, state: Any, *, adds: bool = False
@@ -343,27 +347,14 @@ class Loop:
 
         differentiate = jax.value_and_grad(loss, (0, 1), has_aux=True)
 
-        def run():
-            (_, sums), (d_last, dy) = differentiate(stage.params.last, y)
-            return vary_like((add(state.sums, sums), dy), y), add(state.grads.last, d_last)
-
-        def run_pooled(inputs, now):
-            y, (sums, _, grads) = inputs, now
+        def run(y: Any, now: Any) -> Any:
+            (sums, _), grads = now
             (_, own), (d_last, dy) = differentiate(stage.of_end(1, stage.params), y)
             grads = stage.add_to_end(1, grads, lambda before: add(before, d_last))
-            return add(sums, own), dy, grads
+            return (add(sums, own), dy), grads
 
-        nothing = jax.tree.map(jnp.zeros_like, y)
-        if stage.has_pooled(1):
-            alone = {name: getattr(state.grads, name) for name in stage.left_alone(1)}
-            now = state.sums, nothing, state.grads._replace(**dict.fromkeys(alone, ()))
-            sums, dy, grads = self._if_runs(active, run_pooled, y, now, adds=True)
-            grads = grads._replace(**alone)
-        else:
-            (sums, dy), last = lax.cond(
-                active, run, lambda: ((state.sums, nothing), state.grads.last)
-            )
-            grads = state.grads._replace(last=last)
+        others = state.sums, jax.tree.map(jnp.zeros_like, y)
+        (sums, dy), grads = self._add_to_end(1, active, run, y, others, state.grads)
         slot = 0 if self.spec.remat else jnp.where(on_stage & active, slot, -1)
         dy = jax.tree.map(lambda a, dtype: a.astype(dtype), vary_like(dy, stage.here), dtypes)
         return state._replace(sums=sums, grads=grads, head_dy=write(state.head_dy, dy, slot))
@@ -428,11 +419,7 @@ class Loop:
         )
         layer_grads = kept.after_backward(state.grads.layers, grads)
         leaving = Unit(leave.unit, segment), Unit(number, segment)
-        grads = state.grads._replace(layers=layer_grads)
-        if stage.has_pooled(0):
-            grads = self._leave_pooled(*leaving, dx, grads)
-        else:
-            grads = grads._replace(first=self._leave(*leaving, dx, grads.first))
+        grads = self._leave(*leaving, dx, state.grads._replace(layers=layer_grads))
         if recalled is None:
             state = state._replace(kept=buffers)
         return state._replace(d_carry=d_carry, grads=grads), dx
@@ -459,10 +446,9 @@ class Loop:
                 # 0, whatever the sums are; the compiler cannot know it before. Over parts of an array they
                 # take an exchange, of one number. It comes after all that W computes apart: else some devices
                 # would come to it before the exchanges of a kind of layers, and others after them, and wait.
-                apart = [after]
-                if not self.spec.pools_layers:
-                    apart = [x for kind in after for x in (kind if self.spec.unroll else [kind])]
-                leaves = filter(None, map(jax.tree.leaves, apart))
+                is_stacked = self.stage.stores[0].is_stacked
+                apart = [x for kind in after for x in (kind if self.spec.unroll else [kind])]
+                leaves = filter(None, map(jax.tree.leaves, apart if is_stacked else [after]))
                 is_one = [jnp.sum(min(each, key=jnp.size)) * 0 == 1 for each in leaves]
                 return after, functools.reduce(jnp.logical_or, is_one).astype(jnp.int32)
 

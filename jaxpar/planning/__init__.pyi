@@ -13,5 +13,5 @@ from jaxpar.planning.planner import plan_in_steps as plan_in_steps
 from jaxpar.planning.running import propose_shares as propose_shares
 from jaxpar.planning.running import time_steps as time_steps
 from jaxpar.planning.search import describe as describe
-from jaxpar.planning.ways import Strategies as Strategies
-from jaxpar.planning.ways import strategies as strategies
+from jaxpar.planning.parallelisms import Parallelisms as Parallelisms
+from jaxpar.planning.parallelisms import compare_parallelisms as compare_parallelisms

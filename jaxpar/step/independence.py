@@ -35,10 +35,10 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.keys import new_key
 from jaxpar.base.parts import LENGTHS, PARTS, RESETS, part_of, with_part
 from jaxpar.data.batches import EndOfStreamError
-from jaxpar.model.facts import named
-from jaxpar.model.model import checked_sums, made
+from jaxpar.model.model import checked_sums
 from jaxpar.model.task import Task
-from jaxpar.partition.partition import Layout, Outer
+from jaxpar.model.tracing import made, naming_errors
+from jaxpar.step.parts import Outer, Parts
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ _DRAW = "at.draw(jax.random.normal, x.shape)"
 Tree = dict[str, Any]
 
 
-def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
+def check_rows_alone(parts: Parts, *, predicts: bool = False) -> None:
     """Checks that no row of a batch depends on another, by running parts of the model on random numbers.
 
     Each part is drawn and run by itself on one device, in its real size, on few rows; once for these facts.
@@ -76,13 +76,13 @@ def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
         is cut, or its sums do not add up. It reads padding. Or, where the layout cuts windows into chunks of
         time, it gives something else for these.
     """
-    num_rows = min(ROWS, layout.facts.batch_size) // 2 * 2
-    chunks = 1 if predicts else layout.parallel.num_chunks
-    if num_rows and ("rows", predicts, chunks) not in layout.facts.checked:
-        trial = Trial(layout, num_rows, chunks, predicts=predicts)
+    num_rows = min(ROWS, parts.facts.batch_size) // 2 * 2
+    chunks = 1 if predicts else parts.partition.parallel.num_chunks
+    if num_rows and ("rows", predicts, chunks) not in parts.facts.checked:
+        trial = Trial(parts, num_rows, chunks, predicts=predicts)
         for make in trial.makers.values():
             trial.check(make())
-        layout.facts.checked.add(("rows", predicts, chunks))
+        parts.facts.checked.add(("rows", predicts, chunks))
 
 
 class Part(NamedTuple):
@@ -138,31 +138,31 @@ class Trial:
       key: of random numbers in training; None for predictions.
     """
 
-    def __init__(self, layout: Layout, num_rows: int, num_chunks: int, *, predicts: bool = False):
+    def __init__(self, parts: Parts, num_rows: int, num_chunks: int, *, predicts: bool = False):
         """Looks at `first`, which tells the shapes of x."""
-        self.layout, self.num_rows, self.num_chunks = layout, num_rows, num_chunks
-        self.batch, self.special = batch, _ = _rows_of(layout.task, num_rows)
-        self.jitted = functools.cache(functools.partial(quick_jit, layout))
-        facts, sizes = layout.facts, layout.parallel.mesh.sizes
+        self.parts, self.num_rows, self.num_chunks = parts, num_rows, num_chunks
+        self.batch, self.special = batch, _ = _rows_of(parts.facts.task, num_rows)
+        self.jitted = functools.cache(functools.partial(quick_jit, parts))
+        facts, sizes = parts.facts, parts.partition.parallel.mesh.sizes
         self.sizes = {"row": num_rows, "time": facts.num_steps or 0}
         self.splits_time = any(sizes[axis] > 1 for axis in facts.time_axes)
         self.key = None if predicts else new_key(0)
-        self.outer = Outer(layout, layout.abstract_model(), predicts=predicts)
+        self.outer = Outer(parts, parts.abstract_model(), predicts=predicts)
         self.rng = np.random.default_rng(0)
 
         def first(variables, batch, at):
             leaves, frozen = variables
             return {"output": self.outer.run_first(leaves, frozen, at)}
 
-        variables, run = draw_outer(layout, self.outer.first), self.placed(first)
+        variables, run = draw_outer(parts, self.outer.first), self.placed(first)
         twice = jax.tree.map(lambda a: np.concatenate([a, a]) if np.ndim(a) else a, batch)
 
         def shape_of_x(batch: Any) -> Any:
             args = variables, {"batch": batch}, 0, 0, None
-            return named("first", lambda: jax.eval_shape(self.jitted(run), *args)["output"])
+            return naming_errors("first", lambda: jax.eval_shape(self.jitted(run), *args)["output"])
 
         self.x, x_of_twice = map(shape_of_x, (batch, twice))
-        rows, steps = jax.tree.map(_dim_of_rows, self.x, x_of_twice), layout.facts.num_steps
+        rows, steps = jax.tree.map(_dim_of_rows, self.x, x_of_twice), parts.facts.num_steps
 
         def of_time(dim: int, a: Any) -> int:
             return dim if steps and np.shape(a)[dim : dim + 1] == (steps,) else _NOWHERE
@@ -187,11 +187,11 @@ class Trial:
 
     def layer(self, kind: int) -> Part:
         """A layer of a kind: what it returns, the state that it leaves, and the sums that it adds."""
-        facts = self.layout.facts
+        facts = self.parts.facts
         name, number = facts.kinds[kind], facts.kind_of.index(kind)
         maker, like = facts.model.layers.maker(number), facts.traces.layers[kind][1][2]
 
-        @functools.partial(quick_jit, self.layout)
+        @functools.partial(quick_jit, self.parts)
         def draw():
             layer = made(maker, 0)
             begins = hasattr(layer, "initial_carry")
@@ -202,7 +202,7 @@ class Trial:
                 return nnx.merge(*variables)(*args)
 
             at = at._replace(layer=jnp.int32(number))
-            after, y, *sums = facts.run_padded(run, like, (), (), carry, x, at)
+            after, y, *sums = self.parts.run_padded(run, like, (), (), carry, x, at)
             own = {"sums": checked_sums(sums[0], f"layer {name}")} if sums else {}
             return {"output": y, "carry": after, **own}
 
@@ -243,22 +243,22 @@ class Trial:
             )
             return {"gradient": found, **out}
 
-        variables = draw_outer(self.layout, self.outer.last)
+        variables = draw_outer(self.parts, self.outer.last)
         run, piece = map(self.placed, (with_gradients, last))
         return Part("`last`", run, variables, self.draw_y, self.dims, piece)
 
     def predict(self) -> Part:
         """By all that it gives."""
-        names = {f"output {name!r}": name for name in sorted(self.layout.facts.outputs)}
+        names = {f"output {name!r}": name for name in sorted(self.parts.facts.outputs)}
 
         def predict(variables, x, batch, at):
             leaves, frozen = variables
             outputs = self.outer.run_last(leaves, frozen, x, at, is_part=False)
             return {shown: outputs[name] for shown, name in names.items()}
 
-        variables, run = draw_outer(self.layout, self.outer.last), self.placed(predict)
-        rows = dict.fromkeys(names, int(self.layout.facts.time_major))
-        times = dict.fromkeys(names, 0 if self.layout.facts.num_steps else _NOWHERE)
+        variables, run = draw_outer(self.parts, self.outer.last), self.placed(predict)
+        rows = dict.fromkeys(names, int(self.parts.facts.time_major))
+        times = dict.fromkeys(names, 0 if self.parts.facts.num_steps else _NOWHERE)
         dims = {"row": self.dims["row"] | rows, "time": self.dims["time"] | times}
         return Part("`predict`", run, variables, self.draw_y, dims, run)
 
@@ -274,7 +274,7 @@ class Trial:
         Raises:
           ValueError: the part gives something else than it must.
         """
-        steps, carry = self.layout.facts.num_steps, part.draw().get("carry", ())
+        steps, carry = self.parts.facts.num_steps, part.draw().get("carry", ())
         if not part.mixes:
             self.check_sums(part)
             self.check_rows(part)
@@ -451,7 +451,9 @@ class Trial:
     def run(self, part: Part, inputs: Tree, key: Any, row: int = 0, time: int = 0) -> Tree:
         """What a part gives for all rows."""
         args = part.variables, inputs, row, time, key
-        return named(part.what.strip("`"), lambda: jax.device_get(self.jitted(part.run)(*args)))
+        return naming_errors(
+            part.what.strip("`"), lambda: jax.device_get(self.jitted(part.run)(*args))
+        )
 
     def pieces(self, part: Part, inputs: Tree, along: str, size: int, key: Any) -> list[Tree]:
         """What a part gives for so many rows, or time steps, after the other."""
@@ -501,7 +503,7 @@ class Trial:
         """A function (variables, at=..., and inputs by name) as that of a `Part`."""
 
         def run(variables, inputs, row, time, key):
-            facts = self.layout.facts
+            facts = self.parts.facts
             at = facts.at(facts.to_block(inputs["batch"]), draws=False)
             at = at._replace(row=jnp.int32(row), time=jnp.int32(time), key=key)
             return function(variables, **inputs, at=at)
@@ -535,9 +537,9 @@ class Trial:
         return self.rng.standard_normal(shape.shape).astype(shape.dtype)
 
 
-def quick_jit(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:
+def quick_jit(parts: Parts, function: Callable[..., Any]) -> Callable[..., Any]:
     """`jax.jit` of a function of arrays, for what runs a few times: a CPU compiles good code far longer."""
-    if axes := layout.task.axes:  # which a layer may use by their names: of size 1
+    if axes := parts.facts.task.axes:  # which a layer may use by their names: of size 1
         mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.local_devices()[:1])
         of_one: Any = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
         plain = jax.shard_map(lambda args: inner(*args), **of_one)
@@ -547,15 +549,15 @@ def quick_jit(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any
     return jax.jit(function, compiler_options=quick if is_cpu else None)
 
 
-def draw_outer(layout: Layout, numbers: Sequence[Sequence[int]]) -> Any:
+def draw_outer(parts: Parts, numbers: Sequence[Sequence[int]]) -> Any:
     """Variables outside of the layers, by their numbers; the compiler leaves out all others."""
 
     def draw() -> Any:
-        _, *states = layout.facts.split(layout.make(0))
+        _, *states = parts.facts.split(parts.storage.make(0))
         leaves = map(jax.tree.leaves, states)
         return [[own[n] for n in of] for own, of in zip(leaves, numbers, strict=True)]
 
-    return quick_jit(layout, draw)()
+    return quick_jit(parts, draw)()
 
 
 # What to do where rows mix: in what a part gives, or in the gradient of the loss.

@@ -1,1 +1,1 @@
-"""Programs as JAX traces them: their parts, what is kept of a forward pass, what they compute and move."""
+"""Programs as JAX traces them: their parts, what they compute and move."""

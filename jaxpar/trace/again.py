@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jaxpar.trace.jaxprs import made_with
-from jaxpar.trace.places import place_of_equation
+from jaxpar.trace.source_lines import source_line_of_equation
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
@@ -23,11 +23,11 @@ class Difference(NamedTuple):
     """How a program differs from another one of the same function.
 
     Attributes:
-      place: the user's line that computes with something else, or "".
+      source_line: the user's line that computes with something else, or "".
       outputs: the numbers of the outputs that depend on it.
     """
 
-    place: str
+    source_line: str
     outputs: list[int]
 
 
@@ -39,8 +39,8 @@ def difference(one: ClosedJaxpr, other: ClosedJaxpr) -> Difference | None:
     made = made_with(one.jaxpr, unlike)
     outputs |= {n for n, v in enumerate(one.jaxpr.outvars) if isinstance(v, Var) and v in made}
     uses = (eqn for eqn in one.jaxpr.eqns if not unlike.isdisjoint(_variables(eqn)))
-    places = (place_of_equation(eqn) for eqn in uses)
-    return Difference(next(filter(None, places), ""), sorted(outputs))
+    lines = (source_line_of_equation(eqn) for eqn in uses)
+    return Difference(next(filter(None, lines), ""), sorted(outputs))
 
 
 def same_value(one: Any, other: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxpar.base.axes import MESH_AXES, TENSOR
-from jaxpar.trace.places import place_of_equation, place_of_error
+from jaxpar.trace.source_lines import source_line_of_equation, source_line_of_error
 
 # Where Python asks for the values of a traced array: what JAX raises, a part of its text, what was done, and
 # what to use.
@@ -49,7 +49,7 @@ def why_refused(what: str, error: Exception, *, has_key: bool) -> str | None:
       error: as it was caught.
       has_key: False if the same went well with an `at.key`.
     """
-    where, text = _at(what, place_of_error(error)), " ".join(str(error).split())
+    where, text = _at(what, source_line_of_error(error)), " ".join(str(error).split())
     for kind, part, does, use in _NEEDS_VALUES:
         if isinstance(error, kind) and part in text:
             return f"{where} {does}, but traced arrays have no values\nFix: use {use}."
@@ -72,7 +72,7 @@ def check_equations(what: str, eqns: Iterable[Any]) -> None:
         name, given = eqn.primitive.name, eqn.params
         if name not in ("ppermute", "shard_map", "sharding_constraint"):
             continue
-        where = _at(what, place_of_equation(eqn))
+        where = _at(what, source_line_of_equation(eqn))
         if name == "ppermute":
             raise ValueError(
                 f"{where} uses ppermute, which would exchange with another stage\n"
@@ -85,8 +85,8 @@ def check_equations(what: str, eqns: Iterable[Any]) -> None:
         raise ValueError(_has_mesh(where, f"{name} over {over or 'no axis'}"))
 
 
-def _at(what: str, place: str) -> str:
-    return f"{what} ({place})" if place else what
+def _at(what: str, source_line: str) -> str:
+    return f"{what} ({source_line})" if source_line else what
 
 
 def _uses_axis(where: str, axis: str) -> str:

@@ -12,8 +12,9 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.trees import vary_like, zeros
+from jaxpar.internal.products import transposable
 from jaxpar.model.model import Sums
-from jaxpar.nn.linear import matmul, transposable
+from jaxpar.nn.linear import matmul
 from jaxpar.tasks.lm.streams import IGNORE
 
 # Logits computed at once: few enough for a CPU's cache, enough to keep an accelerator busy.

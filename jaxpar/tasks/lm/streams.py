@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxpar.base.parts import STARTS
 from jaxpar.data.bucketed import BucketedBatches
-from jaxpar.data.order import DrawnBatches, Places
+from jaxpar.data.order import BatchIndices, DrawnBatches
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
 from jaxpar.tasks.lm.vocabulary import check_tokens
@@ -70,7 +70,7 @@ class TextBatches(DrawnBatches):
         Raises:
           ValueError: step is negative.
         """
-        at_BT, inside_BT, marks = self.places(step, rows)
+        at_BT, inside_BT, marks = self.indices(step, rows)
         tokens = self.arrays[TOKENS]
         inputs_BT, after_BT = tokens[at_BT], tokens[(at_BT + 1) % self.length]
         return Batch(
@@ -108,10 +108,10 @@ class TokenStreams(TextBatches, SeriesBatches):
         tokens = check_text(tokens)
         super().__init__({TOKENS: tokens}, batch_size, seq_len, seed)
 
-    def window(self, drawn: int, window: int, rows: slice) -> Places:
+    def window(self, drawn: int, window: int, rows: slice) -> BatchIndices:
         """As of `SeriesBatches`, without `lengths`: a stream of text is predicted from what came before."""
-        places = super().window(drawn, window, rows)
-        return places._replace(marks={STARTS: places.marks[STARTS]})
+        indices = super().window(drawn, window, rows)
+        return indices._replace(marks={STARTS: indices.marks[STARTS]})
 
 
 class PackedText(TextBatches, PackedBatches):

@@ -21,7 +21,7 @@ from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.base.trees import device_bytes, placed
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.model.task import Task
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.storage import Storage
 from jaxpar.pipeline.lanes import Block
 from jaxpar.planning.compiled import compile_step, setup_of
 from jaxpar.planning.cost import Step, StepCost, estimate
@@ -47,7 +47,7 @@ _MOST_TURNS = 8
 _UNITS_PER_STAGE = 2
 
 
-class Strategy(NamedTuple):
+class Parallelism(NamedTuple):
     """A way to share a step.
 
     Attributes:
@@ -79,7 +79,7 @@ class Strategy(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class Strategies(Printed):
+class Parallelisms(Printed):
     """Four ways to share a step of one task; `print` it, or read its attributes.
 
     Attributes:
@@ -93,16 +93,16 @@ class Strategies(Printed):
     task: Task
     machine: Machine
     num_devices: int
-    drawn: tuple[Strategy, ...]
+    drawn: tuple[Parallelism, ...]
     left_out: Mapping[str, str]
 
 
-def strategies(
+def compare_parallelisms(
     task: Task,
     parallel: Parallel | str | None = None,
     train: TrainConfig | None = None,
     machine: Machine | str | None = None,
-) -> Strategies:
+) -> Parallelisms:
     """Data, tensor, model and pipeline parallelism of a task's training step on so many devices.
 
     Each of the four is compiled for the machine, from shapes; nothing is run. Model parallelism is layers on
@@ -136,7 +136,7 @@ def strategies(
         "pipeline parallelism": (STAGE, cut),
     }
     one = dataclasses.replace(mesh, data=1, stage=1, tensor=1, devices=None)
-    costs, left_out, drawn = dict[str, StepCost](), dict[str, str](), list[Strategy]()
+    costs, left_out, drawn = dict[str, StepCost](), dict[str, str](), list[Parallelism]()
     for name, (axis, pipeline) in ways.items():
         shape = dataclasses.replace(one, **{axis: n})
         speeds = given.speeds if axis == STAGE else None
@@ -155,7 +155,7 @@ def strategies(
             if not isinstance(program, str):
                 cost = cost.known(program.result())
                 unknown = cost.refusal and f"the compiler says {cost.refusal}"
-            drawn.append(_strategy(name, ways[name][0], cost, unknown))
+            drawn.append(_parallelism(name, ways[name][0], cost, unknown))
         except ValueError as error:
             left_out[name] = str(error)
     if not drawn:
@@ -163,7 +163,7 @@ def strategies(
         raise ValueError(
             f"no way to share the step among {n} devices: {why}\nFix: use another number of devices."
         )
-    return Strategies(counts.facts.task, machine, n, tuple(drawn), left_out)
+    return Parallelisms(counts.facts.task, machine, n, tuple(drawn), left_out)
 
 
 def _compiling(pool: ThreadPoolExecutor, cost: StepCost) -> Future[ProgramReport | str] | str:
@@ -177,7 +177,7 @@ def _compiling(pool: ThreadPoolExecutor, cost: StepCost) -> Future[ProgramReport
 def _estimate(
     name: str, axis: str, counts: Counts, parallel: Parallel, train: TrainConfig, machine: Machine
 ) -> StepCost:
-    """The cost of a strategy; of several pipelines, of the one with the least time.
+    """The cost of a parallelism; of several pipelines, of the one with the least time.
 
     Raises:
       ValueError: it is not possible, or makes no difference.
@@ -219,14 +219,14 @@ def _estimate(
     return min(costs, key=lambda cost: cost.seconds)
 
 
-def _strategy(name: str, axis: str, cost: StepCost, unknown: str) -> Strategy:
+def _parallelism(name: str, axis: str, cost: StepCost, unknown: str) -> Parallelism:
     _, parallel, train = cost.settings
     counts = cost.counts
     step, n = Step(counts, parallel, train), parallel.mesh.sizes[axis]
-    layout, whole = step.layout, counts.facts.model_size[1]
+    storage, whole = Storage(step.partition), counts.facts.model_size[1]
     mesh = AbstractMesh(tuple(step.sizes.values()), tuple(step.sizes))
     weight_bytes = device_bytes(
-        placed(layout.stored, shardings(layout.stored, mesh, layout.param_rules))
+        placed(storage.stored, shardings(storage.stored, mesh, step.partition.param_rules))
     )
     share = f"{100 * weight_bytes / whole:.3g}% of all weights"
     share = "all weights" if weight_bytes == whole else share
@@ -235,22 +235,23 @@ def _strategy(name: str, axis: str, cost: StepCost, unknown: str) -> Strategy:
         rows = counts.facts.batch_size // n
         holds = [f"{share}, rows {d * rows}-{(d + 1) * rows - 1}" for d in range(n)]
     elif axis == STAGE:
-        holds = _places(layout)
-    return Strategy(name, cost, unknown, tuple(holds), weight_bytes, tuple(_blocks(step, cost)))
+        holds = _places(storage)
+    return Parallelism(name, cost, unknown, tuple(holds), weight_bytes, tuple(_blocks(step, cost)))
 
 
-def _places(layout: Layout) -> list[str]:
+def _places(storage: Storage) -> list[str]:
     """What is on each stage, such as "first, layers 0-1, 1/4 of embedding, all of head"."""
-    ends = not layout.shares_first, layout.head == "last"
-    places = str(NamedPlacement(layout.placement, *ends)).split("|")
+    partition = storage.partition
+    ends = not partition.shares_first, partition.head == "last"
+    places = str(NamedPlacement(partition.placement, *ends)).split("|")
     words = [re.sub(r"\d+-", r"layers \g<0>", place.strip()) for place in places]
     words = [re.sub(r"(^|, )(?=\d+(,|$))", r"\1layer ", place) for place in words]
-    on = [*zip(layout.route.stages, words, strict=True)]
-    stages = range(layout.parallel.mesh.stage)
+    on = [*zip(partition.route.stages, words, strict=True)]
+    stages = range(partition.parallel.mesh.stage)
     layers = ["; ".join(w for s, w in on if s == d) for d in stages]
     return [
         ", ".join(filter(None, (own, *more)))
-        for own, more in zip(layers, ends_by_stage(layout), strict=True)
+        for own, more in zip(layers, ends_by_stage(storage), strict=True)
     ]
 
 

@@ -209,7 +209,7 @@ class Product(NamedTuple):
 
     Attributes:
       weight: w.
-      place: of u among the operands.
+      position: of u among the operands.
       u_order, w_order: of their dims, as above.
       out_order: of the dims of u w, which makes them those of the equation.
       num_sums, num_blocks: how many dims K and D are.
@@ -217,7 +217,7 @@ class Product(NamedTuple):
     """
 
     weight: Var
-    place: int
+    position: int
     u_order: tuple[int, ...]
     w_order: tuple[int, ...]
     out_order: tuple[int, ...]
@@ -232,21 +232,21 @@ class Product(NamedTuple):
         if eqn.primitive.name != "dot_general" or len(weights) != 1:
             return None
         sums, blocks = eqn.params["dimension_numbers"]
-        place, (other,) = 1 - weights[0], weights
-        u, w = eqn.invars[place].aval, eqn.invars[other].aval
-        pairs = sorted(zip(sums[place], sums[other], strict=True))
+        position, (other,) = 1 - weights[0], weights
+        u, w = eqn.invars[position].aval, eqn.invars[other].aval
+        pairs = sorted(zip(sums[position], sums[other], strict=True))
         u_sums, w_sums = tuple(n for n, _ in pairs), tuple(n for _, n in pairs)
-        u_blocks, w_blocks = blocks[place], blocks[other]
+        u_blocks, w_blocks = blocks[position], blocks[other]
         u_free = tuple(n for n in range(u.ndim) if n not in u_sums + u_blocks)
         w_free = tuple(n for n in range(w.ndim) if n not in w_sums + w_blocks)
         ends = (0, *itertools.accumulate(map(len, (u_free, u_blocks, w_free))))
         of_u, of_blocks, of_w = itertools.starmap(range, itertools.pairwise(ends))
         return cls(
             eqn.invars[other],
-            place,
+            position,
             u_free + u_blocks + u_sums,
             w_blocks + w_sums + w_free,
-            (*of_blocks, *of_w, *of_u) if place == 1 else (*of_blocks, *of_u, *of_w),
+            (*of_blocks, *of_w, *of_u) if position == 1 else (*of_blocks, *of_u, *of_w),
             len(pairs),
             len(u_blocks),
             eqn.params["precision"],

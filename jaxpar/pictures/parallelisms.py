@@ -13,8 +13,8 @@ from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.reports import ESTIMATE_ERROR
 from jaxpar.pictures.style import color_of
 from jaxpar.planning.cost import LEAST_BYTES
+from jaxpar.planning.parallelisms import WORK, Parallelism, Parallelisms
 from jaxpar.planning.search import describe
-from jaxpar.planning.ways import WORK, Strategies, Strategy
 
 # Pixels of the longest step, and of a row; letters of a line, and of a row's name; seconds in which the time
 # goes by.
@@ -29,8 +29,8 @@ _SENT = {
 
 
 @show.register
-def show_strategies(found: Strategies) -> Drawing:
-    """A row for each device, in ms; a table of the strategies; and what is left out."""
+def show_parallelisms(found: Parallelisms) -> Drawing:
+    """A row for each device, in ms; a table of the parallelisms; and what is left out."""
     notes = [f"~: estimated from a data sheet; {ESTIMATE_ERROR}"]
     notes += [f"{name} is left out: {why}" for name, why in found.left_out.items()]
     for why in dict.fromkeys(each.unknown for each in found.drawn if each.unknown):
@@ -41,9 +41,9 @@ def show_strategies(found: Strategies) -> Drawing:
     return Drawing(_chart(found, notes), _table(found), "\n" + "\n".join(notes))
 
 
-def _table(found: Strategies) -> Table:
+def _table(found: Parallelisms) -> Table:
     table = make_table(
-        "strategy", "config", ">step", ">memory", ">weights", "sent by a device", "idle"
+        "parallelism", "config", ">step", ">memory", ">weights", "sent by a device", "idle"
     )
     for each in found.drawn:
         idle = [f"~{each.idle_of(d):.0%}" for d in range(len(each.holds))]
@@ -59,15 +59,15 @@ def _table(found: Strategies) -> Table:
     return table
 
 
-def _memory(strategy: Strategy) -> str:
+def _memory(parallelism: Parallelism) -> str:
     """What the compiled step needs on a device; "" if that is unknown."""
-    program = strategy.cost.program
+    program = parallelism.cost.program
     return format_bytes(program.memory.total) if program and program.memory else ""
 
 
-def _totals(strategy: Strategy) -> list[Total]:
+def _totals(parallelism: Parallelism) -> list[Total]:
     """What the compiled step sends, by axes; without sums of the loss and of norms."""
-    totals = strategy.cost.program.totals if strategy.cost.program else ()
+    totals = parallelism.cost.program.totals if parallelism.cost.program else ()
     return [each for each in totals if each.sent_bytes >= LEAST_BYTES or each.unknown]
 
 
@@ -79,7 +79,7 @@ def _sent(totals: Sequence[Total]) -> str:
     )
 
 
-def _chart(found: Strategies, notes: list[str]) -> Chart:
+def _chart(found: Parallelisms, notes: list[str]) -> Chart:
     rows, title = list[Row](), f"One training step of {found.task.name} on {found.machine.name}"
     heads, top = [(0.0, f"{title}: shared in {format_count(len(found.drawn), 'way')}")], 1.5
     for each in found.drawn:
@@ -111,20 +111,23 @@ def _chart(found: Strategies, notes: list[str]) -> Chart:
     )
 
 
-def _head(strategy: Strategy) -> list[str]:
-    cost, idle = strategy.cost, [strategy.idle_of(d) for d in range(len(strategy.holds))]
+def _head(parallelism: Parallelism) -> list[str]:
+    cost, idle = parallelism.cost, [parallelism.idle_of(d) for d in range(len(parallelism.holds))]
     units = cost.parallel.num_units
     of = f" of {units} units" * (cost.parallel.mesh.stage > 1 and units > 1)
-    memory = f", {_memory(strategy)} on a device" * bool(_memory(strategy))
-    head = f"{strategy.name}: {cost.seconds_text} a step{of}{memory}, idle ~{sum(idle) / len(idle):.0%}"
-    line, totals = f"each holds {format_bytes(strategy.weight_bytes)} of weights", _totals(strategy)
+    memory = f", {_memory(parallelism)} on a device" * bool(_memory(parallelism))
+    head = f"{parallelism.name}: {cost.seconds_text} a step{of}{memory}, idle ~{sum(idle) / len(idle):.0%}"
+    line, totals = (
+        f"each holds {format_bytes(parallelism.weight_bytes)} of weights",
+        _totals(parallelism),
+    )
     if totals:
         axes = {axis for total in totals for axis in total.axes}
         words = dict.fromkeys(what for axis, what in _SENT.items() if axis in axes)
         line += f", sends {_sent(totals)} ({'; '.join(words)})"
     elif cost.program:
         line += ", sends nothing"
-    named = [f"{device}: {holds}" for device, holds in enumerate(strategy.holds)]
+    named = [f"{device}: {holds}" for device, holds in enumerate(parallelism.holds)]
     lines = [head, line, *(name for name in named if name != _shorten(name))]
     return [part for line in lines for part in textwrap.wrap(line, LETTERS)]
 

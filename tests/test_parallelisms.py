@@ -23,9 +23,9 @@ from jaxpar.base.trees import device_bytes
 from jaxpar.cli.main import main
 from jaxpar.mesh import find_devices
 from jaxpar.model.task import find_task
-from jaxpar.pictures.strategies import COLORS
+from jaxpar.pictures.parallelisms import COLORS
 from jaxpar.pictures.style import make_page
-from jaxpar.planning import strategies
+from jaxpar.planning import compare_parallelisms
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.tasks.lm import LM
@@ -40,7 +40,7 @@ FOUR = MeshConfig(-1, devices=(0, 1, 2, 3))
 
 @pytest.fixture(scope="module")
 def found():
-    return strategies(TASK, Parallel(FOUR, PipelineConfig(num_chunks=4)))
+    return compare_parallelisms(TASK, Parallel(FOUR, PipelineConfig(num_chunks=4)))
 
 
 @pytest.fixture
@@ -48,12 +48,12 @@ def no_compiler(monkeypatch):
     def refuse(cost):
         raise ValueError("no compiler for this machine is installed")
 
-    monkeypatch.setattr("jaxpar.planning.ways.setup_of", refuse)
+    monkeypatch.setattr("jaxpar.planning.parallelisms.setup_of", refuse)
 
 
 @pytest.mark.slow
 def test_the_picture_of_any_model_says_what_its_compiled_steps_send_and_need():
-    found = strategies(Tokens(), FOUR)
+    found = compare_parallelisms(Tokens(), FOUR)
     assert [each.name for each in found.drawn] == WAYS
     text, picture = str(found), show(found).to_svg()
     for each in found.drawn[1:3]:
@@ -81,7 +81,7 @@ def test_the_picture_of_any_model_says_what_its_compiled_steps_send_and_need():
 
 @pytest.mark.slow
 def test_without_a_compiler_neither_bytes_nor_memory_are_shown(no_compiler):
-    found = strategies(Regress(("gru",) * 4), FOUR)
+    found = compare_parallelisms(Regress(("gru",) * 4), FOUR)
     for text in (" ".join(str(found).split()), show(found).to_svg().replace("\n", " ")):
         assert "are unknown: no compiler for this machine is installed" in " ".join(
             re.sub("<.*?>", " ", text).split()
@@ -94,7 +94,7 @@ def test_without_a_compiler_neither_bytes_nor_memory_are_shown(no_compiler):
 
 @pytest.mark.slow
 def test_a_long_list_of_what_a_stage_holds_is_told_whole(no_compiler):
-    found = strategies(Regress(("gru",) * 4), FOUR)
+    found = compare_parallelisms(Regress(("gru",) * 4), FOUR)
     model = found.drawn[-2]._replace(
         holds=("layer 0, all of " + ", ".join(f"part{n}" for n in range(9)),)
     )
@@ -141,7 +141,7 @@ def test_blocks_take_the_estimated_time_and_leave_the_rest_idle(found):
 
 @pytest.mark.slow
 def test_what_is_split_over_data_as_well_is_not_held_whole(no_compiler):
-    data = strategies(TASK, Parallel(FOUR, fsdp=True)).drawn[0]
+    data = compare_parallelisms(TASK, Parallel(FOUR, fsdp=True)).drawn[0]
     assert data.holds[1] == "25% of all weights, rows 8-15"
 
 
@@ -150,7 +150,7 @@ def test_a_placement_in_words_is_drawn_as_its_work(no_compiler):
     """MXNet's: embedding and head alone, all time steps forward before the first goes back."""
     placement = "first | 0-1 | 2-3 | last"
     cut = PipelineConfig("gpipe", num_chunks=16, placement=placement)
-    *_, model, pipeline = strategies(TASK, Parallel(FOUR, cut)).drawn
+    *_, model, pipeline = compare_parallelisms(TASK, Parallel(FOUR, cut)).drawn
     assert model.holds == pipeline.holds
     ends = "first, all of embedding", "last, all of head"
     assert model.holds == (ends[0], "layers 0-1", "layers 2-3", ends[1])
@@ -164,7 +164,7 @@ def test_a_placement_in_words_is_drawn_as_its_work(no_compiler):
 
 @pytest.mark.slow
 def test_a_step_of_one_unit_is_cut_as_is_quickest(no_compiler):
-    found = strategies(Regress(("gru",) * 4), FOUR)
+    found = compare_parallelisms(Regress(("gru",) * 4), FOUR)
     pipeline = found.drawn[-1].cost.parallel
     assert 1 < pipeline.num_units <= 8
     assert found.drawn[-1].cost.seconds < found.drawn[-2].cost.seconds
@@ -176,7 +176,7 @@ def test_cuts_that_a_task_refuses_are_passed_over(no_compiler):
         def check(self, parallel):
             require(parallel.num_chunks < 4, "too short")
 
-    assert strategies(Whole(("gru",) * 4), FOUR).drawn[-1].cost.parallel.num_chunks < 4
+    assert compare_parallelisms(Whole(("gru",) * 4), FOUR).drawn[-1].cost.parallel.num_chunks < 4
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_cuts_that_a_task_refuses_are_passed_over(no_compiler):
     ids=["two layers", "two rows", "no layers"],
 )
 def test_a_way_that_is_left_out_says_why(task, devices, left_out, no_compiler):
-    found = strategies(task, MeshConfig(-1, devices=tuple(range(devices))))
+    found = compare_parallelisms(task, MeshConfig(-1, devices=tuple(range(devices))))
     for number, why in left_out.items():
         assert why in found.left_out[WAYS[number]]
         for picture in (str(found), show(found).to_svg()):
@@ -204,18 +204,18 @@ def test_tensor_parallelism_of_a_model_that_it_does_not_split_is_left_out(no_com
     class Plain(Regress):
         rules = Regress().rules.replace(dict.fromkeys(("heads", "inner", "hidden"), None))
 
-    found = strategies(Plain(("dense",) * 4), FOUR)
+    found = compare_parallelisms(Plain(("dense",) * 4), FOUR)
     assert "tensor=4 splits no parameter\nFix: name dims" in found.left_out[WAYS[1]]
 
 
 def test_one_device_shares_with_none():
     with pytest.raises(ValueError, match="one device cannot share a step\nFix: use two"):
-        strategies(TASK, MeshConfig(devices=(0,)))
+        compare_parallelisms(TASK, MeshConfig(devices=(0,)))
 
 
 def command_of(page):
     text = (ROOT / page).read_text()
-    return [shlex.split(line) for line in text.splitlines() if " plot strategies " in line]
+    return [shlex.split(line) for line in text.splitlines() if " plot parallelisms " in line]
 
 
 def texts_of(picture):
@@ -227,7 +227,7 @@ def test_the_picture_of_the_page_has_what_its_command_draws(tmp_path, no_compile
     """All but times, memory and bytes, which are from the machine's compiler: `test_aot` has the whole."""
     [command] = command_of("docs/parallelism.md")
     *arguments, output, place = command[3:]
-    assert (output, place) == ("-o", "docs/strategies.svg")
+    assert (output, place) == ("-o", "docs/parallelisms.svg")
     assert main([*arguments, "-o", str(tmp_path / "a.svg")]) == 0
     drawn, stored = (tmp_path / "a.svg").read_text(), (ROOT / place).read_text()
     names = [text for text in texts_of(drawn) if re.match(r"\d: |\w+ parallelism: $", text)]
@@ -244,7 +244,7 @@ def test_the_picture_of_the_page_has_what_its_command_draws(tmp_path, no_compile
 @pytest.mark.slow
 @needs_browser
 def test_the_picture_moves_and_stands_still_where_motion_is_not_wanted(tmp_path, found):
-    page = tmp_path / "strategies.html"
+    page = tmp_path / "parallelisms.html"
     # The moment that is seen: a delay below 0 begins within the animation.
     seen = []
     for seconds, flags in ((1, []), (5, []), (1, ["--force-prefers-reduced-motion"])):

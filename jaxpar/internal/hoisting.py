@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.base.trees import add, check_floats, check_same, vary_like
-from jaxpar.nn.in_place_scan import scan_in_place
-from jaxpar.nn.linear import contract, sum_of_outer_products, transposable, wide
-from jaxpar.nn.step_program import Product, StepProgram, is_float, read_step, read_values
+from jaxpar.internal.in_place_scan import scan_in_place
+from jaxpar.internal.products import contract, sum_of_outer_products, transposable, wide
+from jaxpar.internal.residuals import Residuals, Source
+from jaxpar.internal.step_program import Product, StepProgram, is_float, read_step, read_values
 from jaxpar.trace.jaxprs import cut
-from jaxpar.trace.residuals import Residuals, Source
 
 
 def hoisted_scan(
@@ -111,7 +111,7 @@ def _run(
         is_weighed = len(program.weights_of(eqn)) > 0
         values = read_values(env if is_weighed else ChainMap(live, env), eqn.invars)
         if product := program.products.get(id(eqn)):
-            u = _in_order(values[product.place], product.u_order, over_time=over_time)
+            u = _in_order(values[product.position], product.u_order, over_time=over_time)
             z: Any = _multiply(product, u.dtype, u, *weights[id(eqn)])
             outs = [_in_order(z, product.out_order, over_time=over_time)]
         else:
@@ -330,7 +330,7 @@ def _weight_gradients(
         grads = program.weight_gradients(eqn, operands, [env[w] for w in weights], dz)
         return [*zip(weights, grads, strict=True)]
     product = program.products[id(eqn)]
-    w, u = env[product.weight], operands[product.place]
+    w, u = env[product.weight], operands[product.position]
     u = _in_order(u, product.u_order, over_time=True)
     dz_TN = _in_order(dz[0], _inverse(product.out_order), over_time=True).astype(u.dtype)
     rest, blocks = u.shape[: u.ndim - product.num_sums], product.num_blocks

@@ -21,29 +21,34 @@ _LIBRARIES = tuple(
         _PACKAGE,
     )
 )
-# What calls the user's functions: a frame further out, such as that of `fit`, is no part of them.
-_CALLERS = {str(_PACKAGE / name) for name in ("facts.py", "layout.py", "rows.py")}
+# These modules call the user's functions. Frames further out, such as that of `fit`, are not part of them.
+CALLERS = {
+    str(_PACKAGE / name)
+    for name in ("model/facts.py", "partition/partition.py", "step/independence.py")
+}
 
 # Lines of the tables in a compiled program's text, such as 2 {file_location_id=1 parent_frame_id=2}.
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _ENTRY = re.compile(r"^(\d+) \{\w+=(\d+) \w+=(\d+)(?: line=(\d+))?", re.MULTILINE)
 
 
-def place_of_error(error: BaseException) -> str:
-    """Of an error as it is caught; "" if it comes through no line of the user's."""
+def source_line_of_error(error: BaseException) -> str:
+    """The line of a caught error; "" if it comes through no line of the user's."""
     frames = traceback.walk_tb(error.__traceback__)
-    return _place([(frame.f_code.co_filename, line) for frame, line in frames][::-1])
+    return _first_of_user([(frame.f_code.co_filename, line) for frame, line in frames][::-1])
 
 
-def place_of_equation(eqn: Any) -> str:
-    """Of an equation of a traced program; "" if it is none of the user's."""
+def source_line_of_equation(eqn: Any) -> str:
+    """The line of an equation of a traced program; "" if it is not the user's."""
     found = eqn.source_info.traceback
-    return _place((frame.file_name, frame.line_num) for frame in (found.frames if found else ()))
+    return _first_of_user(
+        (frame.file_name, frame.line_num) for frame in (found.frames if found else ())
+    )
 
 
-def place_of_instruction(text: str, frame: int) -> str:
-    """Of an instruction of a compiled program, by its text and the instruction's `stack_frame_id`."""
-    return _place(frames_of(text, frame))
+def source_line_of_instruction(text: str, frame: int) -> str:
+    """The line of an instruction, by the text of its compiled program and its `stack_frame_id`."""
+    return _first_of_user(frames_of(text, frame))
 
 
 def frames_of(text: str, frame: int) -> Iterator[tuple[str, int]]:
@@ -51,8 +56,8 @@ def frames_of(text: str, frame: int) -> Iterator[tuple[str, int]]:
     table = _frames(text)
     base = table.get(1, (("", 0), 0))[1]  # what the first one has for none around it
     while frame in table:
-        place, around = table[frame]
-        yield place
+        file_and_line, around = table[frame]
+        yield file_and_line
         frame = around - base
 
 
@@ -67,10 +72,10 @@ def _frames(text: str) -> dict[int, tuple[tuple[str, int], int]]:
     return {int(n): (lines.get(at, ("", 0)), int(around)) for n, at, around, _ in entries}
 
 
-def _place(frames: Iterable[tuple[str, int]]) -> str:
-    """Of frames, the innermost first."""
+def _first_of_user(frames: Iterable[tuple[str, int]]) -> str:
+    """The user's line among frames, the innermost first."""
     for file, line in frames:
-        if file in _CALLERS:
+        if file in CALLERS:
             break
         if file and not file.startswith(_LIBRARIES):
             return f"{Path(file).name}, line {line}"

@@ -15,8 +15,8 @@ from jax.extend.core import Var
 
 from jaxpar.base.at import At
 from jaxpar.base.trees import shape_of, vary_like
+from jaxpar.internal.residuals import Residuals, Source
 from jaxpar.trace.jaxprs import cut, equations_for, function_of, is_cheap, made_of, reads_of
-from jaxpar.trace.residuals import Residuals, Source
 
 # One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs).
 # Inputs and outputs are trees of floats of the same shapes and dtypes; so is the carry before and after.
