@@ -152,10 +152,10 @@ SEPARATE = {
 }
 Own.made = MAPPED | SEPARATE
 LAYOUTS = {
+    "two kinds": (("gru", "dense", "dense", "gru", "dense"), (1, 2, 1)),
     "dp1": (("gru",) * 3, (1, 1, 1)),
     "empty row": (("gru", "gru", "gru"), (1, 2, 1)),
     "dp2pp2tp2": (("gru", "dense", "gru", "gru"), (2, 2, 2)),
-    "two kinds": (("gru", "dense", "dense", "gru", "dense"), (1, 2, 1)),
 }
 
 

@@ -88,7 +88,7 @@ def from_layers(target: Tree, storage: Storage, arrays: Mapping[str, jax.Array])
         wanted = array_of(leaf)
         value = arrays[name] if wanted.size else on_device(_numbers(wanted))
         if rows is not None and wanted.size:
-            value = _take_layers(value, _places_in_order(rows), value.sharding)
+            value = _take_layers(value, places_in_order(rows), value.sharding)
         value = jax.device_put(value, wanted.sharding)
         return key_as(wanted, value) if is_key(wanted) else value
 
@@ -119,7 +119,7 @@ def _rows(name: str, leaf: Any, rows_of: Mapping[str, Rows]) -> Rows | None:
     """What lies in the rows of a stacked array; None if they are not stacked, or the layers in order.
 
     Raises:
-      ValueError: the array has not as many rows.
+      ValueError: the array has another number of rows.
     """
     kind = kind_of(leaf)
     if kind is None:
@@ -134,7 +134,7 @@ def _rows(name: str, leaf: Any, rows_of: Mapping[str, Rows]) -> Rows | None:
     return None if is_in_order else rows
 
 
-def _places_in_order(rows: Rows) -> Rows:
+def places_in_order(rows: Rows) -> Rows:
     """For each row the place of its layer among the layers of its kind; -1 in empty ones."""
     in_order = sorted(layer for layer in rows if layer >= 0)
     return tuple(in_order.index(layer) if layer >= 0 else -1 for layer in rows)

@@ -29,11 +29,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jaxpar.base.axes import LAYERS
 from jaxpar.base.types import Arrays, OptState, Params, Shapes, Tree
 from jaxpar.model.stack import KIND
+from jaxpar.partition.by_layer import Rows, places_in_order
 from jaxpar.sharding import PARAM_SHAPE, array_of, is_variable
 from jaxpar.trace.jaxprs import function_of
 
-RowsOf = Mapping[str, Sequence[int]]  # by kind the layer in each row of its stack, -1 in empty ones
-Place = tuple[str, int]  # a layer: its kind, and its number among the layers of this kind
+RowsOf = Mapping[str, Rows]
+Place = tuple[str, int]  # a layer: its kind, and its number among the layers of the kind
 Places = Sequence[tuple[Place | None, int]]  # see `_places`
 
 _CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"}
@@ -51,6 +52,7 @@ def per_layer(
       optimizer: any of optax.
       rows_of: by kind, the layer in each row of its stack; -1 in empty rows.
     """
+    rows_of = {kind: places_in_order(rows) for kind, rows in rows_of.items()}
 
     def init(params: Params) -> OptState:
         return _apply(optimizer.init, rows_of, (_own(params, rows_of), params))
@@ -131,14 +133,9 @@ def _own(tree: Params, rows_of: RowsOf) -> Shapes:
             return leaf
         stack = jax.typeof(leaf.get_value())
         shape = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, weak_type=stack.weak_type)
-        return Own.of((kind, path[-1].key), [leaf.replace(shape)] * len(_in_order(rows_of[kind])))
+        return Own.of((kind, path[-1].key), [leaf.replace(shape)] * (1 + max(rows_of[kind])))
 
     return jax.tree.map_with_path(of, tree, is_leaf=is_variable)
-
-
-def _in_order(rows: Sequence[int]) -> list[int]:
-    """The rows of the layers, in the order of the layers."""
-    return [rows.index(layer) for layer in sorted(rows) if layer >= 0]
 
 
 def _is_own(node: Any) -> bool:
@@ -204,19 +201,17 @@ def _one_by_one(
     program: ClosedJaxpr, rows_of: RowsOf, inputs: Places, outputs: Places, *arrays: jax.Array
 ) -> list[jax.Array]:
     """The results of a program, in stacks, by running it on each layer's own arrays."""
-    places = {kind: _in_order(rows) for kind, rows in rows_of.items()}
-    given = [arrays[n] if at is None else arrays[n][places[at[0]][at[1]]] for at, n in inputs]
+    rows = {kind: list(places) for kind, places in rows_of.items()}
+    given = [arrays[n] if at is None else arrays[n][rows[at[0]].index(at[1])] for at, n in inputs]
     made = collections.defaultdict[Any, list[jax.Array]](list)
     for (at, number), array in zip(outputs, jaxpr_as_fun(program)(*given), strict=True):
         made[at and at[0], number].append(array)
 
-    def stack(kind: str, parts: list[jax.Array]) -> jax.Array:
-        rows = [jnp.zeros_like(parts[0])] * len(rows_of[kind])
-        for row, part in zip(places[kind], parts, strict=True):
-            rows[row] = part
-        return jnp.stack(rows)
+    def stack(kind: str | None, parts: list[jax.Array]) -> jax.Array:
+        of_row = [*parts, jnp.zeros_like(parts[0])]  # of row -1 the last one
+        return parts[0] if kind is None else jnp.stack([of_row[n] for n in rows_of[kind]])
 
-    return [parts[0] if kind is None else stack(kind, parts) for (kind, _), parts in made.items()]
+    return [stack(kind, parts) for (kind, _), parts in made.items()]
 
 
 def _on_stacks(
@@ -278,7 +273,7 @@ class _Interpreter:
 
     def __init__(self, rows_of: RowsOf, sizes: Mapping[str, int]):
         self._keys = dict[Any, int]()
-        self._counts = {kind: len(_in_order(rows_of[kind])) for kind in sizes}
+        self._counts = {kind: 1 + max(rows) for kind, rows in rows_of.items()}
         self._full = {
             kind: np.array(rows_of[kind] if size == len(rows_of[kind]) else range(size)) >= 0
             for kind, size in sizes.items()
