@@ -4,14 +4,19 @@ JAX has no type for a pytree: to a type checker most of these are anything. The 
 the tree.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
+from jax.extend.core import Literal, Var
 
 Tree: TypeAlias = Any
 """Any pytree."""
 Arrays: TypeAlias = Any
 """A pytree of arrays."""
+Leaves: TypeAlias = list[jax.Array]
+"""The arrays of a tree, in order."""
 Shapes: TypeAlias = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
 Specs: TypeAlias = Any
@@ -32,7 +37,21 @@ OptState: TypeAlias = Any
 """The state of an optimizer, as optax has it."""
 Module: TypeAlias = Any
 """A Flax module, which need not be of a class of jaxpar's."""
-Jaxpr: TypeAlias = Any
-"""A traced program, or an equation, variable or literal of one."""
+Atom: TypeAlias = Var | Literal
+"""What an equation of a traced program reads."""
 Index: TypeAlias = int | jax.Array
 """A whole number, which may be traced."""
+Value: TypeAlias = Any
+"""A value of any type: of a field, an argument, a parameter of an equation."""
+TypeHint: TypeAlias = Any
+"""A type as code declares it: a class, `int | None`, `tuple[int, ...]`, `Literal["a", "b"]`."""
+Function: TypeAlias = Callable[..., Tree]
+"""A function of trees of arrays that gives a tree of arrays."""
+ArrayLike: TypeAlias = jax.Array | np.ndarray
+"""An array of JAX or of NumPy."""
+DType: TypeAlias = Any
+"""What JAX takes as a dtype: `jnp.float32`, `"float32"`, or a dtype."""
+Precision: TypeAlias = Any
+"""The precision of a matrix product, as `lax.dot_general` takes it."""
+Json: TypeAlias = Any
+"""A value that JSON can hold."""
