@@ -21,6 +21,8 @@ Shapes: TypeAlias = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
 Specs: TypeAlias = Any
 """A pytree of `jax.sharding.PartitionSpec`, or of shardings."""
+Dims: TypeAlias = Any
+"""Names of the dims of an array, such as ("batch", "hidden"), or a tree of them."""
 Batch: TypeAlias = Any
 """Arrays of a batch, or of a block of one: [rows, time, ...] for users, [time, rows, ...] for models."""
 Carry: TypeAlias = Any

@@ -160,7 +160,8 @@ class StepProgram:
         results = [v for v in eqn.outvars if is_float(aval_of(v))]
 
         def gradients(operands, weights, dz):
-            values, own = [None] * len(eqn.invars), [eqn.invars[n] for n in self.weights_of(eqn)]
+            values: list[jax.Array | None] = [None] * len(eqn.invars)
+            own = [eqn.invars[n] for n in self.weights_of(eqn)]
             for n, a in zip(others, operands, strict=True):
                 values[n] = vary_over(a, varying_of(eqn.invars[n]))
             weights, dz = (
