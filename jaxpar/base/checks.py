@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 TypeHint: TypeAlias = Any  # a type as code declares it: a class, `int | None`, `tuple[int, ...]`
-Table: TypeAlias = "Mapping[str, Any] | DataclassInstance"
+Table: TypeAlias = "Mapping[str, object] | DataclassInstance"
 
 MOST = 2**30  # of a size: JAX counts the places along a dim with 31 bits
 # Whole numbers are below it: TOML promises no more, and nobody has so many of anything.
@@ -116,7 +116,7 @@ def _describe(wanted: TypeHint) -> str:
     return re.sub(r"^a (?=[AEIO])", "an ", name)
 
 
-def walk(tree: Table, path: str = "") -> Iterator[tuple[str, Any]]:
+def walk(tree: Table, path: str = "") -> Iterator[tuple[str, object]]:
     """All that is in a table or dataclass, by its path, such as `a.b`; a table before what is in it."""
     for name, value in _entries(tree).items():
         yield f"{path}{name}", value
@@ -124,7 +124,7 @@ def walk(tree: Table, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from walk(value, f"{path}{name}.")
 
 
-def leaves_of(tree: Table) -> dict[str, Any]:
+def leaves_of(tree: Table) -> dict[str, object]:
     """The values in tables and dataclasses, by the names that lead to them, such as `a.b`."""
     return {path: value for path, value in walk(tree) if not _is_table(value)}
 
@@ -136,7 +136,7 @@ def _is_table(value: object) -> TypeGuard[Table]:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _entries(tree: Table) -> Mapping[str, Any]:
+def _entries(tree: Table) -> Mapping[str, object]:
     if isinstance(tree, Mapping):
         return tree
     return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import DATA
-from jaxpar.base.types import Arrays, DType, Function, Shapes, Specs, Value
+from jaxpar.base.types import Arrays, Function, Shapes, Specs, Value
 
 
 def add(totals: Arrays, parts: Arrays) -> Arrays:
@@ -46,7 +46,7 @@ def shape_of(leaf: Value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
 
 
-def check_floats(what: str, tree: Shapes, why: str = "", of: DType = jnp.floating) -> None:
+def check_floats(what: str, tree: Shapes, why: str = "", of: type = jnp.floating) -> None:
     """Raises a ValueError if a tree has an array that is not `of` floating-point numbers; `why` it must."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         if not jnp.issubdtype(leaf.dtype, of):

@@ -9,7 +9,9 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal, Var
+from jax.typing import DTypeLike
 
 Tree: TypeAlias = Any
 """Any pytree."""
@@ -45,15 +47,15 @@ Index: TypeAlias = int | jax.Array
 """A whole number, which may be traced."""
 Value: TypeAlias = Any
 """A value of any type: of a field, an argument, a parameter of an equation."""
-TypeHint: TypeAlias = Any
-"""A type as code declares it: a class, `int | None`, `tuple[int, ...]`, `Literal["a", "b"]`."""
+Number: TypeAlias = Any
+"""A number of Python or NumPy, or an array of JAX without dims."""
 Function: TypeAlias = Callable[..., Tree]
 """A function of trees of arrays that gives a tree of arrays."""
 ArrayLike: TypeAlias = jax.Array | np.ndarray
 """An array of JAX or of NumPy."""
-DType: TypeAlias = Any
+DType: TypeAlias = DTypeLike | None
 """What JAX takes as a dtype: `jnp.float32`, `"float32"`, or a dtype."""
-Precision: TypeAlias = Any
+Precision: TypeAlias = lax.PrecisionLike
 """The precision of a matrix product, as `lax.dot_general` takes it."""
 Json: TypeAlias = Any
 """A value that JSON can hold."""
