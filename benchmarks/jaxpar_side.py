@@ -20,10 +20,11 @@ from benchmarks.sides import serve
 from benchmarks.work import LEARNING_RATE, WORKS, Work
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.data.batches import put_batch
-from jaxpar.partition.storage import abstract_by_layer, from_layers
+from jaxpar.partition.by_layer import abstract_by_layer, from_layers
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import TrainState, init_state
-from jaxpar.step.step import batch_sharding, make_train_step
+from jaxpar.step.state import TrainState
+from jaxpar.step.step import batch_sharding
 from jaxpar.tasks.lm import LM, Batch
 
 TRAIN = TrainConfig(clip_norm=0.0)
@@ -62,9 +63,9 @@ def initial_state(work: Work, setup: Setup) -> TrainState:
     state = init_state(setup)
     placed = {
         name: jax.device_put(arrays[name], wanted.sharding)
-        for name, wanted in abstract_by_layer(state.params, setup.layout).items()
+        for name, wanted in abstract_by_layer(state.params, setup.storage).items()
     }
-    return dataclasses.replace(state, params=from_layers(state.params, setup.layout, placed))
+    return dataclasses.replace(state, params=from_layers(state.params, setup.storage, placed))
 
 
 def make_batch(work: Work, setup: Setup) -> Batch:

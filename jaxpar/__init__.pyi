@@ -2,7 +2,7 @@
 from jaxpar.model.task import Task as Task
 from jaxpar.model.model import Model as Model
 from jaxpar.model.model import Layer as Layer
-from jaxpar.model.model import Stack as Stack
+from jaxpar.model.stack import Stack as Stack
 from jaxpar.base.at import At as At
 from jaxpar.model.model import Sums as Sums
 from jaxpar.data.array import ArrayBatches as ArrayBatches
@@ -22,17 +22,17 @@ from jaxpar.mesh import simulate_devices as simulate_devices
 from jaxpar.training.fit import fit as fit
 from jaxpar.training.weights import Start as Start
 from jaxpar.training.loaded import load_run as load_run
-from jaxpar.training.report import Report as Report
-from jaxpar.training.report import FitResult as FitResult
-from jaxpar.training.console import ConsoleReport as ConsoleReport
-from jaxpar.training.trackers import Tracker as Tracker
-from jaxpar.training.trackers import TensorBoard as TensorBoard
-from jaxpar.training.trackers import WandB as WandB
-from jaxpar.training.trackers import Trackio as Trackio
-from jaxpar.step.state import init_state as init_state
-from jaxpar.step.step import make_train_step as make_train_step
-from jaxpar.step.step import value_and_grad as value_and_grad
-from jaxpar.step.step import make_predict_step as make_predict_step
+from jaxpar.training.callbacks import Report as Report
+from jaxpar.training.fit import FitResult as FitResult
+from jaxpar.training.callbacks import ConsoleReport as ConsoleReport
+from jaxpar.training.callbacks import Tracker as Tracker
+from jaxpar.training.callbacks import TensorBoard as TensorBoard
+from jaxpar.training.callbacks import WandB as WandB
+from jaxpar.training.callbacks import Trackio as Trackio
+from jaxpar.step.functions import init_state as init_state
+from jaxpar.step.functions import make_train_step as make_train_step
+from jaxpar.step.functions import value_and_grad as value_and_grad
+from jaxpar.step.functions import make_predict_step as make_predict_step
 
 # What a step does.
 from jaxpar.analysis.program import inspect_step as inspect_step

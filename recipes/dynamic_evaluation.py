@@ -20,10 +20,9 @@ from jaxpar.mesh import ONE_DEVICE
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, state_shardings
 from jaxpar.step.step import make_loss_and_grad
-from jaxpar.training.console import evaluation_table
 from jaxpar.training.evaluate import Step, evaluate, in_batches
 from jaxpar.training.fingerprint import describe_data
-from jaxpar.training.progress import Evaluation
+from jaxpar.training.progress import Evaluation, evaluation_table
 
 
 def adapting_step(setup: Setup, trained: TrainState, *, rate: float, decay: float) -> Step:

@@ -110,17 +110,18 @@ def share_setups(request):
     Tests make the same setups again and again. Calls of users share nothing: `fresh` marks modules for that.
     """
     from jaxpar.model.facts import ModelFacts
+    from jaxpar.step.parts import Parts
     from jaxpar.step.setup import Setup
 
     facts_of, setup_of = functools.lru_cache(8)(ModelFacts.of), Setup.of
-    kept = functools.lru_cache(8)(lambda layout, mesh: (layout, {}))
+    kept = functools.lru_cache(8)(lambda partition, mesh: (Parts.of(partition), {}))
 
     def of(task, *args, **options):
         setup = setup_of(task, *args, **options)
         if setup is task:
             return setup
-        layout, made = kept(setup.layout, setup.mesh)
-        return dataclasses.replace(setup, layout=layout, _made=made)
+        parts, made = kept(setup.partition, setup.mesh)
+        return dataclasses.replace(setup, parts=parts, _made=made)
 
     with pytest.MonkeyPatch.context() as patch:
         if not request.node.get_closest_marker("fresh"):

@@ -28,15 +28,10 @@ from jaxpar.data.batches import place_batch
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings
 from jaxpar.nn import named_param
+from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, init_state
-from jaxpar.step.step import (
-    batch_sharding,
-    check_program,
-    make_loss_and_grad,
-    make_train_step,
-    value_and_grad,
-)
+from jaxpar.step.state import audit
+from jaxpar.step.step import batch_sharding, check_program, make_loss_and_grad
 
 pytestmark = pytest.mark.law
 
@@ -648,6 +643,6 @@ def test_stages_need_layers_and_a_sharded_head_needs_a_method():
         ValueError, match=r"placement='first, 0-1 \| 2-3' leaves out last: model Regr"
     ):
         Setup.of(Regress(), Parallel("pp2", named))
-    assert Setup.of(Regress(), Parallel("pp8")).layout.placement == (0, 1, 1, 1, 1, 0, 0, 0)
+    assert Setup.of(Regress(), Parallel("pp8")).partition.placement == (0, 1, 1, 1, 1, 0, 0, 0)
     with pytest.raises(ValueError, match="batch_size=16 does not divide by data=3"):
         Setup.of(Regress(), Parallel(dataclasses.replace(on_devices((3, 1, 1)))))

@@ -24,8 +24,8 @@ from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig, described_devices
 from jaxpar.model.task import find_task
 from jaxpar.planning import check_fits, estimate_step, plan
+from jaxpar.step.functions import make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_train_step
 from jaxpar.tasks.lm import LM
 
 pytestmark = pytest.mark.aot
@@ -307,7 +307,7 @@ def test_every_machine_compiles_a_step(machine, capsys):
 def test_a_linear_recurrence_is_a_scan_in_parallel_there(layer):
     mesh = MeshConfig().build(described_devices("v5e:2x2"))
     setup = Setup.of(dataclasses.replace(SMALL, layer=layer), "dp1", mesh=mesh)
-    assert setup.layout.facts.platform == "tpu"
+    assert setup.facts.platform == "tpu"
     text = lower_step(setup).as_text()
     here = lower_step(Setup.of(dataclasses.replace(SMALL, layer=layer), "dp1")).as_text()
     loops = [len(re.findall(r"stablehlo\.while", each)) for each in (text, here)]

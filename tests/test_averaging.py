@@ -12,12 +12,13 @@ from jaxpar import OptimizerConfig, TrainConfig, load_run
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.optimizer import make_optimizer
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, evaluated, init_state
-from jaxpar.step.step import make_train_step
+from jaxpar.step.state import audit, evaluated
 from jaxpar.tasks.lm import LM
-from jaxpar.training.fit import evaluate_run, fit
-from jaxpar.training.report import Report
+from jaxpar.training.callbacks import Report
+from jaxpar.training.fit import fit
+from jaxpar.training.loaded import evaluate_run
 from jaxpar.training.run_folder import RunFolder
 from recipes.awd import begin_average, is_worse
 

@@ -19,11 +19,11 @@ from jaxpar import At, MeshConfig, Parallel, PipelineConfig, Stack, Sums, TrainC
 from jaxpar.mesh import short_name
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings, find_task
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
 from jaxpar.planning import estimate_step, plan
+from jaxpar.step.functions import init_state, make_eval_step, make_predict_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_eval_step, make_loss_and_grad, make_predict_step
+from jaxpar.step.step import make_loss_and_grad
 from jaxpar.training.config_file import read_config, to_toml
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -318,7 +318,7 @@ def test_settings_are_read_as_they_are_written(mesh, devices, tmp_path):
     if devices is not None:
         config = dataclasses.replace(config, devices=devices[: config.num_devices])
     task = find_task(f"{EXAMPLES}/experts.py:Experts")()
-    parallel = Layout(ModelFacts.of(task), Parallel(config)).parallel
+    parallel = Partition(ModelFacts.of(task), Parallel(config)).parallel
     path = tmp_path / "config.toml"
     path.write_text(to_toml(Settings(task, parallel, TrainConfig())))
-    assert Layout(ModelFacts.of(task), read_config(path).parallel).parallel == parallel
+    assert Partition(ModelFacts.of(task), read_config(path).parallel).parallel == parallel

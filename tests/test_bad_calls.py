@@ -24,9 +24,9 @@ from jaxpar import (
 from jaxpar.pipeline import make_schedule
 from jaxpar.planning import plan
 from jaxpar.sharding import Rules
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state, audit
-from jaxpar.step.step import make_eval_step
 
 TASK = jaxpar.lm.LM(
     num_layers=2, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4

@@ -116,7 +116,7 @@ FLAGS = {
     "no width": (train("--hidden-size"), "value for argument '--hidden-size'. Expected 1"),
     "devices by name": (train("--devices", "gpu"), r"parsing --devices: .*\['gpu'\].*INT"),
     "a start without its file": (
-        train("--start-leave", "a"), "--start-rename and --start-leave lack weights",
+        train("--start-ignore", "a"), "--start-rename and --start-leave lack weights",
     ),
     "a name without its pattern": (
         train("--start", "run", "--start-rename", "a"), r"--start-rename a has no =",
@@ -492,14 +492,14 @@ FILES = {
         r"run after step 2 has layers\.1\.b, layers\.1\.w_h, layers\.1\.w_x, which the model lacks",
     ),
     "weights that nobody takes": (
-        train("--start", "run", "--start-leave", ".*"), r"nothing of run after step 2 is taken\. Fix",
+        train("--start", "run", "--start-ignore", ".*"), r"nothing of run after step 2 is taken\. Fix",
     ),
     "a pattern that fits nothing": (
-        train("--start", "run", "--start-leave", "encoder"),
+        train("--start", "run", "--start-ignore", "encoder"),
         r"start: 'encoder' matches no tensor of run after step 2\. Fix: match some of embedding\.table",
     ),
     "no pattern": (
-        train("--start", "run", "--start-leave", "lay("),
+        train("--start", "run", "--start-ignore", "lay("),
         r"start: 'lay\(' as '' is not a valid pattern: missing",
     ),
     "a group that is not there": (

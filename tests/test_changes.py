@@ -17,9 +17,9 @@ import jaxpar
 from jaxpar import ArrayBatches, Stack, Sums, Task, TrainConfig
 from jaxpar.analysis.program import inspect_function
 from jaxpar.model.task import find_task
+from jaxpar.step.functions import make_eval_step, make_predict_step
 from jaxpar.step.optimizer import HostOptimizer
 from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_eval_step, make_predict_step
 
 pytestmark = pytest.mark.fresh
 
@@ -260,8 +260,8 @@ def test_the_number_of_layers_may_change_too():
 
     for deep in (1, 2):
         CONSTANTS.deep = deep
-        assert len(jaxpar.planning.estimate_step(Deep(), "dp1").layout.facts.kind_of) == 2 * deep
-        assert len(Setup.of(Deep(), "dp1").layout.facts.kind_of) == 2 * deep
+        assert len(jaxpar.planning.estimate_step(Deep(), "dp1").partition.facts.kind_of) == 2 * deep
+        assert len(Setup.of(Deep(), "dp1").partition.facts.kind_of) == 2 * deep
 
 
 def test_an_optimizer_on_the_host_begins_as_it_says_now():

@@ -34,10 +34,11 @@ from orbax.checkpoint import v1 as orbax
 
 from jaxpar.config import OptimizerConfig
 from jaxpar.nn import named_param
-from jaxpar.partition.storage import abstract_by_layer, by_layer
+from jaxpar.partition.by_layer import abstract_by_layer, by_layer
 from jaxpar.sharding import is_variable
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, audit, init_state
+from jaxpar.step.state import abstract_state, audit
 from jaxpar.training.checkpoint import Checkpoints, best_of
 
 run = checkpoints.run  # a fixture
@@ -140,7 +141,7 @@ def test_every_optimizer_comes_back(tmp_path, optimizer):
 def test_stored_arrays_have_readable_names_and_no_empty_slots():
     shapes = {
         name: array.shape
-        for name, array in by_layer(init_state(*UNEVEN), Setup.of(*UNEVEN).layout).items()
+        for name, array in by_layer(init_state(*UNEVEN), Setup.of(*UNEVEN).storage).items()
     }
     assert shapes["params/layers/lstm/w_x"] == (8, 16, 4, 16)
     assert shapes["opt_state/0/mu/layers/lstm/w_x"] == (8, 16, 4, 16)
@@ -155,7 +156,7 @@ def test_no_device_holds_more_for_a_checkpoint_than_for_a_step(mesh, num_layers)
     placement = (num_layers - 5, 2, 2, 1)
     setup = make_setup(mesh, placement, dataclasses.replace(TASK, num_layers=num_layers))
     state = init_state(*setup)
-    stored = by_layer(state, Setup.of(*setup).layout)
+    stored = by_layer(state, Setup.of(*setup).storage)
     arrays = [
         leaf.get_value() if is_variable(leaf) else leaf
         for leaf in jax.tree.leaves(state, is_leaf=is_variable)
@@ -545,7 +546,7 @@ def test_state_of_other_shapes_is_stored_where_layers_lie_in_order(tmp_path):
     with pytest.raises(
         ValueError, match=r"with other dims than its parameter cannot be stored by layer"
     ):
-        abstract_by_layer(abstract_state(Setup.of(*uneven)), Setup.of(*uneven).layout)
+        abstract_by_layer(abstract_state(Setup.of(*uneven)), Setup.of(*uneven).storage)
 
 
 @pytest.mark.parametrize("metadata", [None, {"config": {}}, {"task": "LM", "fields": 1}])

@@ -11,7 +11,7 @@ from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainC
 from jaxpar.base.checks import check_fields, nearest_multiples
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.optimizer import learning_rate, make_optimizer
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
 
@@ -188,7 +188,7 @@ SIZES = [
 @pytest.mark.parametrize(("parallel", "message"), SIZES)
 def test_sizes_that_do_not_fit_are_refused(parallel, message):
     with pytest.raises(ValueError, match=message):
-        Layout(ModelFacts.of(TASK), parallel)
+        Partition(ModelFacts.of(TASK), parallel)
 
 
 def test_without_stages_chunks_and_groups_do_not_matter():
@@ -198,7 +198,7 @@ def test_without_stages_chunks_and_groups_do_not_matter():
     )
     found = (parallel.num_groups, parallel.num_chunks, parallel.microbatch_rows(32))
     assert found == (1, 1, 4)
-    assert Layout(ModelFacts.of(TASK), parallel).slots.layers == (0, 1, 2, 3)
+    assert Partition(ModelFacts.of(TASK), parallel).slots.layers == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_without_stages_chunks_and_groups_do_not_matter():
 def test_layers_stand_in_the_slots_of_their_stage(placement, num_groups, layers):
     schedule = "interleaved" if num_groups > 1 else "1f1b"
     pipeline = PipelineConfig(schedule, num_groups=num_groups, placement=placement)
-    layout = Layout(ModelFacts.of(TASK), Parallel("pp2", pipeline))
+    layout = Partition(ModelFacts.of(TASK), Parallel("pp2", pipeline))
     assert layout.placement == placement
     assert layout.slots.layers == layers
 

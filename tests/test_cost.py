@@ -150,7 +150,9 @@ def test_what_a_device_has_of_the_parameters_is_exact():
     parallel = Parallel("dp2pp2tp2", fsdp=True, update="sharded")
     state = abstract_state(Setup.of(task_of("lm"), parallel))
     step = Step(counts(task_of("lm")), parallel, TrainConfig())
-    assert step.bytes_of(step.counts.params, step.layout.param_rules) == device_bytes(state.params)
+    assert step.bytes_of(step.counts.params, step.partition.param_rules) == device_bytes(
+        state.params
+    )
 
 
 # ---- time ----

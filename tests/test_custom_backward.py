@@ -15,9 +15,9 @@ from jaxpar import At, OptimizerConfig, SeriesBatches, Stack, Sums
 from jaxpar.data.batches import put_batch
 from jaxpar.nn import GRU
 from jaxpar.step.custom_backward import check_custom_backward
+from jaxpar.step.functions import init_state, value_and_grad
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import batch_sharding, make_loss_and_grad, value_and_grad
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 
 WIDTH = 8
 C = 1e-3  # of the size of the gradients
@@ -180,7 +180,7 @@ def in_a_scan(y, batch):
     ],
 )
 def test_the_weight_is_known_where_it_depends_on_the_batch_alone(weigh, is_known):
-    assert Setup.of(Own(weigh=weigh)).layout.facts.knows_weight == is_known
+    assert Setup.of(Own(weigh=weigh)).partition.facts.knows_weight == is_known
 
 
 def by_norm(g):
@@ -212,11 +212,11 @@ class OfParameter(Changed):
     ],
 )  # fmt: skip
 def test_what_would_depend_on_the_mesh_is_refused_by_name(options, mesh, units, match):
-    layout = Setup.of(*make_settings(mesh, units, Own(**options))[:2]).layout
+    parts = Setup.of(*make_settings(mesh, units, Own(**options))[:2]).parts
     with pytest.raises(ValueError, match=match) as told:
-        check_custom_backward(layout)
+        check_custom_backward(parts)
     assert len(str(told.value).split()) <= 40
-    check_custom_backward(Setup.of(*make_settings(task=Own(**options))[:2]).layout)  # has it all
+    check_custom_backward(Setup.of(*make_settings(task=Own(**options))[:2]).parts)  # has it all
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_what_would_depend_on_the_mesh_is_refused_by_name(options, mesh, units, 
     ],
 )
 def test_what_does_not_passes(options):
-    check_custom_backward(Setup.of(*make_settings((2, 2, 1), (2, 2), Own(**options))[:2]).layout)
+    check_custom_backward(Setup.of(*make_settings((2, 2, 1), (2, 2), Own(**options))[:2]).parts)
 
 
 class AnyLength(Own):

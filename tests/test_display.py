@@ -26,10 +26,11 @@ from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pictures.timeline import MAX_WIDTH, unit_color
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.planning import plan
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, init_state
+from jaxpar.step.state import abstract_state
 from jaxpar.tasks.lm.task import LM
-from jaxpar.training.console import ConsoleReport
+from jaxpar.training.callbacks import ConsoleReport
 from jaxpar.training.progress import Progress
 
 SCHEDULES = (

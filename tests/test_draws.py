@@ -308,7 +308,7 @@ REFUSED = [
 @pytest.mark.parametrize(("place", "noise", "parallel", "message"), REFUSED)
 def test_draws_that_depend_on_how_a_batch_is_cut_are_refused(place, noise, parallel, message):
     with pytest.raises(ValueError, match=message):
-        check_rows_alone(Setup.of(OfModel(place=place, noise=noise), parallel).layout)
+        check_rows_alone(Setup.of(OfModel(place=place, noise=noise), parallel).parts)
 
 
 @pytest.mark.rows(1)
@@ -322,7 +322,7 @@ def test_draws_that_depend_on_how_a_batch_is_cut_are_refused(place, noise, paral
     ],
 )
 def test_draws_that_do_not_are_not(place, noise, parallel):
-    check_rows_alone(Setup.of(OfModel(place=place, noise=noise), parallel).layout)
+    check_rows_alone(Setup.of(OfModel(place=place, noise=noise), parallel).parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,6 +345,6 @@ class Split(OfModel):
 @pytest.mark.parametrize("place", ["first", slow("last")])
 def test_draws_of_a_whole_window_are_refused_where_an_axis_splits_time(place):
     parallel = Parallel(MeshConfig.parse("dp1context2"))
-    check_rows_alone(Setup.of(Split(place=place, noise="right"), parallel).layout)
+    check_rows_alone(Setup.of(Split(place=place, noise="right"), parallel).parts)
     with pytest.raises(ValueError, match=f"^`{place}` {DRAWS}"):
-        check_rows_alone(Setup.of(Split(place=place, noise="by_rows_alone"), parallel).layout)
+        check_rows_alone(Setup.of(Split(place=place, noise="by_rows_alone"), parallel).parts)

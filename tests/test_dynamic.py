@@ -11,8 +11,8 @@ from flax import nnx
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.tasks.lm import LM
-from jaxpar.training.fit import evaluate_run, fit
-from jaxpar.training.loaded import load_run
+from jaxpar.training.fit import fit
+from jaxpar.training.loaded import evaluate_run, load_run
 from jaxpar.training.run_folder import RunFolder
 from recipes.dynamic_evaluation import evaluate_dynamically
 

@@ -177,7 +177,7 @@ def test_ids_that_no_word_has_are_what_they_are_to_a_whole_table(layer):
 @pytest.mark.slow
 def test_what_costs_less_is_chosen_and_said():
     def said(task, parallel):
-        [(what, text)] = describe_ends(Setup.of(task, parallel).layout)
+        [(what, text)] = describe_ends(Setup.of(task, parallel).storage)
         assert what == "on a stage"
         return text
 

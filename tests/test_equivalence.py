@@ -18,11 +18,7 @@ from lib.laws import (
 )
 
 from jaxpar.config import OptimizerConfig
-from jaxpar.step.state import init_state
-from jaxpar.step.step import (
-    make_eval_step,
-    value_and_grad,
-)
+from jaxpar.step.functions import init_state, make_eval_step, value_and_grad
 
 pytestmark = pytest.mark.law
 

@@ -28,9 +28,10 @@ from jaxpar.cli.main import main
 from jaxpar.data.batches import place_batch
 from jaxpar.model.task import find_task
 from jaxpar.sharding import is_variable
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, init_state
-from jaxpar.step.step import batch_sharding, make_train_step
+from jaxpar.step.state import audit
+from jaxpar.step.step import batch_sharding
 
 pytestmark = pytest.mark.law
 
@@ -160,7 +161,7 @@ def carry_by_name(carry):
 # --- The same of a state that is laid out on a mesh.
 
 
-def by_layer(state, layout):
+def by_layer(state, partition):
     """Parameters or gradients by the names that they have in the plain program; empty rows are zeros."""
     arrays = {}
     for path, variable in jax.tree.leaves_with_path(state, is_leaf=is_variable):
@@ -170,7 +171,7 @@ def by_layer(state, layout):
             arrays[name] = array
             continue
         kind, _, rest = rest.partition("/")
-        for row, layer in enumerate(layout.slots.rows[layout.facts.kinds.index(kind)]):
+        for row, layer in enumerate(partition.slots.rows[partition.facts.kinds.index(kind)]):
             if layer < 0:
                 assert not array[row].any(), f"{name}: the empty row {row} is not zero"
             else:
@@ -178,9 +179,9 @@ def by_layer(state, layout):
     return arrays
 
 
-def carry_by_layer(carry, layout):
+def carry_by_layer(carry, partition):
     arrays = {}
-    for kind, rows in zip(layout.facts.kinds, layout.slots.rows, strict=True):
+    for kind, rows in zip(partition.facts.kinds, partition.slots.rows, strict=True):
         whole = jax.tree.map(lambda v: np.asarray(v.get_value()), carry[kind], is_leaf=is_variable)
         for row, layer in enumerate(rows):
             if layer >= 0:
@@ -198,7 +199,7 @@ def plain_program(task):
 @functools.cache
 def initial_params(task):
     parallel = make_parallel((1, 1, 1))
-    return by_layer(init_state(task, parallel).params, Setup.of(task, parallel).layout)
+    return by_layer(init_state(task, parallel).params, Setup.of(task, parallel).storage)
 
 
 @functools.cache
@@ -208,18 +209,18 @@ def plain_batches(task):
 
 def assert_batches_equal_plain(task, parallel):
     """Loss, sums, every gradient and the carry at two batches; the second goes on with the carry."""
-    mesh, layout = parallel.mesh.build(), Setup.of(task, parallel).layout
+    mesh, partition = parallel.mesh.build(), Setup.of(task, parallel).partition
     state, batches = init_state(task, parallel, mesh=mesh), task.make_batches("train", 0)
     audit(state)
-    assert_close(by_layer(state.params, layout), initial_params(task))
+    assert_close(by_layer(state.params, partition), initial_params(task))
     run = jaxpar.value_and_grad(task, parallel, mesh=mesh)
     for number, (loss, sums, grads, carry) in enumerate(plain_batches(task)):
         batch = place_batch(batches, number, batch_sharding(Setup.of(task, parallel, mesh=mesh)))
         (actual, (state, actual_sums)), actual_grads = run(state, batch)
         assert abs(float(actual) - loss) <= RELATIVE_ERROR * abs(loss)
         assert_close(named(actual_sums), sums)
-        assert_close(by_layer(actual_grads, layout), grads)
-        assert_close(carry_by_layer(state.carry, layout), carry)
+        assert_close(by_layer(actual_grads, partition), grads)
+        assert_close(carry_by_layer(state.carry, partition), carry)
         audit(dataclasses.replace(state, params=actual_grads))
 
 
@@ -306,7 +307,7 @@ def test_parameters_agree_after_two_optimizer_steps(name, parallel):
         losses.append(float(metrics.loss))
     audit(state)
     np.testing.assert_allclose(losses, expected_losses, rtol=RELATIVE_ERROR)
-    assert_close(by_layer(state.params, Setup.of(task, parallel).layout), expected)
+    assert_close(by_layer(state.params, Setup.of(task, parallel).storage), expected)
 
 
 @pytest.mark.slow
@@ -603,7 +604,7 @@ def test_a_pair_has_the_loss_and_the_gradients_of_one_device(parallel):
     module, plain = sys.modules[type(tasks[0]).__module__], [plain_program(task) for task in tasks]
     batches = [task.make_batches("train", 0).batch(0) for task in tasks]
     states = [init_state(task, parallel) for task in tasks]
-    layouts = [Setup.of(task, parallel).layout for task in tasks]
+    layouts = [Setup.of(task, parallel).partition for task in tasks]
     params = list(map(by_layer, (state.params for state in states), layouts))
 
     @jax.value_and_grad

@@ -128,12 +128,13 @@ def test_checksums_are_the_same_on_every_mesh(own):
         devices = parallel.mesh.build()
         setup = Setup.of(own, parallel, mesh=devices)
         batches = HashedBatches(setup, own.make_batches("train", 0), "")
-        sums = batches.checksums(6)
+        described = batches.describe(6)
+        sums = described["batches"]
         assert list(sums) == ["6"]
         found.add(tuple(sums.items()))
-        batches.check(sums, "the checkpoint")
+        batches.check(described, "the checkpoint")
         with pytest.raises(ValueError, match="batch 5 is not the one that it goes on with"):
-            batches.check({"5": sums["6"]}, "it")
+            batches.check({**described, "batches": {"5": sums["6"]}}, "it")
     assert len(found) == 1
 
 

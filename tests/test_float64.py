@@ -18,8 +18,8 @@ from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import GateParams, LSTMCarry, lstm_layer
 from jaxpar.sharding import is_variable, named_leaves
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
 from jaxpar.step.step import make_loss_and_grad
 from jaxpar.tasks.lm.streams import IGNORE, Batch
 from jaxpar.tasks.lm.task import LM

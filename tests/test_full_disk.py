@@ -15,11 +15,10 @@ from lib.runs import NEVER, make_run, start_by_hand
 from jaxpar.cli.main import main
 from jaxpar.config import TrainConfig
 from jaxpar.step.setup import Setup
-from jaxpar.training.console import ConsoleReport
+from jaxpar.training.callbacks import ConsoleReport, Report
+from jaxpar.training.checkpoint import Writing
 from jaxpar.training.fit import fit
-from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.writing import Writing
 
 END_SECONDS = 90  # of which starting takes most; a process that hangs takes longer
 SMALL = [
@@ -33,7 +32,7 @@ import os, resource, signal, sys
 from pathlib import Path
 from jaxpar.cli.main import main
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.writing import Writing
+from jaxpar.training.checkpoint import Writing
 
 case, culprit, out_dir, *arguments = sys.argv[1:]
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -45,7 +44,7 @@ def is_full(self):
     if isinstance(self, RunFolder):
         lines = self.metrics_path.read_text().count("train") if self.metrics_path.exists() else 0
         return str(self) == out_dir and (case == "start" or lines >= 10)
-    return str(self._path.parents[1]) == out_dir and int(self._path.name) >= 10
+    return str(self.path.parents[1]) == out_dir and int(self.path.name) >= 10
 
 def on_full_disk(work):
     def limited(self, *rest):

@@ -33,9 +33,9 @@ from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.data.batches import place_batch
 from jaxpar.model.task import find_task
 from jaxpar.planning import compare, estimate_step, find_machine
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.tasks.lm.task import LM
 
 pytestmark = pytest.mark.gpu

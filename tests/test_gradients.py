@@ -13,7 +13,7 @@ from lib.models import SGD
 import jaxpar
 from jaxpar import ArrayBatches, Stack, Sums, Task, TrainConfig, nn
 from jaxpar.model.facts import ModelFacts
-from jaxpar.step.step import value_and_grad
+from jaxpar.step.functions import value_and_grad
 
 W = 4
 

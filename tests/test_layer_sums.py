@@ -14,9 +14,9 @@ from lib.models import Regress, Regression
 import jaxpar
 from jaxpar import At, Stack, Sums
 from jaxpar.data.batches import put_batch
+from jaxpar.step.functions import init_state, make_eval_step, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 
 
 class Silent(nnx.Module):
@@ -94,11 +94,11 @@ def in_plain_python(task):
     """The same by the model's own methods and autodiff alone."""
     setup = Setup.of(task, make_settings(task=task).parallel)
     state, batch = init_state(setup), task.example_batch()
-    block = setup.layout.facts.to_block(batch)
+    block = setup.facts.to_block(batch)
     at = At(0, 0, 0, key=None, batch=block)
 
     def loss(params):
-        model = setup.layout.merge(params, state.frozen)
+        model = setup.storage.merge(params, state.frozen)
         carry = model.layers.initial_carry(task.batch_size)
         _, y, of_layers = model.layers(carry, model.first(block, at), at)
         sums = model.last(y, block, at)

@@ -11,8 +11,9 @@ import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.planning import estimate_step
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.step import abstract_batch, batch_sharding, make_eval_step
+from jaxpar.step.step import abstract_batch, batch_sharding
 
 RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
 SMALL = Regress(kinds=("gru",), batch_size=12, seq_len=4)

@@ -11,13 +11,12 @@ from flax import nnx
 
 import jaxpar
 from jaxpar import ArrayBatches, MeshConfig, Parallel, Stack, Start, Sums, Task, TrainConfig
-from jaxpar.partition.storage import abstract_by_layer
+from jaxpar.partition.by_layer import abstract_by_layer
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, init_state
-from jaxpar.step.step import make_train_step
-from jaxpar.training.checkpoint import Checkpoints
+from jaxpar.step.state import abstract_state
+from jaxpar.training.checkpoint import Checkpoints, check_storable
 from jaxpar.training.loaded import load_run
-from jaxpar.training.writing import check_storable
 
 W = 4
 NUMBERS = (
@@ -224,7 +223,7 @@ def test_a_key_in_a_layer_is_refused():
 
 def test_the_state_of_each_type_can_be_stored():
     setup = Setup.of(All(), ONE)
-    stored = abstract_by_layer(abstract_state(setup), setup.layout)
+    stored = abstract_by_layer(abstract_state(setup), setup.storage)
     check_storable(stored)
     assert {str(leaf.dtype) for leaf in stored.values()} >= {*NUMBERS, "uint32", "int32"}
     assert not [name for name in stored if "empty" in name or "no keys" in name]

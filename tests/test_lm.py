@@ -13,8 +13,9 @@ from flax import nnx
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, init_state
 from jaxpar.data.batches import place_batch, put_batch
 from jaxpar.sharding import named_leaves
+from jaxpar.step.functions import make_eval_step, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.tasks.lm.streams import IGNORE
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.tasks.lm.vocabulary import Vocabulary
@@ -131,7 +132,7 @@ def test_an_untrained_model_is_as_perplexed_as_it_has_words(parallel):
 
 def test_the_probabilities_of_the_words_add_up_to_one():
     _, state, batch = placed(TASK, ONE)
-    model = Setup.of(TASK, ONE).layout.merge(state.params, state.frozen)
+    model = Setup.of(TASK, ONE).storage.merge(state.params, state.frozen)
     probabilities = np.asarray(jax.nn.softmax(model(batch.inputs_BT)), np.float64)
     np.testing.assert_allclose(probabilities[..., :NUM_WORDS].sum(-1), 1.0, atol=1e-6)
     np.testing.assert_array_equal(probabilities[..., NUM_WORDS:], 0.0)
@@ -240,7 +241,7 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
     assert int(np.sum(np.asarray(batch.targets_BT) != IGNORE)) == 2
     loss = evaluate(Setup.of(task, parallel), state, "valid").loss
     # Each of the two targets is in a row of its own, after a token and the zero state.
-    model = Setup.of(task, ONE).layout.merge(init_state(task, ONE).params, state.frozen)
+    model = Setup.of(task, ONE).storage.merge(init_state(task, ONE).params, state.frozen)
     tokens = task.read_text().valid
     logits = np.asarray(model(tokens[:2, None])[:, 0, :], np.float64)
     nll = np.log(np.exp(logits).sum(-1)) - logits[np.arange(2), tokens[1:]]

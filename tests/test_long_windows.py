@@ -28,9 +28,10 @@ from jaxpar.model.task import Settings
 from jaxpar.nn import LSTM
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.spec import Spec
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, init_state
-from jaxpar.step.step import abstract_batch, batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.step.state import abstract_state
+from jaxpar.step.step import abstract_batch, batch_sharding, make_loss_and_grad
 
 KEPT = [
     ((2, 2, 1), (2, 4), {"remat_keeps": "carries", "head": "sharded"}),

@@ -19,10 +19,10 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.model.model import checked_sums
 from jaxpar.model.optimizer import make_optimizer
 from jaxpar.nn import named_param
+from jaxpar.step.functions import init_state, make_eval_step, make_train_step
 from jaxpar.step.optimizer import global_norm
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import batch_sharding, make_eval_step, make_train_step
+from jaxpar.step.step import batch_sharding
 
 WORDS, WIDTH = 32, 16
 

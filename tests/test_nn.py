@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.base.at import At
-from jaxpar.model.model import Stack, values
+from jaxpar.model.stack import Stack, values
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, dropout, extend, lstm_layer, named_param
 from jaxpar.nn.linear import dot_general, matmul
 from jaxpar.pipeline.placement import make_slots

@@ -226,7 +226,7 @@ def test_flops_are_near_those_of_the_compiled_step(name):
         "transformer": dataclasses.replace(model("transformer"), num_layers=1),
     }.get(name) or Regress((name,))
     parallel = Parallel(MeshConfig(devices=(0,)))
-    costs = Setup.of(task, parallel).layout.facts.costs
+    costs = Setup.of(task, parallel).partition.facts.costs
     estimated = sum((*costs.first, *costs.last, *map(sum, costs.layers)))
     assert 1 <= inspect_step(task, parallel).flops / estimated <= FLOPS_ERROR
 

@@ -17,15 +17,15 @@ from flax import nnx
 import jaxpar
 from jaxpar import IteratorBatches, OptimizerConfig, Stack, Sums, Task, TrainConfig, nn
 from jaxpar.data.batches import place_batch, put_batch
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import (
-    batch_sharding,
+from jaxpar.step.functions import (
+    init_state,
     make_eval_step,
     make_predict_step,
     make_train_step,
     value_and_grad,
 )
+from jaxpar.step.setup import Setup
+from jaxpar.step.step import batch_sharding
 from jaxpar.training.predict import predict
 
 B, T, WIDTH = 4, 3, 8

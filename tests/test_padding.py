@@ -20,9 +20,9 @@ from jaxpar.data.bucketed import BucketedBatches
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
 from jaxpar.model.task import Settings, find_task
+from jaxpar.step.functions import init_state
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
 from jaxpar.step.step import make_loss_and_grad
 from jaxpar.tasks.lm.streams import IGNORE
 from jaxpar.training.evaluate import sum_batches
@@ -567,7 +567,7 @@ def check(part, call, task=Tag):
         def make_model(self, rngs):
             return Changed(part, call, rngs=rngs)
 
-    check_rows_alone(Setup.of(Changing(), ONE).layout, predicts=part == "predict")
+    check_rows_alone(Setup.of(Changing(), ONE).parts, predicts=part == "predict")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from lib.laws import make_settings, slow
 from lib.models import FEATURES, WIDTH, Regress, Regression
 
 from jaxpar.model.facts import ModelFacts
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
 
 STEPS = Regress().batch_size * Regress().seq_len
 END = 2 * STEPS * FEATURES * WIDTH  # FLOPs of the product before the layers, and of that after them
@@ -17,7 +17,7 @@ END = 2 * STEPS * FEATURES * WIDTH  # FLOPs of the product before the layers, an
 
 def laid_out(task, mesh, units=(1, 1), **pipeline):
     settings = make_settings(mesh, units, task, **pipeline)
-    return Layout(ModelFacts.of(task), settings.parallel)
+    return Partition(ModelFacts.of(task), settings.parallel)
 
 
 def test_costs_are_those_of_each_part_and_pass():

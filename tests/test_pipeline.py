@@ -36,9 +36,9 @@ from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.pipeline.spec import PipelineParams
 from jaxpar.pipeline.tables import make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers
+from jaxpar.step.functions import init_state, make_eval_step, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_eval_step, make_loss_and_grad, make_train_step
+from jaxpar.step.step import make_loss_and_grad
 from jaxpar.tasks.lm.task import LM
 
 OPTIONS = [

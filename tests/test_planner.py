@@ -18,7 +18,7 @@ from jaxpar.cli.main import main
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig, described_devices
 from jaxpar.model.facts import ModelFacts
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
 from jaxpar.planning import (
     check_fits,
     compare,
@@ -137,7 +137,7 @@ def test_every_choice_of_the_planner_is_a_config_that_can_be_built(name, num_dev
         assert {cost.parallel.mesh.stage for cost in ranking.fitting} >= {1, 2}
     for cost in ranking.fitting[:: max(len(ranking.fitting) // 3, 1)]:
         assert cost.settings == (task, cost.parallel, task.train)
-        layout = Layout(ModelFacts.of(task), cost.parallel)
+        layout = Partition(ModelFacts.of(task), cost.parallel)
         assert sum(layout.placement or (0,)) == len(layout.facts.kind_of)
         assert np.prod([*cost.parallel.mesh.sizes.values()]) == num_devices
     assert f"{task.unit}/s" in ranking.explain()

@@ -21,7 +21,7 @@ from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
 from jaxpar.pictures import figures
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.config_file import to_toml
@@ -235,6 +235,6 @@ def test_the_help_names_all_kinds_and_shows_what_works(capsys):
     [shapes] = re.findall(r"meshes to compare, such as ([^;]*);", text)
     facts = ModelFacts.of(LM().resolve())
     for shape in shapes.split():
-        assert Layout(facts, Parallel.of(shape, LM.parallel)).parallel.mesh.num_devices == 8
+        assert Partition(facts, Parallel.of(shape, LM.parallel)).parallel.mesh.num_devices == 8
     [runs] = re.findall(r"\(plot (curves [^)]*)\)", text)
     assert read_command(["plot", *runs.split(), "-o", "a.svg"]).runs == tuple(runs.split()[1:])

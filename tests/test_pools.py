@@ -20,13 +20,14 @@ from jaxpar.base.axes import STAGE
 from jaxpar.base.trees import device_bytes
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
-from jaxpar.partition.storage import by_layer, from_layers
+from jaxpar.partition.by_layer import by_layer, from_layers
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, audit, init_state
-from jaxpar.step.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.step.state import abstract_state, audit
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.nonfinite import find_origin
-from jaxpar.training.summary import describe_ends, describe_pools
+from jaxpar.training.summary import describe_ends
 from jaxpar.training.weights import Start, find_weights
 
 TRAIN = TrainConfig(num_steps=9, clip_norm=0.5)
@@ -71,7 +72,7 @@ class Unequal(Calm):
 def small(monkeypatch):
     """Few numbers are worth it here, and rows are short."""
     monkeypatch.setattr("jaxpar.partition.partition.FEW", 0)
-    monkeypatch.setattr("jaxpar.pipeline.pool.COLUMNS", 8)
+    monkeypatch.setattr("jaxpar.partition.pool.COLUMNS", 8)
 
 
 def parallel_of(mesh, layout=None, **pipeline):
@@ -81,7 +82,7 @@ def parallel_of(mesh, layout=None, **pipeline):
 
 def setup_of(task, parallel):
     setup = Setup.of(task, parallel, TRAIN)
-    assert (setup.layout.pools is None) == (parallel.mesh.stage == 1)
+    assert (setup.storage.pools is None) == (parallel.mesh.stage == 1)
     return setup
 
 
@@ -97,7 +98,7 @@ def trained(setup, num_steps=2, state=None, first=0):
 
 
 def arrays_of(state, setup):
-    return {name: np.asarray(array) for name, array in by_layer(state, setup.layout).items()}
+    return {name: np.asarray(array) for name, array in by_layer(state, setup.storage).items()}
 
 
 ONE = parallel_of((1, 1, 1), num_chunks=1)
@@ -140,10 +141,10 @@ def test_rows_without_a_layer_have_no_gradient(monkeypatch):
     monkeypatch.setattr("jaxpar.partition.partition.FEW", 2**18)
     task = Unequal(("gru", "wide 60", "wide 20", "gru"), batch_size=8)
     setup = Setup.of(task, parallel_of((1, 2, 1), schedule="v", placement="even"), TRAIN)
-    assert setup.layout.pools is None
-    assert not setup.layout.slots.has_empty_slots
+    assert setup.storage.pools is None
+    assert not setup.partition.slots.has_empty_slots
     (_, _), grads = jax.jit(make_loss_and_grad(setup))(init_state(setup), batch_of(setup, 0))
-    norm = optax.tree.norm(by_layer(grads, setup.layout))
+    norm = optax.tree.norm(by_layer(grads, setup.storage))
     np.testing.assert_allclose(optax.tree.norm(grads), norm, rtol=1e-6)
 
 
@@ -167,7 +168,7 @@ def test_updates_of_whole_planes_equal_those_of_single_arrays(mesh, optimizer, l
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     assert_close(arrays_of(state.params, setup), arrays_of(expected.params, one))
     # What no layer lies in is zero: the planes are those that the arrays alone give.
-    again = from_layers(abstract_state(setup), setup.layout, by_layer(state, setup.layout))
+    again = from_layers(abstract_state(setup), setup.storage, by_layer(state, setup.storage))
     for ours, theirs in ((state.params, again.params), (state.opt_state, again.opt_state)):
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
@@ -206,7 +207,7 @@ def test_what_sees_names_sees_the_model_s(tmp_path):
     fit(task, parallel, TrainConfig(num_steps=2, out_dir=str(tmp_path / "run")), quiet=True)
     setup_of(task, parallel)
     pooled, one = (load_run(tmp_path / "run", mesh) for mesh in ("pp2", "dp1"))
-    assert pooled.setup.layout.pools is not None
+    assert pooled.setup.storage.pools is not None
     names = set(one.params["layers"])
     assert set(pooled.params["layers"]) == names
     assert "wide0" in names
@@ -235,7 +236,7 @@ def test_the_origin_of_a_nan_has_the_layer_s_name():
     state = init_state(setup)
     arrays = arrays_of(state.params, setup)
     arrays["layers/wide0/up/kernel"] = arrays["layers/wide0/up/kernel"] * np.float32(np.nan)
-    state = with_parameters(state, setup.layout, arrays)
+    state = with_parameters(state, setup.storage, arrays)
     origin = find_origin(setup, state, batch_of(setup, 0))
     assert origin.place == "the output of layer 1 (wide0)"
 
@@ -248,14 +249,14 @@ def test_a_device_has_room_for_its_own_stage():
     task = Unequal(("wide 20", "wide 60", "wide 50", "wide 20"), batch_size=8)
     parallel = parallel_of((1, 4, 1), placement="even")
     setup = setup_of(task, parallel)
-    assert setup.layout.pools is not None
+    assert setup.storage.pools is not None
     of_stage, model = [], nnx.eval_shape(lambda: task.make_model(nnx.Rngs(0)))
     for number, ends in enumerate(
         [(model.mix, model.inputs), (), (), (model.unmix, model.outputs)]
     ):
         layer = nnx.state(model.layers.maker(number)(nnx.Rngs(0)), nnx.Param)
         of_stage.append(4 * sum(a.size for a in jax.tree.leaves((layer, jax.tree.leaves(ends)))))
-    stacks = setup.layout.pools[0].stack_bytes
+    stacks = setup.storage.pools[0].stack_bytes
     assert stacks >= sum(of_stage[1:]) > 2 * max(of_stage)
     state = abstract_state(setup)
     assert set(state.params) == {"@pool", "scale"}
@@ -264,10 +265,10 @@ def test_a_device_has_room_for_its_own_stage():
     assert device_bytes(state.opt_state) == 2 * device_bytes(state.params) + 8  # two counts
     real = init_state(setup)
     assert device_bytes(real) == device_bytes(state)
-    [(what, text)] = describe_pools(setup.layout)
+    [(what, text)] = setup.storage.describe()
     assert what == "layers in"
     assert text.startswith("pools, ")
-    [(_, text)] = describe_ends(setup.layout)
+    [(_, text)] = describe_ends(setup.storage)
     expected = "inputs, mix on stage 0 alone; outputs, unmix on stage 3 alone; all of scale"
     assert text == expected
 
@@ -304,9 +305,9 @@ class Own(Unequal):
 @pytest.mark.slow
 def test_where_stacks_stay_the_table_says_so():
     setup = Setup.of(Own(batch_size=8), parallel_of((1, 2, 1)))
-    assert setup.layout.pools is None
+    assert setup.storage.pools is None
     assert "wide0" in abstract_state(setup).params["layers"]
-    [(_, text)] = describe_pools(setup.layout)
+    [(_, text)] = setup.storage.describe()
     assert text == "stacks of their kinds, which take more"
 
 
@@ -317,8 +318,8 @@ def test_layers_of_one_kind_stay_in_a_stack_and_only_ends_are_in_pools():
         nnx.eval_shape(lambda: Foretelling(ALIKE, rngs=nnx.Rngs(0))),
     )
     assert set(state.params) == {"layers", "@pool", "scale"}
-    assert describe_pools(setup.layout) == []
-    [(_, text)] = describe_ends(setup.layout)
+    assert setup.storage.describe() == []
+    [(_, text)] = describe_ends(setup.storage)
     assert text == "inputs, mix on stage 0 alone; outputs, unmix on stage 3 alone; all of scale"
     of_ends = [
         4 * sum(a.size for a in jax.tree.leaves(both))
@@ -328,4 +329,4 @@ def test_layers_of_one_kind_stay_in_a_stack_and_only_ends_are_in_pools():
     assert max(of_ends) <= own <= 1.05 * max(of_ends)
     assert device_bytes(state.opt_state) == 2 * device_bytes(state.params) + 8
     whole = Setup.of(Own(ALIKE, batch_size=8), setup.parallel)
-    assert whole.layout.pools is None
+    assert whole.storage.pools is None

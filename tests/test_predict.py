@@ -18,8 +18,8 @@ from jaxpar import MeshConfig, Parallel, PipelineConfig, Stack, Sums
 from jaxpar.cli.main import main
 from jaxpar.model.task import find_task
 from jaxpar.nn import Stateless
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
 from jaxpar.tasks.lm.model import LanguageModel
 from jaxpar.training.evaluate import in_batches
 

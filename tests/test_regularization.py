@@ -13,9 +13,9 @@ from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
 from jaxpar.partition.storage import array_of
 from jaxpar.sharding import named_leaves
+from jaxpar.step.functions import init_state, make_eval_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_eval_step, make_loss_and_grad
+from jaxpar.step.step import make_loss_and_grad
 from jaxpar.tasks.lm import LM, Batch
 from recipes.awd import AWD, KERNELS, WORDS
 

@@ -16,11 +16,10 @@ from jaxpar.cli.main import main
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.step.setup import Setup
+from jaxpar.training.callbacks import TRACKERS, Report, TensorBoard, Tracker, Trackio, WandB
 from jaxpar.training.fit import fit
 from jaxpar.training.loop import validations_since_best
-from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.trackers import TRACKERS, TensorBoard, Tracker, Trackio, WandB
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -108,7 +107,7 @@ start_processes()
 sys.path.insert(0, sys.argv[2])
 from jaxpar.config import TrainConfig
 from jaxpar.training.fit import fit
-from jaxpar.training.report import Report
+from jaxpar.training.callbacks import Report
 from lib.models import Regress
 
 

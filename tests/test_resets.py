@@ -28,11 +28,11 @@ from jaxpar.internal.split import SplitLayer
 from jaxpar.model.task import Settings
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, lstm_layer
 from jaxpar.pipeline.walk import with_sums
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.step.step import batch_sharding, make_loss_and_grad, value_and_grad
 from jaxpar.training.evaluate import sum_batches
-from jaxpar.training.nonfinite import NEVER, watched_loss_and_grad
+from jaxpar.training.nonfinite import find_origin
 
 # ---- the layer ----
 
@@ -123,6 +123,17 @@ class Leaky(nnx.Module):
         return jax.lax.scan(step, h, (x_TBW, at.resets))
 
 
+class Probe(nnx.Module):
+    """Returns its inputs; the gradient of its parameter is that of each time step and row of the batch."""
+
+    def __init__(self, *, rngs):
+        self.place_TB = nnx.Param(jnp.zeros((8, 8)))
+
+    def __call__(self, carry, x_TBW, at):
+        own_TB = jax.lax.dynamic_slice(self.place_TB[...], (at.time, at.row), x_TBW.shape[:2])
+        return carry, x_TBW + own_TB[..., None]
+
+
 def learned_lstm(rngs):
     """Its initial state is drawn, or the first step would begin from zeros like any other."""
     layer = LSTM(WIDTH, rngs=rngs, learn_initial=True)
@@ -134,6 +145,7 @@ MAKERS = {
     "lstm": lambda rngs: LSTM(WIDTH, rngs=rngs),
     "learned": learned_lstm,
     "leaky": lambda rngs: Leaky(rngs=rngs),
+    "probe": lambda rngs: Probe(rngs=rngs),
 }
 
 
@@ -319,12 +331,12 @@ def test_learned_initial_states_leave_the_gradients_of_weights_apart():
     """So that zero-bubble schedules can move them."""
     task = Packed(kinds=("learned",) * 4)
     parallel = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2, unroll=True))
-    layout = Setup.of(task, parallel).layout
-    [(_, (_, carry, _, batch))], [function] = layout.facts.traces.layers, layout.layer_functions()
-    (params,), (frozen,) = layout.of_row
-    extra = layout.facts.passed, layout.facts.no_sums
+    parts = Setup.of(task, parallel).parts
+    [(_, (_, carry, _, batch))], [function] = parts.facts.traces.layers, parts.layer_functions()
+    (params,), (frozen,) = parts.of_row
+    extra = parts.facts.passed, parts.facts.no_sums
     layer = SplitLayer(
-        with_sums(function), params, frozen, carry, extra, layout.facts.at(batch), splits=True
+        with_sums(function), params, frozen, carry, extra, parts.facts.at(batch), splits=True
     )
     assert layer.has_weights
     assert_packed_equals_one_by_one(task, parallel)
@@ -412,7 +424,7 @@ def test_an_evaluation_of_packed_sequences_is_that_of_each_by_itself():
 
 @pytest.mark.slow
 def test_what_is_not_finite_is_traced_to_its_own_sequence():
-    task = Packed(kinds=("learned", "leaky"))
+    task = Packed(kinds=("probe", "learned", "probe", "leaky", "probe"))
     parallel = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2, zero_bubble=False))
     mesh = parallel.mesh.build()
     batch = task.make_batches("train", 0).batch(1)
@@ -420,12 +432,13 @@ def test_what_is_not_finite_is_traced_to_its_own_sequence():
     later = np.flatnonzero(batch["resets"][row, first + 1 :])
     end = first + 1 + later[0] if later.size else task.seq_len
     batch["x"][row, first] = np.nan
-    run = jax.jit(watched_loss_and_grad(Setup.of(task, parallel, mesh=mesh), 0))
-    state = init_state(task, parallel, mesh=mesh)
-    (_, watched), (_, marks) = run(state, jax.tree.map(jnp.asarray, batch))
-    rows = {int(b) for flags in watched.values() for b in np.flatnonzero(flags[0, :, 0])}
-    assert rows == {row}
-    assert NEVER - float(watched["lstm"][0, row, 0]) == first
-    places = {tuple(map(int, place[2:])) for a in marks for place in np.argwhere(a)}
-    assert places
-    assert all(b == row and first <= t < end for t, b in places)
+    setup = Setup.of(task, parallel, mesh=mesh)
+    state = init_state(setup)
+    origin = find_origin(setup, state, jax.tree.map(jnp.asarray, batch))
+    assert origin == ("the output of first", (row,), first)
+    _, grads = value_and_grad(setup)(state, batch)
+    of_probes = by_layer(grads, setup)["['layers']['probe']['place_TB']"]
+    for d_place_TB in of_probes:
+        places = np.argwhere(~np.isfinite(d_place_TB))
+        assert len(places)
+        assert all(b == row and first <= t < end for t, b in places)

@@ -17,12 +17,12 @@ from rich.console import Console
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig, show
 from jaxpar.cli.main import main
-from jaxpar.pictures.results import MOST_POINTS, round_numbers, ways_on
+from jaxpar.pictures.results import MOST_POINTS, round_numbers, sparkline, thinned, ways_on
 from jaxpar.pictures.style import make_page
 from jaxpar.tasks.lm import LM
+from jaxpar.training.callbacks import Report
 from jaxpar.training.fit import fit
-from jaxpar.training.history import Curves, columns_of, sparkline, thinned
-from jaxpar.training.report import Report
+from jaxpar.training.progress import Curves, columns_of
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

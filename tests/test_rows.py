@@ -29,15 +29,11 @@ from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.model.task import find_task
 from jaxpar.nn import Stateless
+from jaxpar.step import trial
+from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import (
-    batch_sharding,
-    make_loss_and_grad,
-    make_train_step,
-    value_and_grad,
-)
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.tasks.lm.task import LM
 from recipes.awd import AWD
 
@@ -251,7 +247,7 @@ class Zero(nnx.Module):
 def test_rows_that_mix_are_named_by_where_they_do(mixed):
     options, message = MIXED[mixed]
     with pytest.raises(ValueError, match=message):
-        check_rows_alone(Setup.of(task_of(**options), ONE).layout)
+        check_rows_alone(Setup.of(task_of(**options), ONE).parts)
 
 
 TWO_CHUNKS = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2))
@@ -290,9 +286,9 @@ CHUNKED = {
 def test_what_chunks_of_time_would_change_is_named(mistake):
     options, message = CHUNKED[mistake]
     task = task_of(**options)
-    check_rows_alone(Setup.of(task, ONE).layout)
+    check_rows_alone(Setup.of(task, ONE).parts)
     with pytest.raises(ValueError, match=message):
-        check_rows_alone(Setup.of(task, TWO_CHUNKS).layout)
+        check_rows_alone(Setup.of(task, TWO_CHUNKS).parts)
 
 
 def heeds_resets(carry, x, at):
@@ -306,7 +302,7 @@ def heeds_resets(carry, x, at):
     [(causal, True), (heeds_resets, False), (lambda carry, x, at: (carry + x[-1], x), False)],
 )
 def test_a_layer_whose_state_goes_on_between_sequences_is_told(layer, is_told, caplog):
-    check_rows_alone(Setup.of(task_of(layer), ONE).layout)
+    check_rows_alone(Setup.of(task_of(layer), ONE).parts)
     said = (
         "layer layer0 does not heed the batch's 'resets': its state goes on .*at\\.resets says so"
     )
@@ -314,7 +310,7 @@ def test_a_layer_whose_state_goes_on_between_sequences_is_told(layer, is_told, c
 
 
 def test_what_chunks_of_time_leave_as_it_is_passes():
-    check_rows_alone(Setup.of(task_of(causal), TWO_CHUNKS).layout)
+    check_rows_alone(Setup.of(task_of(causal), TWO_CHUNKS).parts)
 
 
 class Tags(nnx.Module):
@@ -401,13 +397,13 @@ def test_a_mean_over_the_places_that_count_is_refused(task):
     parallel = units if task.later == -1 else Parallel("dp2")
     refused = r"`last` (do not add up: its|mixes .* its gradient)"
     with pytest.raises(ValueError, match=refused):
-        check_rows_alone(Setup.of(task, parallel).layout)
+        check_rows_alone(Setup.of(task, parallel).parts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [c if c in ("positive", "long") else slow(c) for c in COUNTS])
 def test_a_sum_over_the_places_that_count_is_not(counts):
-    check_rows_alone(Setup.of(Tagged(counts, "sum", later=-1), ONE).layout)
+    check_rows_alone(Setup.of(Tagged(counts, "sum", later=-1), ONE).parts)
 
 
 def test_rows_are_those_of_several_batches_and_a_short_stream_is_enough():
@@ -423,7 +419,7 @@ def test_rows_are_those_of_several_batches_and_a_short_stream_is_enough():
             def make_batches(self, split, seed=None, num=num):
                 return IteratorBatches(lambda: read(num), 8)
 
-        batch, special = rows._rows_of(Streamed(), 4)
+        batch, special = trial._rows_of(Streamed(), 4)
         np.testing.assert_array_equal(batch["id"][:, 0], expected)
         np.testing.assert_array_equal(special["id"], [-1, 0, max(expected)])
 
@@ -445,7 +441,7 @@ def test_what_adds_up_over_layers_beside_the_rows_is_found_in_the_layer():
         last=lambda model, y, batch: plain_last(model, y["h"], batch),
     )
     with pytest.raises(ValueError, match="layer costs mixes"):
-        check_rows_alone(Setup.of(task, ONE).layout)
+        check_rows_alone(Setup.of(task, ONE).parts)
 
 
 @pytest.mark.slow
@@ -472,10 +468,10 @@ def test_any_mix_is_found_and_nothing_else(place, share, shift, reads, number):
 
     task = task_of(layer)
     if place == "nowhere":
-        check_rows_alone(Setup.of(task, ONE).layout)
+        check_rows_alone(Setup.of(task, ONE).parts)
         return
     with pytest.raises(ValueError, match="layer layer0 mixes"):
-        check_rows_alone(Setup.of(task, ONE).layout)
+        check_rows_alone(Setup.of(task, ONE).parts)
 
 
 SMALL = {
@@ -506,9 +502,9 @@ SMALL = {
     ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",
 )
 def test_what_comes_with_jaxpar_mixes_no_rows(task):
-    layout = Setup.of(task, ONE).layout
-    check_rows_alone(layout)
-    assert layout.facts.checked
+    parts = Setup.of(task, ONE).parts
+    check_rows_alone(parts)
+    assert parts.facts.checked
 
 
 @pytest.mark.rows(1)
@@ -526,9 +522,9 @@ def test_what_comes_with_jaxpar_mixes_no_rows(task):
     ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",
 )
 def test_what_comes_with_jaxpar_is_the_same_in_chunks_of_time(task):
-    layout = Setup.of(task, TWO_CHUNKS).layout
-    check_rows_alone(layout)
-    assert layout.facts.checked
+    parts = Setup.of(task, TWO_CHUNKS).parts
+    check_rows_alone(parts)
+    assert parts.facts.checked
 
 
 def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
@@ -555,23 +551,23 @@ def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
             x = np.random.default_rng(0).normal(size=(40, 5, 3)).astype(np.float32)
             return ArrayBatches({"x": x}, 8, seed)
 
-    check_rows_alone(Setup.of(Grouped(), ONE).layout)
+    check_rows_alone(Setup.of(Grouped(), ONE).parts)
 
 
 @pytest.mark.slow
 def test_the_model_of_a_setup_is_looked_at_once_and_one_row_not_at_all(monkeypatch):
     setup = Setup.of(Regress(), ONE)
-    check_rows_alone(setup.layout)
+    check_rows_alone(setup.parts)
     monkeypatch.setattr(rows, "Trial", None)
-    check_rows_alone(setup.replace(num_steps=3).layout)
+    check_rows_alone(setup.replace(num_steps=3).parts)
     on_stages = Parallel(on_devices((1, 2, 1)))
-    check_rows_alone(Setup.of(setup.task, on_stages, facts=setup.layout.facts).layout)
+    check_rows_alone(Setup.of(setup.task, on_stages, facts=setup.facts).parts)
     check_rows_alone(
-        Setup.of(task_of(lambda carry, x, at: (carry, batch_norm(x)), batch_size=1), ONE).layout
+        Setup.of(task_of(lambda carry, x, at: (carry, batch_norm(x)), batch_size=1), ONE).parts
     )
     for changed in (
         Setup.of(Regress(), ONE),  # the task may read something that has changed
-        Setup.of(setup.task, TWO_CHUNKS, facts=setup.layout.facts),
+        Setup.of(setup.task, TWO_CHUNKS, facts=setup.facts),
     ):
         with pytest.raises(TypeError, match="NoneType"):
             check_rows_alone(changed.layout)
@@ -587,10 +583,10 @@ def noise(x, scale):
 @pytest.mark.slow
 def test_a_layer_that_repeats_no_bits_is_judged_by_what_is_no_number():
     alone = task_of(lambda carry, x, at: (carry, noise(x, np.float32(1e-7))))
-    check_rows_alone(Setup.of(alone, ONE).layout)
+    check_rows_alone(Setup.of(alone, ONE).parts)
     mixes = task_of(lambda carry, x, at: (carry, noise(batch_norm(x), np.float32(1e-7))))
     with pytest.raises(ValueError, match="layer layer0 mixes"):
-        check_rows_alone(Setup.of(mixes, ONE).layout)
+        check_rows_alone(Setup.of(mixes, ONE).parts)
 
 
 def test_a_layer_that_gives_something_else_in_each_call_is_refused():
@@ -598,7 +594,7 @@ def test_a_layer_that_gives_something_else_in_each_call_is_refused():
         ValueError, match=r"^layer layer0 gives other numbers each time .*\n.*at\.draw\("
     ):
         check_rows_alone(
-            Setup.of(task_of(lambda carry, x, at: (carry, noise(x, np.float32(1)))), ONE).layout
+            Setup.of(task_of(lambda carry, x, at: (carry, noise(x, np.float32(1)))), ONE).parts
         )
 
 
@@ -614,5 +610,5 @@ def test_a_prediction_that_rounding_decides_is_no_mix():
         right = jax.pure_callback(off_by_one, jnp.float32(0)) + jnp.float32(y.shape[1])
         return sums._replace(metrics={"right": right})
 
-    check_rows_alone(Setup.of(task_of(last=last_with(change)), ONE).layout)
+    check_rows_alone(Setup.of(task_of(last=last_with(change)), ONE).parts)
     assert len(calls) == 14  # three for each of two tries, then eight for the gradients

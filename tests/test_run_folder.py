@@ -21,10 +21,10 @@ from jaxpar.cli.main import main
 from jaxpar.mesh import MeshConfig
 from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm.task import LM
+from jaxpar.training.callbacks import Report
+from jaxpar.training.checkpoint import Writing
 from jaxpar.training.fit import fit
-from jaxpar.training.report import Report
 from jaxpar.training.run_folder import FolderLock, RunFolder
-from jaxpar.training.writing import Writing
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

@@ -13,8 +13,8 @@ from lib.laws import slow
 
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
 from jaxpar.tasks.lm.drawing import Draw
 from jaxpar.tasks.lm.loaded import TextRun, sample
 from jaxpar.tasks.lm.sampling import sample_tokens
@@ -88,7 +88,7 @@ def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(r
         lambda array: rng.normal(0, 2, array.shape).astype(np.float32), run.state.params
     )
     state = type(run.state)(**{**vars(run.state), "params": params})
-    model = run.setup.layout.merge(params, run.state.frozen)
+    model = run.setup.storage.merge(params, run.state.frozen)
     greedy = likeliest(run, state)
     found = set()
     for prompt in rng.integers(11, size=(6, 5), dtype=np.int32):
@@ -132,7 +132,7 @@ def test_prompts_that_cannot_be_are_refused(run):
 
 
 def test_layers_that_need_a_whole_window_are_refused(run, monkeypatch):
-    monkeypatch.setattr(run.setup.layout.facts, "whole_window", ("attention",), raising=False)
+    monkeypatch.setattr(run.setup.facts, "whole_window", ("attention",), raising=False)
     with pytest.raises(
         ValueError, match="layer attention reads the whole window at once, and text"
     ):
@@ -189,7 +189,7 @@ def test_a_model_of_lines_begins_each_of_them_anew(run):
     state = larger(run.state)
     greedy = likeliest(run, state)
     np.testing.assert_array_equal(greedy(twice, separator=4), greedy(once, separator=4))
-    model = run.setup.layout.merge(state.params, state.frozen)
+    model = run.setup.storage.merge(state.params, state.frozen)
     carry = model.layers.initial_carry(1)
     logits = {
         resets is None: model.unroll(twice[None], carry, resets)[1][-1, 0]
@@ -271,14 +271,14 @@ def test_texts_part_at_a_draw_whose_best_scores_are_within_rounding(
     task, draw = LM(**options, dtype=dtype, corpus=str(text)), Draw.of(5, temperature)
     prompts = [*np.random.default_rng(0).integers(11, size=(4, 3), dtype=np.int32)]
     one, stages = (Setup.of(task, parallel) for parallel in ("dp1", on_stages))
-    assert stages.layout.shares_first
+    assert stages.partition.shares_first
     states = [larger(init_state(setup, seed=1), 2) for setup in (one, stages)]
     found, other = (
         sample_tokens(setup, state, prompts, draw, 120)
         for setup, state in zip((one, stages), states, strict=True)
     )
     assert len(np.unique(found)) > 3
-    model = one.layout.merge(states[0].params, states[0].frozen)
+    model = one.storage.merge(states[0].params, states[0].frozen)
     for row, (prompt, tokens, theirs) in enumerate(zip(prompts, found, other, strict=True)):
         for first in np.flatnonzero(tokens != theirs)[:1]:
             whole = np.concatenate([prompt, tokens])[None]

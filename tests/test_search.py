@@ -21,10 +21,11 @@ from lib.laws import nonzero_carry
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
-from jaxpar.partition.storage import by_layer
+from jaxpar.partition.by_layer import by_layer
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, init_state
-from jaxpar.step.step import batch_sharding, make_train_step
+from jaxpar.step.state import audit
+from jaxpar.step.step import batch_sharding
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
 
@@ -129,7 +130,7 @@ def train_once(task, parallel, length):
     batch = put_batch(batch, batch_sharding(Setup.of(task, parallel, mesh=mesh)))
     state, metrics = make_train_step(task, parallel, mesh=mesh)(state, batch)
     audit(state)
-    stored = by_layer(state, Setup.of(task, parallel).layout)
+    stored = by_layer(state, Setup.of(task, parallel).storage)
     return float(metrics.loss), {name: np.asarray(array) for name, array in stored.items()}
 
 

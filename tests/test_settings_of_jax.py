@@ -17,10 +17,9 @@ import jaxpar
 from jaxpar import Parallel, PipelineConfig, Stack, TrainConfig, nn
 from jaxpar.hosts.distributed import OF_NUMBERS, PACKAGES, program_facts
 from jaxpar.mesh import MeshConfig
-from jaxpar.partition.storage import by_layer
+from jaxpar.partition.by_layer import by_layer
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_train_step
 from jaxpar.training.run_folder import RunFolder
 
 PACKAGE = Path(jaxpar.__file__).parent
@@ -86,7 +85,7 @@ class WithOwnKeys(Regress):
 def test_layers_of_other_keys_are_the_same_on_any_mesh():
     def layers(mesh):
         setup = Setup.of(WithOwnKeys(), mesh)
-        arrays = by_layer(init_state(setup).params, setup.layout)
+        arrays = by_layer(init_state(setup).params, setup.storage)
         return {name: np.asarray(a) for name, a in arrays.items() if name.startswith("layers")}
 
     with jax.default_prng_impl("rbg"):

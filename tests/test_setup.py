@@ -13,9 +13,9 @@ import jaxpar
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.facts import ModelFacts
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_eval_step
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.corpus import load_corpus
 
@@ -46,7 +46,7 @@ def test_calls_that_take_a_setup_trace_its_model_once():
     step, evaluate = jaxpar.make_train_step(setup), make_eval_step(setup)
     jaxpar.init_state(setup, seed=1)
     batch = jaxpar.step.state.abstract_state(setup)
-    Setup.of(setup.task, "dp2", facts=setup.layout.facts)
+    Setup.of(setup.task, "dp2", facts=setup.facts)
     assert len(MADE) == before > 0
     assert jaxpar.make_train_step(setup) is step
     assert make_eval_step(setup) is evaluate
@@ -111,7 +111,7 @@ def test_what_computes_reaches_the_layers():
         for f in (ModelFacts.of(large, "cpu"), ModelFacts.of(large, "gpu"))
     ]
     assert programs[0] != programs[1]
-    assert Setup.of(task, "dp2").layout.facts.platform == "cpu"
+    assert Setup.of(task, "dp2").partition.facts.platform == "cpu"
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_two_thousand_layouts_take_seconds():
     parallels = [Parallel(mesh, cut) for mesh, cut in itertools.product(meshes, cuts)][:2000]
     assert len(parallels) == 2000
     begin = time.process_time()
-    layouts = {Layout(facts, parallel) for parallel in parallels}
+    layouts = {Partition(facts, parallel) for parallel in parallels}
     taken = time.process_time() - begin
     assert len(layouts) == 2000
     assert {sum(layout.placement) for layout in layouts} == {16}

@@ -16,9 +16,9 @@ from jaxpar.config import OptimizerConfig, TrainConfig
 from jaxpar.model.task import find_task
 from jaxpar.planning import propose_shares, time_steps
 from jaxpar.step.forward import full_table
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, init_state
-from jaxpar.step.step import make_train_step
+from jaxpar.step.state import audit
 
 Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
 MODEL_4 = dataclasses.replace(MODEL, num_layers=4)

@@ -16,7 +16,7 @@ from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.hosts.launch import environs
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.facts import ModelFacts
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
 from jaxpar.pipeline.placement import PartCosts, balance
 from jaxpar.planning import estimate_step, plan
 from jaxpar.planning.machine import find_machine
@@ -29,7 +29,7 @@ EIGHT = dataclasses.replace(MODEL, num_layers=8, vocab_size=32 * 16)
 
 def laid_out(stages, speeds, task=EIGHT, **pipeline):
     parallel = make_settings((1, stages, 1), layout={"speeds": speeds}, **pipeline).parallel
-    return Layout(ModelFacts.of(task), parallel)
+    return Partition(ModelFacts.of(task), parallel)
 
 
 @pytest.mark.rows(4)

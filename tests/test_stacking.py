@@ -13,10 +13,10 @@ from lib.laws import on_devices, slow
 from optax import contrib
 
 from jaxpar import Parallel, SeriesBatches, Stack, Sums, Task, TrainConfig, fit, nn, value_and_grad
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.stacking import TRIALS, check_stacking, difference, draws
-from jaxpar.step.state import abstract_state, init_state
-from jaxpar.step.step import make_train_step
+from jaxpar.step.state import abstract_state
 
 
 class Second(nn.GRU):
@@ -335,7 +335,7 @@ def test_noise_that_is_not_refused_does_not_depend_on_the_mesh():
 
 def test_an_optimizer_that_holds_arrays_of_the_model_must_be_elementwise():
     setup = setup_of(Own())
-    before = jax.tree.map(lambda a: jnp.ones(a.shape), setup.layout.params)
+    before = jax.tree.map(lambda a: jnp.ones(a.shape), setup.storage.params)
 
     def towards(updates, params):
         return jax.tree.map(lambda u, p, old: u + 0.1 * (p - old), updates, params, before)

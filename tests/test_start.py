@@ -35,12 +35,12 @@ from jaxpar import (
     make_train_step,
 )
 from jaxpar.hosts.launch import environs
-from jaxpar.partition.storage import kind_of
+from jaxpar.partition.by_layer import kind_of
 from jaxpar.sharding import array_of, named_leaves
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
 from jaxpar.training import weights
-from jaxpar.training.report import Report
+from jaxpar.training.callbacks import Report
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import find_weights, in_ranges, open_files, outgoing, write_weights
 
@@ -71,7 +71,7 @@ LAYOUTS = {
 
 def plain(state, setup):
     """Every tensor by its name; layers are taken out of their stacks one by one."""
-    model = setup.layout.merge(state.params, state.frozen)
+    model = setup.storage.merge(state.params, state.frozen)
     found = {}
     for name, leaf in named_leaves(nnx.state(model)):
         if not name.startswith("layers."):
@@ -100,7 +100,7 @@ def assert_same(one, other):
 
 def write(path, task, parallel, **options):
     state, setup = begun(task, parallel)
-    tensors = outgoing(trees(state), setup.layout)
+    tensors = outgoing(trees(state), setup.storage)
     return write_weights(path, tensors, {"a": "text"}, **options)
 
 
@@ -121,11 +121,11 @@ def test_weights_are_the_same_numbers_wherever_they_lie(name, tmp_path):
     tensors = safetensors.numpy.load_file(path)
     assert_same(tensors, plain(*begun(task, source)))
     drawn, setup = begun(task, target, seed=0)
-    state = find_weights(setup, Start(str(path), leave=LEFT if task is SIZED else ())).state()
+    state = find_weights(setup, Start(str(path), ignore=LEFT if task is SIZED else ())).state()
     audit(state)
     of_words = {n: a for n, a in plain(drawn, setup).items() if re.fullmatch(LEFT[0], n)}
     assert_same(plain(state, setup), {**tensors, **(of_words if task is SIZED else {})})
-    rows = dict(zip(setup.layout.facts.kinds, setup.layout.slots.rows, strict=True))
+    rows = dict(zip(setup.facts.kinds, setup.partition.slots.rows, strict=True))
     for (where, leaf), other in zip(
         named_leaves((state.params, state.opt_state)),
         jax.tree.leaves((drawn.params, drawn.opt_state)),
@@ -253,7 +253,7 @@ def test_a_run_that_begins_with_weights_takes_the_steps_of_a_state_that_has_them
     places = jax.tree.map(lambda leaf: leaf.sharding, init_state(setup).params)
     own = {}
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    rows = dict(zip(setup.layout.facts.kinds, setup.layout.slots.rows, strict=True))
+    rows = dict(zip(setup.facts.kinds, setup.partition.slots.rows, strict=True))
     state = init_state(setup)
     for name, leaf in named_leaves(state.params):
         kind = name.split(".")[1] if name.startswith("layers.") else None
@@ -287,7 +287,7 @@ def test_parts_are_renamed_left_out_and_new(run, tmp_path):
             (r"layers\.1\.(.*)", r"layers.0.\1"),
             (r"layers\.3\.(.*)", r"layers.2.\1"),
         ),
-        leave=(r"layers\.[24]\..*", r"outputs\..*"),
+        ignore=(r"layers\.[24]\..*", r"outputs\..*"),
     )
     notes = Notes()
     result = fit(task, on("pp2"), train(tmp_path / "run", 1), start=start, report=notes)
@@ -365,7 +365,7 @@ def test_what_is_evaluated_is_exported(tmp_path, run):
 @pytest.mark.slow
 def test_a_run_that_ends_before_its_first_checkpoint_begins_with_the_same_weights(run, tmp_path):
     task, out_dir = dataclasses.replace(MIXED, optimizer=ADAM), tmp_path / "new"
-    start = Start(os.path.relpath(run.out_dir), leave=("scale",))
+    start = Start(os.path.relpath(run.out_dir), ignore=("scale",))
     first = fit(task, ONE, train(out_dir), start=start, quiet=True)
     shutil.rmtree(out_dir / "checkpoints")
     notes = Notes()
@@ -430,7 +430,7 @@ def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path):
 
 
 def tensors_of(state, setup):
-    return {n: np.asarray(t.gather()) for n, t in outgoing(trees(state), setup.layout).items()}
+    return {n: np.asarray(t.gather()) for n, t in outgoing(trees(state), setup.storage).items()}
 
 
 # A model that is too big to be held twice, in each of two processes.

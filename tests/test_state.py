@@ -41,10 +41,11 @@ from jaxpar.sharding import (
     shardings,
     split_over_data,
 )
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.optimizer import clip_scale, update
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import _initial_state, abstract_state, audit, init_state
-from jaxpar.step.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.step.state import _initial_state, abstract_state, audit
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.tasks.lm.task import LM
 
 # (2, 2, 2): stages split layers, tensor shards split units and the embedding, both the vocabulary.
@@ -102,7 +103,7 @@ def test_initialisation_needs_the_memory_of_its_shards():
     setup = Setup.of(task, parallel)
     target = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(setup))
     make = jax.jit(
-        lambda: _initial_state(setup, *setup.layout.facts.split(setup.layout.make(0))[1:]),
+        lambda: _initial_state(setup, *setup.facts.split(setup.storage.make(0))[1:]),
         out_shardings=target,
     )
     compiled = make.lower().compile()

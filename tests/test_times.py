@@ -16,13 +16,10 @@ from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
 from jaxpar.base.sheets import peak_flops
 from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm import LM
-from jaxpar.training import times
+from jaxpar.training.callbacks import ConsoleReport, Report
 from jaxpar.training.checkpoint import Checkpoints
-from jaxpar.training.console import ConsoleReport
 from jaxpar.training.fit import fit
-from jaxpar.training.progress import Progress
-from jaxpar.training.report import Report
-from jaxpar.training.times import Times, Utilization
+from jaxpar.training.progress import Progress, Times, Utilization
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -59,11 +56,11 @@ BY_HAND = 2 * 128 * (2 * 3 * 16 + 2 * 3 * 16 * 16 + 3 * 16 * 3)
 
 def test_utilization_is_as_by_hand(monkeypatch):
     monkeypatch.setitem(MAKERS, "again", lambda rngs: Again(rngs=rngs))
-    monkeypatch.setattr(times, "peak_flops", lambda device, dtype: 1e9)
+    monkeypatch.setattr("jaxpar.training.progress.peak_flops", lambda device, dtype: 1e9)
     for kinds in (("dense", "dense"), ("dense", "again")):
         setup = Setup.of(Regress(kinds), Parallel("dp2tp2", ONE.pipeline))
         used = Utilization(setup)
-        assert setup.layout.facts.step_flops == BY_HAND
+        assert setup.facts.step_flops == BY_HAND
         batch = setup.task.make_batches("train").batch(0)
         for _ in range(3):
             used.add(batch)
@@ -76,7 +73,7 @@ def test_utilization_is_as_by_hand(monkeypatch):
 
 @pytest.mark.slow
 def test_utilization_is_told_beside_the_speed(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(times, "peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr("jaxpar.training.progress.peak_flops", lambda device, dtype: 1e12)
     adam = OptimizerConfig(warmup_steps=1)
     task = LM(1, 8, 8, corpus=str(text), batch_size=8, seq_len=4, optimizer=adam)
     told = []
@@ -84,7 +81,7 @@ def test_utilization_is_told_beside_the_speed(text, tmp_path, monkeypatch):
     report.progress = lambda progress, _: told.append(progress)
     train = TrainConfig(6, log_every=2, out_dir=str(tmp_path / "run"))
     result = fit(task, ONE, train, report=report)
-    of_token = result.setup.layout.facts.step_flops / 32 / 1e12
+    of_token = result.setup.facts.step_flops / 32 / 1e12
     assert told[0].mfu is None
     for each in told[1:]:
         assert each.mfu == pytest.approx(of_token * each.units_per_second)
@@ -99,7 +96,7 @@ def test_where_no_peak_is_known_nothing_is_traced_or_told(text, tmp_path, monkey
     used = Utilization(setup)
     used.add(setup.task.make_batches("train").batch(0))
     assert used.take(1.0) is None
-    assert "costs" not in vars(setup.layout.facts)
+    assert "costs" not in vars(setup.facts)
     line = Progress(2, 1.0, {}, 1.0, None, "rows", 5.0, 1.0)
     assert "MFU" not in line.to_text()
     assert "mfu" not in line.to_json()

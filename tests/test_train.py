@@ -27,19 +27,20 @@ from jaxpar.data.streams import SeriesBatches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.model.task import Settings, find_task
 from jaxpar.nn import named_param
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, init_state
+from jaxpar.step.state import abstract_state
 from jaxpar.step.step import CompiledStep
 from jaxpar.tasks.lm.corpus import load_corpus
 from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
 from jaxpar.training import loop
+from jaxpar.training.callbacks import ConsoleReport, Report
 from jaxpar.training.checkpoint import Checkpoints
-from jaxpar.training.console import ConsoleReport
 from jaxpar.training.evaluate import evaluate, mean_of, sum_batches
 from jaxpar.training.fingerprint import describe_data
-from jaxpar.training.fit import evaluate_run, fit
+from jaxpar.training.fit import fit
+from jaxpar.training.loaded import evaluate_run
 from jaxpar.training.progress import format_number
-from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder, texts_of
 from jaxpar.training.summary import summarize
 
@@ -74,10 +75,10 @@ def logits_of(model, tokens):
 
 def log_probabilities(result, tokens):
     """Of every next token, by the model applied to all tokens at once: float64 [tokens, words]."""
-    layout = Setup.of(
+    parts = Setup.of(
         result.setup.task, dataclasses.replace(result.setup.parallel, mesh=MeshConfig(devices=(0,)))
-    ).layout
-    model = layout.merge(result.state.params, result.state.frozen)
+    ).parts
+    model = parts.storage.merge(result.state.params, result.state.frozen)
     logits = np.asarray(logits_of(model, tokens[None])[0], np.float64)
     logits = logits[:, : result.setup.task.num_words]
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))

@@ -23,9 +23,9 @@ import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.hosts.launch import environs
 from jaxpar.planning import plan
+from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, init_state
-from jaxpar.step.step import make_train_step, value_and_grad
+from jaxpar.step.state import audit
 
 RATE, CLIP = 1e-3, 0.1
 ADAM = OptimizerConfig(learning_rate=RATE, lr_schedule="constant", warmup_steps=0)

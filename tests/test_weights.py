@@ -84,7 +84,7 @@ def logits_of(run_dir, tokens_BT):
 
 
 def logits(setup, state, tokens_BT):
-    model = setup.layout.merge(state.params, state.frozen)
+    model = setup.storage.merge(state.params, state.frozen)
     return np.asarray(model(tokens_BT))[..., : setup.task.num_words]
 
 

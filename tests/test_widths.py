@@ -19,8 +19,8 @@ from jaxpar.base.at import anywhere
 from jaxpar.base.padding import Padding
 from jaxpar.data.array import ArrayBatches
 from jaxpar.model.facts import ModelFacts
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
 from jaxpar.step.step import check_program, make_loss_and_grad
 from recipes.awd import AWD
 

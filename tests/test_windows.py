@@ -11,9 +11,9 @@ from lib.laws import MODEL, assert_same_as_plain, by_layer, make_settings, nonze
 
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_loss_and_grad, make_train_step
+from jaxpar.step.step import make_loss_and_grad
 from jaxpar.tasks.lm import LM, Batch, TokenStreams
 from recipes.awd import AWD, MATRICES, RandomWindows, Window
 

@@ -16,8 +16,8 @@ import jaxpar
 from jaxpar import At, OptimizerConfig, TrainConfig
 from jaxpar.analysis import inspect_step
 from jaxpar.model.task import find_task
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
 from jaxpar.tasks.lm.drawing import Draw
 
 XLSTM = find_task(f"{FOLDER}/xlstm.py:XLSTM")

@@ -21,9 +21,8 @@ from flax import nnx
 from benchmarks.turns import take_turns
 from examples.forecaster import Forecast
 from jaxpar import At, OptimizerConfig, Parallel, SeriesBatches, TrainConfig
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_train_step
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, lr_schedule="constant", warmup_steps=0)
 
@@ -43,7 +42,7 @@ class Random(Forecast):
 
 def make_plain(task: Random, batch: Any):
     """A function that takes a step without jaxpar; its loss."""
-    graphdef, params = jax.jit(lambda: nnx.split(Setup.of(task, Parallel("dp1")).layout.make(0)))()
+    graphdef, params = jax.jit(lambda: nnx.split(Setup.of(task, Parallel("dp1")).storage.make(0)))()
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     layers = [graphdef_of(graphdef, params, n) for n in range(task.num_layers)]
     structure, stack = layers[0][0], [state for _, state in layers]

@@ -15,8 +15,7 @@ from flax import nnx
 from benchmarks.layers.work import LEARNING_RATE, Work
 from benchmarks.sides import serve
 from jaxpar import At, OptimizerConfig, Parallel, SeriesBatches, Stack, Sums, Task, TrainConfig, nn
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_train_step
+from jaxpar.step.functions import init_state, make_train_step
 
 KINDS = {
     "lstm": nn.LSTM,

@@ -20,9 +20,8 @@ from jaxpar.base.axes import DATA
 from jaxpar.config import TrainConfig
 from jaxpar.pipeline.kept import Residuals
 from jaxpar.planning.running import batch_of_run
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_train_step
 from jaxpar.tasks.lm import LM
 
 TIMES = 3

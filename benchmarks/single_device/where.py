@@ -23,8 +23,8 @@ from benchmarks.sides import processor
 from benchmarks.turns import take_turns
 from benchmarks.work import WORKS, Work
 from jaxpar.analysis.hlo import Instruction, Module, Visit, arrays, bits
+from jaxpar.step.functions import make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_train_step
 from jaxpar.training.profiler import Operation, read_trace, trace
 
 PARTS = (

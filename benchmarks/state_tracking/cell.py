@@ -23,7 +23,7 @@ from flax import nnx
 import jaxpar
 from benchmarks.state_tracking.words import NOTHING, PROBLEMS
 from jaxpar import OptimizerConfig, Sums, Task, TrainConfig
-from jaxpar.training.report import Report
+from jaxpar.training.callbacks import Report
 
 TRAINED, TESTED = 40, 256  # letters
 BIN = 8  # lengths whose accuracy is one number; both are multiples of it

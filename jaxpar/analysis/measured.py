@@ -30,8 +30,7 @@ from jaxpar.pipeline.lanes import Schedule, idle_lane
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
 from jaxpar.step.forward import step_schedule
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import batch_sharding, make_train_step
+from jaxpar.step.step import batch_sharding
 from jaxpar.training.profiler import Operation, read_trace, trace
 
 WEIGHTS = "weights"
@@ -155,7 +154,7 @@ def measure_step(
     setup = Setup.of(task, parallel, train, mesh)
     parallel, mesh = setup.parallel, setup.mesh
     _check(parallel, mesh, num_steps)
-    step, state = make_train_step(setup), init_state(setup)
+    step, state = setup.train_step(), setup.init_state()
     batch = put_batch(setup.task.example_batch(), batch_sharding(setup))
     compiled, table = step.lower(state, batch).compile(), step.full_table
     assert table is not None
@@ -173,7 +172,9 @@ def measure_step(
         operations = read_trace(folder)
     ticks, num_stages = slice(int(table.num_ticks)), mesh.shape[STAGE]
     # Every stage has its part of a sharded head; otherwise the last stage has all of it.
-    has_head_S = np.arange(num_stages) >= (0 if setup.layout.head == "sharded" else num_stages - 1)
+    has_head_S = np.arange(num_stages) >= (
+        0 if setup.partition.head == "sharded" else num_stages - 1
+    )
     busy = {part: busy[0, ticks] for part, busy in busy_of(table).items()}
     busy[HEAD] = busy[HEAD] & has_head_S
     branches = _find_branches(compiled.as_text())

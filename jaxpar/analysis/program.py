@@ -19,7 +19,7 @@ from jaxpar.pipeline.loop import BACKWARD, ENTER, FORWARD, HEAD, LEAVE, scope_of
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state
-from jaxpar.step.step import abstract_batch, make_train_step
+from jaxpar.step.step import abstract_batch
 
 _WIDE = (
     "\nsent: XLA for CPUs sends what is bfloat16 or float16 as float32; a TPU or GPU sends half as many "
@@ -117,7 +117,7 @@ class ProgramReport(Printed):
         """The collectives that join devices along any of the axes."""
         return tuple(c for c in self.collectives if set(axes) & set(c.axes))
 
-    def to_dict(self) -> dict[str, Json]:
+    def to_dict(self) -> Json:
         """Everything in dicts, lists, numbers and strings, as `json.dumps` takes them."""
         collectives = [
             {**asdict(c), "count": c.count, "in_loop": c.in_loop, "waits": c.waits}
@@ -152,7 +152,7 @@ def inspect_step(
 
 def lower_step(setup: Setup) -> jax.stages.Lowered:
     """The program of a setup's training step, not compiled yet, for shapes."""
-    return make_train_step(setup).lower(abstract_state(setup), abstract_batch(setup))
+    return setup.train_step().lower(abstract_state(setup), abstract_batch(setup))
 
 
 def inspect_lowered(setup: Setup, lowered: jax.stages.Lowered) -> ProgramReport:
@@ -160,7 +160,7 @@ def inspect_lowered(setup: Setup, lowered: jax.stages.Lowered) -> ProgramReport:
     report = inspect_compiled(lowered.compile(), setup.mesh)
     memory = report.memory and _with_purposes(report.memory, abstract_state(setup))
     report = dataclasses.replace(report, memory=memory)
-    table = make_train_step(setup).full_table
+    table = setup.train_step().full_table
     if table is None:
         return report
     collectives = tuple(_with_units(each, table) for each in report.collectives)

@@ -57,5 +57,7 @@ DType: TypeAlias = DTypeLike | None
 """What JAX takes as a dtype: `jnp.float32`, `"float32"`, or a dtype."""
 Precision: TypeAlias = lax.PrecisionLike
 """The precision of a matrix product, as `lax.dot_general` takes it."""
-Json: TypeAlias = Any
+JsonValue: TypeAlias = Any
 """A value that JSON can hold."""
+Json: TypeAlias = dict[str, Any]
+"""A table by names, as JSON has it."""

@@ -79,7 +79,7 @@ class Train(RunOptions):
     Attributes:
       start: begin with these weights: a run's folder, or a file, index or folder of safetensors.
       start_rename: what the weights are called there and here, as PATTERN=NAME: 'encoder\.(.*)=embedding.\1'.
-      start_leave: patterns for names of weights there that are left out: 'layers\.[45]\..*'.
+      start_ignore: patterns for names of weights there that are ignored: 'layers\.[45]\..*'.
       resume: continue the run in --train.out-dir, or the latest one, with its task and settings.
       resume_or_begin: continue the run in --train.out-dir, or begin it there: one command for every start
         of a job.
@@ -94,7 +94,7 @@ class Train(RunOptions):
 
     start: Annotated[str | None, arg(metavar="PATH")] = None
     start_rename: Annotated[tuple[str, ...], arg(metavar="[PATTERN=NAME ...]")] = ()
-    start_leave: Annotated[tuple[str, ...], arg(metavar="[PATTERN ...]")] = ()
+    start_ignore: Annotated[tuple[str, ...], arg(metavar="[PATTERN ...]")] = ()
     resume: Switch = False
     resume_or_begin: Switch = False
     overwrite: Switch = False
@@ -109,9 +109,8 @@ class Train(RunOptions):
             raise ValueError(
                 "--resume-or-begin and --overwrite exclude each other\nFix: leave one out."
             )
-        from jaxpar.training.console import ConsoleReport
+        from jaxpar.training.callbacks import TRACKERS, ConsoleReport
         from jaxpar.training.fit import choose_folder, fit
-        from jaxpar.training.trackers import TRACKERS
 
         if self.parallel.mesh is AUTO and not self.resume:  # before the minutes that a plan takes
             choose_folder(self.train.out_dir, resume=False, overwrite=self.overwrite)
@@ -128,15 +127,15 @@ class Train(RunOptions):
         from jaxpar.training.weights import Start
 
         if self.start is None:
-            if self.start_rename or self.start_leave:
+            if self.start_rename or self.start_ignore:
                 raise ValueError(
-                    "--start-rename and --start-leave lack weights\nFix: add --start PATH."
+                    "--start-rename and --start-ignore lack weights\nFix: add --start PATH."
                 )
             return None
         if wrong := [pair for pair in self.start_rename if "=" not in pair]:
             raise ValueError(f"--start-rename {wrong[0]} has no =\nFix: write PATTERN=NAME.")
         pairs = (pair.rpartition("=") for pair in self.start_rename)
-        return Start(self.start, tuple((old, new) for old, _, new in pairs), self.start_leave)
+        return Start(self.start, tuple((old, new) for old, _, new in pairs), self.start_ignore)
 
     def _settled(self) -> Settings:
         """The settings with what the planner chooses, or holds against the memory."""
@@ -229,8 +228,8 @@ class Evaluate(BatchOptions):
         import jax
 
         from jaxpar.base.console import make_console
-        from jaxpar.training.console import evaluation_table
-        from jaxpar.training.fit import evaluate_run
+        from jaxpar.training.loaded import evaluate_run
+        from jaxpar.training.progress import evaluation_table
         from jaxpar.training.run_folder import RunFolder
 
         self.start_processes()

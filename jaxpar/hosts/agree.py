@@ -21,7 +21,7 @@ import jax
 
 from jaxpar.base.checks import Table, leaves_of
 from jaxpar.base.jax_private import global_state
-from jaxpar.base.types import Json
+from jaxpar.base.types import JsonValue
 
 _Result = TypeVar("_Result")
 _NAMED = 5  # differences that a message names
@@ -93,8 +93,8 @@ class Rendezvous:
 
     def exchange(
         self,
-        value: Json,
-        answer: Callable[[Mapping[int, Json]], _Result],
+        value: JsonValue,
+        answer: Callable[[Mapping[int, JsonValue]], _Result],
         *,
         error: str = "",
         notice: str = "",

@@ -14,8 +14,9 @@ from matplotlib.ticker import EngFormatter
 from jaxpar.analysis.program import ProgramReport
 from jaxpar.base.display import format_bytes, format_count
 from jaxpar.base.files import whole_file
+from jaxpar.base.types import Json
 from jaxpar.pictures.style import color_of, make_page
-from jaxpar.training.history import Curves
+from jaxpar.training.progress import Curves
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -60,7 +61,7 @@ def draw_bytes(reports: Mapping[str, ProgramReport]) -> Figure:
     return _draw_bars(sent, f"sent by a device in a step{note * bool(unknown)}", "along ", lines)
 
 
-def draw_curves(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
+def draw_curves(runs: Mapping[str, Sequence[Json]]) -> Figure:
     """Losses of runs against the step: name of a run -> lines of its metrics.jsonl.
 
     Raises:

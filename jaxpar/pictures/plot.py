@@ -12,7 +12,7 @@ from jaxpar.base.files import check_output, whole_file
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
 from jaxpar.pictures.measured import show_measured
 from jaxpar.pictures.parallelisms import show_parallelisms
 from jaxpar.pictures.picture import Drawing
@@ -125,4 +125,4 @@ def _schedule(settings: Settings) -> Schedule:
     sizes = {axis: max(size, 1) for axis, size in shape.sizes.items()}
     shape = dataclasses.replace(shape, **sizes, devices=None)
     parallel = dataclasses.replace(parallel, mesh=shape)
-    return step_schedule(Layout(ModelFacts.of(task.resolve()), parallel).parallel)
+    return step_schedule(Partition(ModelFacts.of(task.resolve()), parallel).parallel)

@@ -1,7 +1,8 @@
 """Pictures of a run: its curves, and what came of it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from rich.table import Table
 from rich.text import Text
@@ -11,9 +12,8 @@ from jaxpar.model.task import TASKS, spec_of
 from jaxpar.pictures.chart import round_steps
 from jaxpar.pictures.picture import Picture
 from jaxpar.pictures.style import PALETTE
-from jaxpar.training.console import evaluation_table
-from jaxpar.training.history import Curves, sparkline, thinned
-from jaxpar.training.report import FitResult
+from jaxpar.training.fit import FitResult
+from jaxpar.training.progress import Curves, evaluation_table
 
 WIDTH, HEIGHT = 720, 180  # pixels of the curves
 LEFT, RIGHT, TOP, BOTTOM = 56, 8, 20, 20  # and of what is around them
@@ -22,6 +22,8 @@ NUM_BARS = 40
 # Both can be seen on white and on black.
 COLORS = {"train": PALETTE[0], "valid": PALETTE[4]}
 NAMES = {"train": "training loss", "valid": "validation loss"}
+_BARS = "▁▂▃▄▅▆▇█"
+_Point = TypeVar("_Point")
 _SVG = (
     '<svg role="img" aria-label="loss against the step" viewBox="0 0 {} {}" fill="currentColor" '
     'style="width:{}px;max-width:100%;font:11px system-ui,sans-serif;display:block;margin:8px 0">{}</svg>'
@@ -82,6 +84,20 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten, about so many, between two numbers."""
     step = next(s for s in round_steps((high - low) / most) if (high - low) / s < most)
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def thinned(points: Sequence[_Point], most: int) -> list[_Point]:
+    """At most so many of the points, evenly spread, with the last one."""
+    every = max(-(-len(points) // most), 1)
+    return [*points[(len(points) - 1) % every :: every]]
+
+
+def sparkline(points: Sequence[tuple[int, float]], width: int) -> str:
+    """Losses as bars of text; the lowest loss has the lowest bar, the highest loss the highest one."""
+    losses = [loss for _, loss in thinned(points, width)]
+    low, high = min(losses, default=0.0), max(losses, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0
+    return "".join(_BARS[round((loss - low) * scale)] for loss in losses)
 
 
 @show.register

@@ -26,8 +26,6 @@ from jaxpar.planning.cost import StepCost
 from jaxpar.planning.machine import Machine
 from jaxpar.planning.running import batch_of_run
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_train_step
 
 _PACKAGES = ("jaxpar", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 # What is kept of a program, and how it is read; another number where either changes.
@@ -66,8 +64,8 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
     """
     try:
         if machine.is_here and runs:
-            arguments = init_state(setup), batch_of_run(setup, 0)
-            return inspect_lowered(setup, make_train_step(setup).lower(*arguments))
+            arguments = setup.init_state(), batch_of_run(setup, 0)
+            return inspect_lowered(setup, setup.train_step().lower(*arguments))
         lowered = lower_step(setup)
         if machine.is_here:
             return inspect_lowered(setup, lowered)

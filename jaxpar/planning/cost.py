@@ -24,7 +24,8 @@ from jaxpar.base.axes import BATCH, DATA, HEADS, STAGE, TENSOR
 from jaxpar.base.display import Printed, format_bytes, format_seconds
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.model.task import Settings, Task
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
+from jaxpar.partition.storage import Storage
 from jaxpar.planning.counts import Array, Counts, Kind, counts_of
 from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.sharding import Rules, axes_of_spec, check_split
@@ -92,9 +93,9 @@ class StepCost(Printed):
         return self.settings.parallel
 
     @property
-    def layout(self) -> Layout:
+    def partition(self) -> Partition:
         """Of the task's model on these devices."""
-        return Layout(self.counts.facts, self.parallel)
+        return Partition(self.counts.facts, self.parallel)
 
     @property
     def estimated_seconds(self) -> float:
@@ -188,7 +189,7 @@ class Step:
     """The arithmetic of a step.
 
     Attributes:
-      layout: of the model.
+      partition: of the model.
       schedule: that of the data-parallel group with the most to do; of a step that runs as a whole one unit.
       units: that the busiest device runs in a step; `unit` what one takes.
       layers_GSK: layers of each kind on each stage, group by group.
@@ -203,21 +204,21 @@ class Step:
           ValueError: they do not fit each other.
         """
         self.counts, self.parallel, self.train = counts, parallel, train
-        self.layout, facts = Layout(counts.facts, parallel), counts.facts
+        self.partition, facts = Partition(counts.facts, parallel), counts.facts
         self.sizes, share = parallel.mesh.sizes, max(parallel.group_shares)
-        self.shares_first = self.layout.shares_first
-        self.shares_head = self.sizes[STAGE] > 1 and self.layout.head == "sharded"
+        self.shares_first = self.partition.shares_first
+        self.shares_head = self.sizes[STAGE] > 1 and self.partition.head == "sharded"
         self.schedule = step_schedule(parallel, share)
         self.num_ticks = self.schedule.num_ticks * parallel.num_segments
         self.units = share * parallel.pipeline.num_microbatches * parallel.num_chunks
-        rows = self.layout.microbatch_rows
+        rows = self.partition.microbatch_rows
         if not facts.divides_by_hand:
-            axes = self.layout.rules.axes_of(BATCH)
+            axes = self.partition.rules.axes_of(BATCH)
             rows = facts.batch_size // math.prod(self.sizes[axis] for axis in axes)
-        self.unit = counts.unit(self.layout.chunk_len, rows)
-        self.rows = tuple(map(len, self.layout.slots.rows))
-        self.bytes_of((*counts.params, *counts.frozen), self.layout.param_rules)  # or it raises
-        ends, kind_of = np.cumsum((0, *self.layout.placement)), np.asarray(facts.kind_of, int)
+        self.unit = counts.unit(self.partition.chunk_len, rows)
+        self.rows = tuple(map(len, self.partition.slots.rows))
+        self.bytes_of((*counts.params, *counts.frozen), self.partition.param_rules)  # or it raises
+        ends, kind_of = np.cumsum((0, *self.partition.placement)), np.asarray(facts.kind_of, int)
         placed = [
             np.bincount(kind_of[start:end], minlength=len(facts.kinds))
             for start, end in itertools.pairwise(ends)
@@ -243,7 +244,7 @@ class Step:
 
     def axes_of(self, array: Array) -> list[tuple[str, ...]]:
         """The axes that split each dim of a variable, of those with several devices."""
-        split = self.layout.rules.split(array.dims)
+        split = self.partition.rules.split(array.dims)
         return [tuple(axis for axis in axes if self.sizes[axis] > 1) for axes in split]
 
     def _share_of(self, arrays: Sequence[Array]) -> float:
@@ -255,7 +256,7 @@ class Step:
             rows = math.prod(array.shape[:1]) if array.kind is None else self.rows[array.kind]
             stages = 1 if array.kind is None else self.sizes[STAGE]
             whole += rows * math.prod(array.shape[1:])
-            own += self._elements(array, self.layout.rules) * stages
+            own += self._elements(array, self.partition.rules) * stages
         return own / whole
 
     # ---- work ----
@@ -323,7 +324,7 @@ class Step:
 
     def _update_seconds(self, machine: Machine) -> float:
         """From gradients to new parameters: norm, clipping, the optimizer, and the bytes that these move."""
-        own = self.bytes_of(self.counts.params, self.layout.opt_rules)
+        own = self.bytes_of(self.counts.params, self.partition.opt_rules)
         moved = (4 + 2 * (self.train.clip_norm > 0) + 2 * self.counts.opt_copies) * own
         if self.parallel.update == "host":  # gradients go there, parameters come back
             return (2 * own + moved) / machine.host_bytes_per_second
@@ -331,11 +332,11 @@ class Step:
 
     def least_bytes(self) -> float:
         """`StepCost.least_bytes`: parameters, optimizer, gradients, and what is kept of units in flight."""
-        layout, counts, pipeline = self.layout, self.counts, self.parallel.pipeline
-        found = self.bytes_of((*counts.params, *counts.frozen), layout.param_rules)
-        found += self.bytes_of(counts.params, layout.rules)
+        partition, counts, pipeline = self.partition, self.counts, self.parallel.pipeline
+        found = self.bytes_of((*counts.params, *counts.frozen), partition.param_rules)
+        found += self.bytes_of(counts.params, partition.rules)
         if self.parallel.update != "host":
-            found += counts.opt_copies * self.bytes_of(counts.params, layout.opt_rules)
+            found += counts.opt_copies * self.bytes_of(counts.params, partition.opt_rules)
         places = self.sizes[STAGE] * self.parallel.num_groups
         pairs = zip(self.rows, self.kinds, strict=True)  # of a stage, empty slots included
         kept = self.unit.x + sum(rows / places * kind.kept for rows, kind in pairs)
@@ -354,11 +355,11 @@ class Step:
 
     def sent_once(self) -> Iterator[Sent]:
         """Those that run once a step: gradients are summed, and what is updated in parts is gathered."""
-        sums, rules, parallel = Counter[tuple[str, ...]](), self.layout.rules, self.parallel
-        pooled = {name for kind in self.layout.pooled_names(0) for name in kind}
+        sums, rules, parallel = Counter[tuple[str, ...]](), self.partition.rules, self.parallel
+        pooled = {name for kind in Storage(self.partition).packed_names(0) for name in kind}
         for array in self.counts.params:
             own = set(sum(self.axes_of(array), ()))
-            over = {DATA, *self.layout.task.axes} - own
+            over = {DATA, *self.partition.task.axes} - own
             if array.kind is None and array.name not in pooled and parallel.runs_in_units:
                 over |= {STAGE} - own
             axes = tuple(axis for axis, size in self.sizes.items() if axis in over and size > 1)

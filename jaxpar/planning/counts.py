@@ -18,12 +18,13 @@ from jaxpar.config import Parallel
 from jaxpar.internal.split import SplitLayer
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.facts import ModelFacts
-from jaxpar.model.model import KIND
+from jaxpar.model.stack import KIND
 from jaxpar.model.task import Task
-from jaxpar.partition.partition import Layout, Outer
+from jaxpar.partition.partition import Partition
 from jaxpar.pipeline.spec import Layer
 from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import array_of, dims_of, named_leaves
+from jaxpar.step.parts import Outer, Parts
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import Amount, amount
 
@@ -92,17 +93,18 @@ class Counts:
         Args:
           num_steps: of the run that the optimizer is made for.
         Raises:
-          ValueError: the task's model is not valid; see `layout.Layout`.
+          ValueError: the task's model is not valid; see `partition.Partition`.
         """
         self.facts = facts
-        self._layout = layout = Layout(facts, Parallel(MeshConfig()))
+        self._parts = parts = Parts.of(Partition(facts, Parallel(MeshConfig())))
+        storage = parts.storage
         self.params, self.frozen = (
-            tuple(self._arrays(tree)) for tree in (layout.params, layout.frozen)
+            tuple(self._arrays(tree)) for tree in (storage.params, storage.frozen)
         )
         optimizer = facts.task.make_optimizer(num_steps)
-        opt_state = jax.eval_shape(lambda params: optimizer.init(params), layout.params)
-        self.opt_copies = whole_bytes(opt_state) / max(whole_bytes(layout.params), 1)
-        self._outer = Outer(layout, layout.abstract_model())
+        opt_state = jax.eval_shape(lambda params: optimizer.init(params), storage.params)
+        self.opt_copies = whole_bytes(opt_state) / max(whole_bytes(storage.params), 1)
+        self._outer = Outer(parts, parts.abstract_model())
         self.dtype = str(jax.tree.leaves(facts.passed)[0].dtype)
         self._traced = functools.cache(self._trace)
 
@@ -167,10 +169,10 @@ class Counts:
         x = jax.eval_shape(first, *of_first, batch)
         kinds = []
         for function, (_, (_, carry, _, _)), params, frozen in zip(
-            self._layout.layer_functions(), facts.traces.layers, *self._layout.of_row, strict=True
+            self._parts.layer_functions(), facts.traces.layers, *self._parts.of_row, strict=True
         ):
             carry = jax.tree.map(lambda a: jax.ShapeDtypeStruct((b, *a.shape[1:]), a.dtype), carry)
-            x_and_sums = x, facts.no_sums
+            x_and_sums = x, self._parts.no_sums
             kinds.append(_count_layer(function, params, frozen, carry, x_and_sums, facts.at(batch)))
         return Unit(
             steps=t or 1,
@@ -218,6 +220,6 @@ def counts_of(task: Task, num_steps: int, platform: str) -> Counts:
       num_steps: of the run that the optimizer is made for.
       platform: that computes.
     Raises:
-      ValueError: the task's model is not valid; see `layout.Layout`.
+      ValueError: the task's model is not valid; see `partition.Partition`.
     """
     return Counts(ModelFacts.of(task.resolve(), platform), num_steps)

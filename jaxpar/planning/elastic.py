@@ -9,7 +9,7 @@ from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Task
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
 from jaxpar.planning.machine import Machine
 from jaxpar.planning.search import describe, divisors, rank
 
@@ -42,7 +42,7 @@ def fit_devices(
         with contextlib.suppress(ValueError):
             kept = parallel.resolve(num_devices)
             if kept != parallel:  # a size was inferred, and rows may not divide by it
-                Layout(ModelFacts.of(task), kept)
+                Partition(ModelFacts.of(task), kept)
             return kept, ""
     device, tensor = jax.devices()[0], divisors(max(asked.tensor, 1)) if keep else None
     name = sheet_of(device)

@@ -21,7 +21,7 @@ from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.base.trees import device_bytes, placed
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.model.task import Task
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.storage import Storage
 from jaxpar.pipeline.lanes import Block
 from jaxpar.planning.compiled import compile_step, setup_of
 from jaxpar.planning.cost import Step, StepCost, estimate
@@ -223,10 +223,10 @@ def _parallelism(name: str, axis: str, cost: StepCost, unknown: str) -> Parallel
     _, parallel, train = cost.settings
     counts = cost.counts
     step, n = Step(counts, parallel, train), parallel.mesh.sizes[axis]
-    layout, whole = step.layout, counts.facts.model_size[1]
+    storage, whole = Storage(step.partition), counts.facts.model_size[1]
     mesh = AbstractMesh(tuple(step.sizes.values()), tuple(step.sizes))
     weight_bytes = device_bytes(
-        placed(layout.stored, shardings(layout.stored, mesh, layout.param_rules))
+        placed(storage.stored, shardings(storage.stored, mesh, step.partition.param_rules))
     )
     share = f"{100 * weight_bytes / whole:.3g}% of all weights"
     share = "all weights" if weight_bytes == whole else share
@@ -235,22 +235,23 @@ def _parallelism(name: str, axis: str, cost: StepCost, unknown: str) -> Parallel
         rows = counts.facts.batch_size // n
         holds = [f"{share}, rows {d * rows}-{(d + 1) * rows - 1}" for d in range(n)]
     elif axis == STAGE:
-        holds = _places(layout)
+        holds = _places(storage)
     return Parallelism(name, cost, unknown, tuple(holds), weight_bytes, tuple(_blocks(step, cost)))
 
 
-def _places(layout: Layout) -> list[str]:
+def _places(storage: Storage) -> list[str]:
     """What is on each stage, such as "first, layers 0-1, 1/4 of embedding, all of head"."""
-    ends = not layout.shares_first, layout.head == "last"
-    places = str(NamedPlacement(layout.placement, *ends)).split("|")
+    partition = storage.partition
+    ends = not partition.shares_first, partition.head == "last"
+    places = str(NamedPlacement(partition.placement, *ends)).split("|")
     words = [re.sub(r"\d+-", r"layers \g<0>", place.strip()) for place in places]
     words = [re.sub(r"(^|, )(?=\d+(,|$))", r"\1layer ", place) for place in words]
-    on = [*zip(layout.route.stages, words, strict=True)]
-    stages = range(layout.parallel.mesh.stage)
+    on = [*zip(partition.route.stages, words, strict=True)]
+    stages = range(partition.parallel.mesh.stage)
     layers = ["; ".join(w for s, w in on if s == d) for d in stages]
     return [
         ", ".join(filter(None, (own, *more)))
-        for own, more in zip(layers, ends_by_stage(layout), strict=True)
+        for own, more in zip(layers, ends_by_stage(storage), strict=True)
     ]
 
 

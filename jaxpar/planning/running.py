@@ -11,8 +11,7 @@ from jaxpar.base.timing import seconds_of
 from jaxpar.base.types import Batch
 from jaxpar.data.batches import Batches, place_batch
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import batch_sharding, make_train_step
+from jaxpar.step.step import batch_sharding
 
 _MOST_PARTS = 8  # of a batch, that a group takes: each is a microbatch of its own
 
@@ -35,7 +34,7 @@ def time_steps(setups: Sequence[Setup], num_rounds: int, num_steps: int = 3) -> 
 
 
 def _seconds_of_step(setup: Setup, number: int, num_steps: int) -> float:
-    train_step, state = make_train_step(setup), init_state(setup)
+    train_step, state = setup.train_step(), setup.init_state()
     batch = batch_of_run(setup, number)
 
     def step() -> None:
@@ -50,7 +49,7 @@ def _seconds_of_step(setup: Setup, number: int, num_steps: int) -> float:
 def batch_of_run(setup: Setup, step: int) -> Batch:
     """The batch that a run would have in a step."""
     # Data are read once, not in every round.
-    batches = setup.keep(_batches_of_run, setup.train.seed)
+    batches = setup.cached(_batches_of_run, setup.train.seed)
     return place_batch(batches, step, batch_sharding(setup))
 
 

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.model.facts import ModelFacts
-from jaxpar.partition.partition import Layout
-from jaxpar.step.independence import Part, Tree, Trial, quick_jit
+from jaxpar.step.parts import Parts
+from jaxpar.step.trial import Part, Tree, Trial, quick_jit
 from jaxpar.trace.bound import bound
 from jaxpar.trace.jaxprs import equations_in
 from jaxpar.trace.source_lines import source_line_of_equation
@@ -38,7 +38,7 @@ TOLERANCE = 0.1
 _PACKAGE = f"{Path(__file__).parent}/"
 
 
-def check_custom_backward(layout: Layout) -> None:
+def check_custom_backward(parts: Parts) -> None:
     """Checks backward passes that are not JAX's, by running parts of the model forward and backward.
 
     Each part runs on one device, in its real size, on few rows; those without such functions don't run.
@@ -47,7 +47,7 @@ def check_custom_backward(layout: Layout) -> None:
       ValueError: gradients of a part would depend on the mesh; it names the functions. Or the weight of
         `last` has a gradient, which a step that runs in units leaves out.
     """
-    facts, parallel = layout.facts, layout.parallel
+    facts, parallel = parts.facts, parts.partition.parallel
     if parallel.mesh.data == 1 and not parallel.runs_in_units:
         return
     begins_with_sum = parallel.runs_in_units and not facts.knows_weight
@@ -57,7 +57,7 @@ def check_custom_backward(layout: Layout) -> None:
     functions = _functions(facts)
     if functions or begins_with_sum:
         together = math.lcm(*facts.rows_together.values())
-        trial = Trial(layout, min(2 * together, facts.batch_size), parallel.num_chunks)
+        trial = Trial(parts, min(2 * together, facts.batch_size), parallel.num_chunks)
         if begins_with_sum:
             _check_weight(trial)
         for what in functions:
@@ -96,7 +96,7 @@ def _check_weight(trial: Trial) -> None:
     def weight(own: Any) -> jax.Array:
         return part.piece(*whole(own), 0, 0, trial.key)["sums"].weight
 
-    found = quick_jit(trial.layout, jax.grad(weight))(floats)
+    found = quick_jit(trial.parts, jax.grad(weight))(floats)
     if any(np.any(a) for a in jax.device_get(found)):
         raise ValueError(
             "the weight of `last` has a gradient, which pipelines and microbatches leave out.\n"
@@ -159,12 +159,12 @@ def _gradients(
         _, vjp, weight = jax.vjp(run, own, has_aux=True)
         return vjp(cotangents)[0], weight
 
-    out, _ = jax.eval_shape(quick_jit(trial.layout, run), floats)
+    out, _ = jax.eval_shape(quick_jit(trial.parts, run), floats)
     rng = np.random.default_rng(0)
     g = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), out[0])
     g = g, np.float32(1)
     is_short = any(a.dtype == jnp.float16 for a in jax.tree.leaves((floats, g)))
-    quick, found, weight = quick_jit(trial.layout, gradients), [], 0.0
+    quick, found, weight = quick_jit(trial.parts, gradients), [], 0.0
     for scale in SCALES_OF_FLOAT16 if is_short else SCALES:
         scaled = jax.tree.map(lambda a, scale=scale: (a * scale).astype(a.dtype), g)
         own, weight = jax.device_get(quick(floats, scaled))

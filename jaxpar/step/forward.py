@@ -6,7 +6,7 @@ The one place where a model and the pipeline meet.
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,66 +21,55 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import constants_told, same_along, vary_like
+from jaxpar.base.types import Batch, Carry, Outputs
 from jaxpar.config import Parallel
-from jaxpar.model.model import Sums, mean_loss, says, values, wrap_like
-from jaxpar.partition.partition import POOLS, Layout, Outer
+from jaxpar.model.model import Sums, mean_loss, says
+from jaxpar.model.stack import values, wrap_like
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.pipeline.spec import Layer, PipelineParams
+from jaxpar.pipeline.store import unstack
 from jaxpar.pipeline.tables import TickTable, largest, make_table
-from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, unstack, with_sums
+from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, with_sums
 from jaxpar.sharding import axes_of_spec, constrain
+from jaxpar.step.parts import Outer, Parts
 
 _make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked for very often
 
 
 def make_forward(
-    layout: Layout,
-    mesh: Mesh,
-    wrap: Callable[[Layer], Layer] | None = None,
-    *,
-    predicts: bool = False,
+    parts: Parts, mesh: Mesh, *, predicts: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """(params, frozen, carry, batch, dropout key, table, beside) -> (carry, sums), over one window.
+    """(params, frozen, carry, batch, dropout key, table) -> (carry, sums), over one window.
 
     Args:
       predicts: instead of the sums, what the model's `predict` gives: arrays by name, [time, rows, ...] or
         [rows, ...], rows in the order of the batch.
-      wrap: makes layers that are looked into: their parameters are (parameters, others), their carry
-        (carry, others). `beside` are those others, both for every kind, [rows of the stack, ...]; instead of
-        the carry those of the carry come back, by kind.
     """
-    layers = layout.layer_functions(in_units=layout.parallel.runs_in_units)
-    if layout.parallel.runs_in_units:
+    layers = parts.layer_functions(in_units=parts.partition.parallel.runs_in_units)
+    if parts.partition.parallel.runs_in_units:
         # The engine does not differentiate the carry that it is given.
         layers = tuple(
             layer if start is None else _from_learned_start(layer, start)
-            for layer, start in zip(layers, layout.learned_starts, strict=True)
+            for layer, start in zip(layers, parts.learned_starts, strict=True)
         )
     if predicts:
-        _ = layout.facts.outputs  # what is wrong with them is said now
-        wrap = _without_sums
-    layers = layers if wrap is None else tuple(map(wrap, layers))
-    run = _run_in_units if layout.parallel.runs_in_units else _run_at_once
-    run = functools.partial(run, layout, mesh, layers, predicts)
+        _ = parts.facts.outputs  # what is wrong with them is said now
+        layers = tuple(map(_without_sums, layers))
+    run = _run_in_units if parts.partition.parallel.runs_in_units else _run_at_once
+    run = functools.partial(run, parts, mesh, layers, predicts)
 
-    def forward(params, frozen, carry, batch, key, table, beside=None):
+    def forward(params, frozen, carry, batch, key, table):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
-        params, frozen = (constrain(tree, mesh, layout.rules) for tree in (params, frozen))
+        params, frozen = (constrain(tree, mesh, parts.partition.rules) for tree in (params, frozen))
         if key is not None:
-            params = layout.drawn(params, frozen, key)
-        starts, initial = starts_of(batch), layout.initial_carry(params, frozen)
+            params = parts.drawn(params, frozen, key)
+        starts, initial = starts_of(batch), parts.initial_carry(params, frozen)
         before = jax.tree.map(lambda a, b: jnp.where(starts, b, a), carry, initial)
-        flat = tuple(values(before[kind]) for kind in layout.facts.kinds)
-        others = ()
-        if beside is not None:
-            others, of_carry = beside
-            flat = tuple(zip(flat, of_carry, strict=True))
-        after, sums = run(params, others, frozen, flat, batch, key, table)
-        by_kind = zip(layout.facts.kinds, after, strict=True)
-        if beside is not None:
-            return {kind: others for kind, (_, others) in by_kind}, sums
+        flat = tuple(values(before[kind]) for kind in parts.facts.kinds)
+        after, sums = run(params, frozen, flat, batch, key, table)
+        by_kind = zip(parts.facts.kinds, after, strict=True)
         return {kind: wrap_like(own, carry[kind]) for kind, own in by_kind}, sums
 
     return forward
@@ -103,40 +92,33 @@ def _without_sums(layer: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: layer(*args)[:2]
 
 
-def _with_others(params: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Parameters of the layers by kind, as layers that are looked into take them; see `make_forward`."""
-    return tuple(zip(params, others, strict=True)) if others else params
-
-
-def _run_at_once(
-    layout: Layout, mesh, layers, predicts, params, others, frozen, carry, batch, key, table
-):
+def _run_at_once(parts: Parts, mesh, layers, predicts, params, frozen, carry, batch, key, table):
     """The whole batch and window as one block on every data-parallel group."""
 
-    def run(params, others, frozen, carry, batch, key, at_layout, time: Any = 0, row: Any = 0):
-        at = layout.facts.at(layout.facts.to_block(batch), draws=False)
+    def run(params, frozen, carry, batch, key, at_layout, time: Any = 0, row: Any = 0):
+        at = parts.facts.at(parts.facts.to_block(batch), draws=False)
         at = at._replace(time=jnp.int32(time), row=jnp.int32(row), key=key, layout=at_layout)
-        return run_block(layout, layers, params, others, frozen, carry, at, predicts=predicts)
+        return run_block(parts, layers, params, frozen, carry, at, predicts=predicts)
 
-    own = layout.task.axes
-    if not own and (mesh.shape[DATA] == 1 or not layout.facts.divides_by_hand):
-        return run(params, others, frozen, carry, batch, key, layout.constraint(mesh))
+    own = parts.facts.task.axes
+    if not own and (mesh.shape[DATA] == 1 or not parts.facts.divides_by_hand):
+        return run(params, frozen, carry, batch, key, parts.partition.constraint(mesh))
 
     # Left to itself, the compiler would sum gradients over `data` in the loop over the layers. Here they
     # are summed where the parameters came in, all at once.
-    axes, facts = (DATA, *own), layout.facts
+    axes, facts = (DATA, *own), parts.facts
 
-    def run_shard(params, others, frozen, carry, batch, key):
+    def run_shard(params, frozen, carry, batch, key):
         group = sum(lax.axis_index(axis) for axis in axes)
         with jax.named_scope("gradients"):
-            params, others = vary_like((params, others), group)
+            params = vary_like(params, group)
         shape = mesh.shape
         num_rows = facts.batch_size // math.prod(shape[axis] for axis in (DATA, *facts.row_axes))
         first_row, time = lax.axis_index((DATA, *facts.row_axes)) * num_rows, 0
         if facts.time_axes:
-            time = lax.axis_index(facts.time_axes) * (layout.chunk_len or 0)
-        at_layout = layout.constraint(mesh, DATA)
-        carry, sums = run(params, others, frozen, carry, batch, key, at_layout, time, first_row)
+            time = lax.axis_index(facts.time_axes) * (parts.partition.chunk_len or 0)
+        at_layout = parts.partition.constraint(mesh, DATA)
+        carry, sums = run(params, frozen, carry, batch, key, at_layout, time, first_row)
         carry = same_along(own, carry, of_carry)
         if predicts:
             return carry, same_along(own, vary_like(sums, group), of_block)
@@ -149,61 +131,56 @@ def _run_at_once(
         splits_time = facts.time_major and jnp.ndim(a) > 1 and jnp.shape(a)[1] > 1
         return P(*(rows, times if splits_time else None)[: jnp.ndim(a)])
 
-    of_carry = _carry_specs(layout, carry, DATA)
+    of_carry = _carry_specs(parts, carry, DATA)
     of_batch = jax.tree.map(spec_of, batch)
     of_block = P(times, rows) if facts.time_major else P(rows)
     return jax.shard_map(
         run_shard,
         mesh=mesh,
         axis_names={*axes},
-        in_specs=(layout.specs(params), P(), layout.specs(frozen), of_carry, of_batch, P()),
+        in_specs=(
+            parts.partition.specs(params),
+            parts.partition.specs(frozen),
+            of_carry,
+            of_batch,
+            P(),
+        ),
         out_specs=(of_carry, of_block if predicts else P()),
-    )(params, others, frozen, carry, batch, key)
+    )(params, frozen, carry, batch, key)
 
 
-def _carry_specs(layout: Layout, carry: Any, *axes: str) -> Any:
-    """Partition specs of a carry as the engine takes it, maybe with marks beside it."""
-    known = layout.carry_specs(*axes)
-    rows = (DATA, *layout.facts.row_axes)
-
-    def of_kind(own: Any, specs: list[P]) -> Any:
-        structure = jax.tree.structure(own)
-        if structure.num_leaves == len(specs):
-            return jax.tree.unflatten(structure, specs)
-        plain, beside = own
-        lead = STAGE if STAGE in axes else None
-        return of_kind(plain, specs), jax.tree.map(lambda _: P(lead, rows), beside)
-
-    return tuple(map(of_kind, carry, known))
+def _carry_specs(parts: Parts, carry: Any, *axes: str) -> Any:
+    """Partition specs of a carry as the engine takes it."""
+    known = parts.carry_specs(*axes)
+    pairs = zip(carry, known, strict=True)
+    return tuple(jax.tree.unflatten(jax.tree.structure(own), specs) for own, specs in pairs)
 
 
-def run_block(
-    layout: Layout, layers, params, others, frozen, carry, at: At, *, predicts: bool = False
-):
+def run_block(parts: Parts, layers, params, frozen, carry, at: At, *, predicts: bool = False):
     """All of a model on a block of rows and time steps: the carry, and the sums or what `predict` gives."""
-    model, facts = layout.merge(params, frozen), layout.facts
+    model, facts = parts.storage.merge(params, frozen), parts.facts
     with jax.named_scope("first"), constants_told("`first`"):
         x = model.first(at.batch, at._replace(layer=len(facts.kind_of) + 1))
-    own = _with_others(layout.of_layers(params), others), layout.of_layers(frozen)
-    no_sums = () if predicts else facts.no_sums
+    own = parts.of_layers(params), parts.of_layers(frozen)
+    no_sums = () if predicts else parts.no_sums
     start = x, vary_like(no_sums, (carry, x))  # in a loop over layers all is of one type
-    carry, (y, of_layers) = _run_stack(layout, layers, *own, carry, start, at)
+    carry, (y, of_layers) = _run_stack(parts, layers, *own, carry, start, at)
     with jax.named_scope("head"), constants_told("`predict`" if predicts else "`last`"):
-        return carry, facts.after_layers(model, y, at, of_layers, predicts=predicts)
+        return carry, parts.after_layers(model, y, at, of_layers, predicts=predicts)
 
 
-def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
+def _run_stack(parts: Parts, layers, params, frozen, carry, x, at: At):
     """All layers on one stage: neighbours of one kind in a loop, or written out if they are few."""
     carry, first = list(carry), 0
-    for kind, run in itertools.groupby(layout.facts.kind_of):
+    for kind, run in itertools.groupby(parts.facts.kind_of):
         numbers = range(first, first + len(list(run)))
-        first, row = numbers.stop, layout.slots.places[numbers.start]
+        first, row = numbers.stop, parts.partition.slots.places[numbers.start]
         rows = slice(row, row + len(numbers))
         *weights, before = (
             jax.tree.map(lambda a, rows=rows: a[rows], tree[kind])
             for tree in (params, frozen, carry)
         )
-        unroll = len(numbers) <= max(layout.facts.unroll, 1)
+        unroll = len(numbers) <= max(parts.facts.unroll, 1)
         if unroll:
             weights = [unstack(own, len(numbers)) for own in weights]
         walk = make_walk(1, has_empty_slots=False, unroll=unroll)
@@ -219,105 +196,126 @@ def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
 
 
 def _run_in_units(
-    layout: Layout, mesh, layers, predicts, params, others, frozen, carry, batch, key, table
-):
-    """The model's three parts, handed to the pipeline engine."""
-    parallel, model = layout.parallel, layout.merge(params, frozen)
+    parts: Parts,
+    mesh: Mesh,
+    layers: Sequence[Layer],
+    predicts: bool,
+    params: nnx.State,
+    frozen: nnx.State,
+    carry: Sequence[Carry],
+    batch: Batch,
+    key: jax.Array | None,
+    table: TickTable,
+) -> tuple[Sequence[Carry], Outputs]:
+    """The model's three parts on the pipeline engine."""
+    model, facts = parts.storage.merge(params, frozen), parts.facts
     if says(model, "prepare"):
         model = model.prepare(mesh.shape)
-    outer = Outer(layout, model, predicts=predicts)
-    pools, ends = layout.pools, (outer.names(outer.first), outer.names(outer.last))
-    sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
-    is_part = sharded and layout.facts.has_last_part
-    # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
-    sharded = sharded and (not predicts or (is_part and says(model, "predict_part")))
-    in_parts = [
-        names.intersection(uses.called)
-        for names, uses in zip(layout.parts, outer.uses, strict=True)
-    ]
-    first_specs = outer.specs(outer.first, in_parts[0])
-    axes = [axes for own in first_specs for spec in own for axes in axes_of_spec(spec)]
-    last_names = frozenset[str]()
-    if sharded:
-        last_names = None if is_part else in_parts[1]
-    states = layout.params, layout.frozen
-    own, frozen_specs = (layout.of_layers(layout.specs(state, STAGE)) for state in states)
-    of_layers = _with_others(own, (P(STAGE),) * len(others)), frozen_specs
-    deal, gather = _deal(layout, mesh)
-    b = layout.microbatch_rows
-    constraint = layout.constraint(mesh, DATA, STAGE)
-    pipeline = Pipeline(
-        layers=layers,
-        first=outer.run_first,
-        last=functools.partial(outer.run_last, is_part=sharded and is_part),
-        mesh=mesh,
-        slots=layout.slots,
-        chunk_len=layout.chunk_len,
-        microbatch_rows=b,
-        collects="rows" if predicts else "sums",
-        adds_sums=layout.facts.traces.adds_sums and not predicts,
-        head="sharded" if sharded else "last",
-        shares_first=any(STAGE in each for each in axes),
-        first_specs=first_specs,
-        last_specs=outer.specs(outer.last, last_names),
-        layer_specs=(P(STAGE), P(STAGE)) if layout.pools_layers else of_layers,
-        carry_specs=_carry_specs(layout, carry, STAGE, DATA),
-        row_axes=layout.facts.row_axes,
-        time_axes=layout.facts.time_axes,
-        config=parallel.pipeline,
-        num_segments=parallel.num_segments,
-        first_gradient=outer.add_first_gradient,
-        first_rows=tuple(
-            np.cumsum((0, *parallel.group_shares[:-1]))
-            * parallel.microbatch_rows(layout.facts.batch_size)
-            * parallel.pipeline.num_microbatches
-        ),
-        layout=constraint,
-        pools=pools,
-        pools_layers=layout.pools_layers,
-        pooled_ends=ends,
-        lay_out_gradients=constraint.of_variables,
-    )
+    outer = Outer(parts, model, predicts=predicts)
+    pipeline = _pipeline(parts, mesh, layers, outer, carry, predicts=predicts)
 
-    def parts(number, others=()):
-        leaves, first, last = (each[number] for each in (outer.leaves, outer.first, outer.last))
-        pooled = {name for kind in layout.pooled_names(number) for name in kind}
+    def stored(number: int) -> PipelineParams:
+        """Trained variables (0) or others (1), as the pipeline takes them."""
+        leaves, tree = outer.leaves[number], (params, frozen)[number]
+        apart = {name for kind in parts.storage.packed_names(number) for name in kind}
         first, last = (
-            tuple(None if name in pooled else leaves[n] for n, name in zip(own, names, strict=True))
-            for own, names in ((first, ends[0][number]), (last, ends[1][number]))
+            tuple(
+                None if name in apart else leaves[n]
+                for n, name in zip(numbers[number], outer.names(numbers)[number], strict=True)
+            )
+            for numbers in (outer.first, outer.last)
         )
-        planes = nnx.State((params, frozen)[number].get(POOLS[number], {}))
-        if layout.pools_layers:
+        planes = parts.storage.planes(number, tree)
+        if not pipeline.stores[0].is_stacked:
             return PipelineParams(first, planes, last)
-        layers = _with_others(layout.of_layers(outer.states[number]), others)
-        return PipelineParams(first, layers, last, planes)
-
-    block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
-    carry = jax.tree.map(lambda a: deal(a, 1), carry)
+        return PipelineParams(first, parts.of_layers(outer.states[number]), last, planes)
 
     def d_mean_loss(sums: Sums) -> jax.Array:
         return mean_loss(sums._replace(loss=jnp.float32(1)))
 
+    deal, gather = _deal(parts, mesh)
+    block = facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
+    carry = jax.tree.map(lambda a: deal(a, 1), carry)
     run = pipeline.forward
     if not predicts:
-        d_loss = d_mean_loss if layout.facts.knows_weight else None
-        run = functools.partial(pipeline.sums, d_loss=d_loss)
-    sums, carry, _ = run(parts(0, others), carry, block, table, frozen=parts(1), key=key)
+        run = functools.partial(pipeline.sums, d_loss=d_mean_loss if facts.knows_weight else None)
+    sums, carry, _ = run(stored(0), carry, block, table, frozen=stored(1), key=key)
     if predicts:
         sums = jax.tree.map(lambda a: gather(a, pipeline.rows_dim), sums)
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
 
 
-def _deal(layout: Layout, mesh: Mesh):
+def _pipeline(
+    parts: Parts,
+    mesh: Mesh,
+    layers: Sequence[Layer],
+    outer: Outer,
+    carry: Sequence[Carry],
+    *,
+    predicts: bool,
+) -> Pipeline:
+    """The pipeline of a model: its functions, and where their arrays are."""
+    partition, facts = parts.partition, parts.facts
+    parallel = partition.parallel
+    sharded = partition.head == "sharded" and mesh.shape[STAGE] > 1
+    is_part = sharded and facts.has_last_part
+    # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
+    sharded = sharded and (not predicts or (is_part and says(facts.model, "predict_part")))
+    in_parts = [
+        names.intersection(uses.called)
+        for names, uses in zip(partition.split_modules, outer.uses, strict=True)
+    ]
+    first_specs = outer.specs(outer.first, in_parts[0])
+    axes = [axes for own in first_specs for spec in own for axes in axes_of_spec(spec)]
+    last_names = (None if is_part else in_parts[1]) if sharded else frozenset[str]()
+    stores = parts.storage.stores(outer.names(outer.first), outer.names(outer.last))
+    of_params, of_frozen = (
+        parts.of_layers(partition.specs(state, STAGE))
+        for state in (parts.storage.params, parts.storage.frozen)
+    )
+    constraint = partition.constraint(mesh, DATA, STAGE)
+    return Pipeline(
+        layers=tuple(layers),
+        first=outer.run_first,
+        last=functools.partial(outer.run_last, is_part=sharded and is_part),
+        mesh=mesh,
+        slots=partition.slots,
+        chunk_len=partition.chunk_len,
+        microbatch_rows=partition.microbatch_rows,
+        collects="rows" if predicts else "sums",
+        adds_sums=facts.traces.adds_sums and not predicts,
+        head="sharded" if sharded else "last",
+        shares_first=any(STAGE in each for each in axes),
+        first_specs=first_specs,
+        last_specs=outer.specs(outer.last, last_names),
+        layer_specs=(of_params, of_frozen) if stores[0].is_stacked else (P(STAGE), P(STAGE)),
+        carry_specs=_carry_specs(parts, carry, STAGE, DATA),
+        row_axes=facts.row_axes,
+        time_axes=facts.time_axes,
+        config=parallel.pipeline,
+        num_segments=parallel.num_segments,
+        first_gradient=outer.add_first_gradient,
+        first_rows=tuple(
+            np.cumsum((0, *parallel.group_shares[:-1]))
+            * parallel.microbatch_rows(facts.batch_size)
+            * parallel.pipeline.num_microbatches
+        ),
+        layout=constraint,
+        stores=stores,
+        lay_out_gradients=constraint.of_variables,
+    )
+
+
+def _deal(parts: Parts, mesh: Mesh):
     """Two functions of (array, its dim of the batch): to the groups' own rows, and back to the user's order.
 
     Every group has room for the largest share; what a smaller one leaves empty is not computed.
     """
-    parallel = layout.parallel
+    parallel = parts.partition.parallel
     if parallel.has_equal_shares:
         return (lambda a, dim: a), (lambda a, dim: a)
     shares = np.asarray(parallel.group_shares)
-    size_G1 = shares[:, None] * (layout.facts.batch_size // shares.sum())
+    size_G1 = shares[:, None] * (parts.facts.batch_size // shares.sum())
     row_R = np.arange(size_G1.max())
     is_there_GR = row_R < size_G1
     dealt_GR = np.where(is_there_GR, np.cumsum(size_G1)[:, None] - size_G1 + row_R, 0)

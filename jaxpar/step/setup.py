@@ -1,48 +1,31 @@
-"""What a run, a step or a report needs to know of a task on devices, put together once."""
+"""The one way from a task to its state and its compiled steps."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Mapping, Sequence
 
 import jax
-import optax
 from jax.sharding import AxisType, Mesh
 
-from jaxpar.base.checks import require, require_instance
+from jaxpar.base.checks import require_instance
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig, find_devices
 from jaxpar.model.facts import ModelFacts
-from jaxpar.model.model import in_words
-from jaxpar.model.task import Settings, Task, check_task
-from jaxpar.partition.partition import Layout
+from jaxpar.model.task import Task, check_task
+from jaxpar.partition.partition import Partition
+from jaxpar.step import state, step
+from jaxpar.step.parts import Parts
+from jaxpar.step.resolved import Resolved
+from jaxpar.step.state import TrainState
+from jaxpar.step.step import CompiledStep
 
-Made = TypeVar("Made")
 
+class Setup(Resolved):
+    """A task on devices, and what a run needs of it: its first state, and its steps.
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """A task, how devices share it, and these devices: everything that was left open is filled in.
-
-    Whatever takes a task, parallel, train and mesh takes a setup instead of all four. Each part of the model
-    is traced once for a setup: make another one after a change of the code, or of what it reads.
-
-    Attributes:
-      asked: how devices were to share it, as it was given.
-      task: resolved: with the sizes that its data tell.
-      train: how a run proceeds.
-      layout: of the task's model on the mesh.
-      mesh: of real devices, or of devices that are only compiled for.
+    The public functions `init_state`, `make_train_step`, `value_and_grad`, `make_eval_step` and
+    `make_predict_step` (`step.functions`) are one line each on top of it. Their docstrings describe what the
+    methods return.
     """
-
-    asked: Parallel
-    task: Task
-    train: TrainConfig
-    layout: Layout
-    mesh: Mesh
-    _made: dict[Callable[..., Any], Any] = dataclasses.field(
-        default_factory=dict, repr=False, compare=False
-    )
 
     @classmethod
     def of(
@@ -91,47 +74,30 @@ class Setup:
                 f"mesh has the sizes {dict(mesh.shape)}, parallel has {parallel.mesh}.\n"
                 f"Fix: use parallel.mesh.build(), or change parallel."
             )
-        return cls(asked, task, train, Layout(facts, parallel), mesh)
+        return cls(asked, task, train, Parts.of(Partition(facts, parallel)), mesh)
 
-    @property
-    def parallel(self) -> Parallel:
-        """How devices share a step, with no -1 left."""
-        return self.layout.parallel
+    def init_state(self, seed: int | None = None) -> TrainState:
+        """The state before the first step; see `functions.init_state`."""
+        return state.init_state(self, self.train.seed if seed is None else seed)
 
-    @property
-    def settings(self) -> Settings:
-        """What a run is made from, with everything filled in."""
-        return Settings(self.task, self.parallel, self.train)
+    def train_step(self) -> CompiledStep:
+        """One optimizer step; see `functions.make_train_step`."""
+        state.check_optimizer(self)
+        train = self.train
+        options = train.num_steps, train.clip_norm, train.allowed_skips, train.seed
+        return self.cached(step.train_step, *options)
 
-    @functools.cached_property
-    def optimizer(self) -> optax.GradientTransformation:
-        """Of a run of `train.num_steps`; gradients are clipped before it.
+    def value_and_grad(self) -> CompiledStep:
+        """Loss and gradients; see `functions.value_and_grad`."""
+        return self.cached(step.value_and_grad, self.train.seed)
 
-        Raises:
-          ValueError: the task makes something else.
-        """
-        with jax.ensure_compile_time_eval():  # it may make arrays, and be asked for within a trace
-            made = self.task.make_optimizer(self.train.num_steps)
-        require(
-            hasattr(made, "init") and hasattr(made, "update"),
-            f"make_optimizer of task {self.task.name} returns {in_words(made)}.\n"
-            f"Fix: return an optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer is none.",
-        )
-        return made
+    def eval_step(self) -> CompiledStep:
+        """The sums of a batch; see `functions.make_eval_step`."""
+        return self.cached(step.eval_step)
 
-    def replace(self, **changes: Any) -> Self:
-        """With other fields of `train`."""
-        return dataclasses.replace(self, train=dataclasses.replace(self.train, **changes))
-
-    def keep(self, make: Callable[..., Made], *args: Any) -> Made:
-        """What `make(setup, *args)` returns, made once for these arguments by this setup and its copies.
-
-        Args:
-          make: what it returns depends on task, layout and mesh, and of `train` on `args` alone.
-        """
-        if make not in self._made or self._made[make][0] != args:
-            self._made[make] = args, make(self, *args)
-        return self._made[make][1]
+    def predict_step(self) -> CompiledStep:
+        """What the model predicts; see `functions.make_predict_step`."""
+        return self.cached(step.predict_step)
 
 
 def _with_axes(mesh: Mesh, sizes: Mapping[str, int], axes: Sequence[str]) -> Mesh:

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import optax
 
-from jaxpar.model.model import KIND
-from jaxpar.partition.partition import Layout
+from jaxpar.model.stack import KIND
+from jaxpar.partition.storage import Storage
 from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.trace.counts import reductions
 from jaxpar.trace.evaluate import evaluate
@@ -66,7 +66,7 @@ class Own(tuple[Any, ...]):
         return cls(arrays)
 
 
-def check_stacking(layout: Layout, optimizer: optax.GradientTransformation) -> None:
+def check_stacking(storage: Storage, optimizer: optax.GradientTransformation) -> None:
     """Checks, by trial, the optimizer of a task's own `make_optimizer`; any of an `OptimizerConfig` passes.
 
     Random numbers that it draws are left out of the comparison, for they have the same distribution in a
@@ -76,11 +76,11 @@ def check_stacking(layout: Layout, optimizer: optax.GradientTransformation) -> N
       ValueError: it updates a stack of layers, or one with empty rows, in another way than single layers; or
         it draws random numbers, and the rows of a stack are not its layers in order.
     """
-    task, params = layout.task, layout.params
-    rows = dict(zip(layout.facts.kinds, layout.slots.rows, strict=True))
+    task, params = storage.facts.task, storage.params
+    rows = dict(zip(storage.facts.kinds, storage.partition.slots.rows, strict=True))
     if not (task.has_own_optimizer and rows):
         return
-    what, where = f"the optimizer of task {task.name}", f"placement={layout.placement}"
+    what, where = f"the optimizer of task {task.name}", f"placement={storage.partition.placement}"
     elementwise = "an elementwise optimizer such as optax.adamw"
     has_empty = {kind for kind, own in rows.items() if -1 in own}
     moved = [kind for kind, own in rows.items() if kind in has_empty or list(own) != sorted(own)]

@@ -11,19 +11,12 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.axes import STAGE
 from jaxpar.base.checks import require_instance
 from jaxpar.base.display import Shown, format_bytes, format_count
-from jaxpar.base.keys import key_of, new_key
+from jaxpar.base.keys import new_key
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes, placed, zeros
-from jaxpar.config import Parallel, TrainConfig
-from jaxpar.mesh import MeshConfig
-from jaxpar.model.model import Stack
-from jaxpar.model.outer import LAYERS_OF_MODEL
-from jaxpar.model.task import Task
 from jaxpar.sharding import (
     Rules,
     annotated,
@@ -34,7 +27,7 @@ from jaxpar.sharding import (
     shardings,
 )
 from jaxpar.step.optimizer import HOST_MEMORY, HostOptimizer
-from jaxpar.step.setup import Setup
+from jaxpar.step.resolved import Resolved
 from jaxpar.step.stacking import check_stacking, draws
 from jaxpar.trace.counts import reductions
 
@@ -74,40 +67,39 @@ class TrainState(Shown):
     model_size: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
 
-def abstract_state(setup: Setup) -> TrainState:
+def abstract_state(setup: Resolved) -> TrainState:
     """The state without its values: shapes, dtypes and the shardings that it will have.
 
     Raises:
       ValueError: a size does not split over its axes (see `sharding.check_sizes`), or the optimizer's state
         cannot be laid out.
     """
-    return setup.keep(_abstract_state, setup.train.num_steps)
+    return setup.cached(_abstract_state, setup.train.num_steps)
 
 
-def check_optimizer(setup: Setup) -> None:
+def check_optimizer(setup: Resolved) -> None:
     """Checks that an optimizer updates stacked layers as it would update single ones; see `stacking`.
 
     Raises:
       ValueError: it does not.
     """
     if setup.task.has_optimizer:
-        setup.keep(_check_stacking, setup.train.num_steps)
+        setup.cached(_check_stacking, setup.train.num_steps)
 
 
-def zero_carry(setup: Setup) -> dict[str, Any]:
+def zero_carry(setup: Resolved) -> dict[str, Any]:
     """Zeros for what layers carry on, laid out as in the state."""
     carry = abstract_state(setup).carry
     where = jax.tree.map(lambda leaf: leaf.sharding, carry)
     return jax.jit(lambda: zeros(carry), out_shardings=where)()
 
 
-def _abstract_state(setup: Setup, _: int) -> TrainState:
-    layout, mesh = setup.layout, setup.mesh
-
-    for variables in (layout.params, layout.frozen):
-        check_sizes(variables, mesh, layout.param_rules)
+def _abstract_state(setup: Resolved, _: int) -> TrainState:
+    storage, mesh = setup.storage, setup.mesh
+    for variables in (storage.params, storage.frozen):
+        check_sizes(variables, mesh, setup.partition.param_rules)
     make = functools.partial(_initial_state, setup)
-    state = jax.eval_shape(make, *layout.stored)
+    state = jax.eval_shape(make, *storage.stored)
     for variables in (state.params, state.frozen):
         check_sizes(variables, mesh, state.param_rules)
     check_sizes(state.carry, mesh, state.carry_rules)
@@ -126,35 +118,15 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     )
 
 
-def init_state(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-    *,
-    seed: int | None = None,
-) -> TrainState:
-    """The state before the first step; every array is made on its devices, shard by shard.
-
-    The values depend on the seed and the model's sizes, not on the mesh.
-
-    Args:
-      task: or a setup, instead of the first four.
-      parallel: the layout on devices, or its mesh, or the shape of that; None is the task's own.
-      train: None is the task's own.
-      mesh: None builds `parallel.mesh`.
-      seed: None is that of `train`.
-    Raises:
-      ValueError: sizes do not fit the mesh or its memory; raised before anything is traced.
-    """
-    setup = Setup.of(task, parallel, train, mesh)
+def init_state(setup: Resolved, seed: int) -> TrainState:
+    """The state before the first step; see `functions.init_state`."""
     check_room(abstract_state(setup), setup.mesh)
     check_optimizer(setup)
-    make = setup.keep(_initializer, setup.train.num_steps)
-    return _with_host_state(setup, make(_key_data(setup.train.seed if seed is None else seed)))
+    make = setup.cached(_initializer, setup.train.num_steps)
+    return _with_host_state(setup, make(_key_data(seed)))
 
 
-def draw_variables(setup: Setup, without: Container[str] = ()) -> tuple[nnx.State, nnx.State]:
+def draw_variables(setup: Resolved, without: Container[str] = ()) -> tuple[nnx.State, nnx.State]:
     """Parameters and other variables of the model, as `init_state` draws them; the rest is not made.
 
     Args:
@@ -164,7 +136,7 @@ def draw_variables(setup: Setup, without: Container[str] = ()) -> tuple[nnx.Stat
     check_room(target, setup.mesh)
 
     def make(key_data: jax.Array) -> tuple[nnx.State, nnx.State]:
-        trees = _draw(setup, key_data)
+        trees = setup.storage.draw(key_data, setup.mesh)
         leaves = [
             jax.tree.map(jnp.zeros_like, leaf) if name in without else leaf
             for tree in trees
@@ -176,7 +148,7 @@ def draw_variables(setup: Setup, without: Container[str] = ()) -> tuple[nnx.Stat
     return draw(_key_data(setup.train.seed))
 
 
-def state_of(setup: Setup, params: nnx.State, frozen: nnx.State) -> TrainState:
+def state_of(setup: Resolved, params: nnx.State, frozen: nnx.State) -> TrainState:
     """The state before the first step with these parameters and other variables, which are donated."""
     make = _begin(setup, lambda *trees: trees, donate_argnums=(0, 1))
     return _with_host_state(setup, make(params, frozen))
@@ -186,67 +158,13 @@ def _key_data(seed: int) -> np.ndarray:
     return np.asarray(jax.random.key_data(new_key(seed)))
 
 
-def _initializer(setup: Setup, _: int) -> Callable[[Any], TrainState]:
+def _initializer(setup: Resolved, _: int) -> Callable[[Any], TrainState]:
     """What makes a state of a key's data: one program for all seeds."""
-    return _begin(setup, functools.partial(_draw, setup))
-
-
-def _draw(setup: Setup, key_data: jax.Array) -> tuple[nnx.State, nnx.State]:
-    """Parameters and other variables of a key, as a state has them."""
-    layout = setup.layout
-    _, *trees = layout.facts.split(layout.make(key_of(key_data)))
-    if layout.pools is not None:
-        trees = layout.in_pools(trees, _draw_pools(setup, key_data))
-    return trees[0], trees[1]
-
-
-def _draw_pools(setup: Setup, key_data: jax.Array) -> Any:
-    """The planes of both pools; every stage draws its own layers."""
-    layout = setup.layout
-    assert layout.pools is not None
-    pools, names = layout.pools, [layout.pooled_names(number) for number in range(2)]
-    num_layers, num_stages = len(layout.facts.kinds), layout.parallel.mesh.stage
-
-    def on_stage(model: Any, whole: dict[str, Any], stage: int) -> list[list[jax.Array]]:
-        kinds: list[list[Any]] = [[] for _ in pools]
-        for kind in range(len(pools[0].leaves)):
-            drawn = jax.tree.map(lambda a: a[None], whole)
-            if kind < num_layers:
-                rows = np.split(np.asarray(layout.slots.rows[kind]), num_stages)[stage]
-                drawn = _named_layers(model.layers, kind, [int(n) for n in rows if n >= 0])
-            here = np.split(pools[0].is_full[kind], num_stages)[stage].any()
-            for pool, own, named in zip(pools, kinds, names, strict=True):
-                pairs = zip(pool.leaves[kind], named[kind], strict=True)
-                own.append([leaf.part(drawn[name]) for leaf, name in pairs if here])
-        return [pool.packed(own) for pool, own in zip(pools, kinds, strict=True)]
-
-    def draw(key_data: jax.Array) -> list[list[jax.Array]]:
-        model = layout.facts.make(key_of(key_data))
-        states = layout.facts.split(model)[1:]
-        whole = {n: array_of(leaf) for own in states for n, leaf in named_leaves(own, "/")}
-        whole = {n: whole[n] for own in names for kind in own[num_layers:] for n in kind}
-        branches = [functools.partial(on_stage, model, whole, s) for s in range(num_stages)]
-        return jax.lax.switch(jax.lax.axis_index(STAGE), branches)
-
-    specs = [[plane.spec for plane in pool.planes] for pool in pools]
-    # No axis is summed over, which is what the check is for.
-    run = jax.shard_map(draw, mesh=setup.mesh, in_specs=P(), out_specs=specs, check_vma=False)
-    return run(key_data)
-
-
-def _named_layers(stack: Stack, kind: int, layers: list[int]) -> dict[str, jax.Array]:
-    """The variables of these layers of a kind, stacked, by their names in the model."""
-    if not layers:
-        return {}
-    state, begin = (
-        nnx.state(stack.draw_kind(kind, layers)),
-        f"{LAYERS_OF_MODEL}/{stack.kinds[kind]}/",
-    )
-    return {begin + name: array_of(leaf) for name, leaf in named_leaves(state, "/")}
+    return _begin(setup, lambda key_data: setup.storage.draw(key_data, setup.mesh))
 
 
 def _begin(
-    setup: Setup, make_variables: Callable[..., Any], **options: Any
+    setup: Resolved, make_variables: Callable[..., Any], **options: Any
 ) -> Callable[..., TrainState]:
     """What makes a state of variables, without the optimizer's where that is kept on the host."""
     target, on_host = abstract_state(setup), setup.parallel.update == "host"
@@ -263,7 +181,7 @@ def _places(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _with_host_state(setup: Setup, state: TrainState) -> TrainState:
+def _with_host_state(setup: Resolved, state: TrainState) -> TrainState:
     """With the optimizer's state, where that is kept on the host."""
     if setup.parallel.update != "host":
         return state
@@ -300,7 +218,7 @@ def release(state: TrainState, allowed_skips: int) -> TrainState:
     return dataclasses.replace(state, skipped=skipped)
 
 
-def evaluated(setup: Setup, state: TrainState) -> TrainState:
+def evaluated(setup: Resolved, state: TrainState) -> TrainState:
     """The state with the parameters that are evaluated instead of those trained; see the task's method."""
     if not setup.task.evaluates_others:
         return state
@@ -308,10 +226,12 @@ def evaluated(setup: Setup, state: TrainState) -> TrainState:
     opt_state = jax.device_put(
         state.opt_state, shardings(state.opt_state, setup.mesh, state.opt_rules)
     )
-    return dataclasses.replace(state, params=setup.keep(_evaluated_params)(state.params, opt_state))
+    return dataclasses.replace(
+        state, params=setup.cached(_evaluated_params)(state.params, opt_state)
+    )
 
 
-def _evaluated_params(setup: Setup) -> Callable[..., nnx.State]:
+def _evaluated_params(setup: Resolved) -> Callable[..., nnx.State]:
     where, task = _places(abstract_state(setup).params), setup.task
     # The method itself may be one that JAX has traced before.
     return jax.jit(lambda *args: task.evaluated_params(*args), out_shardings=where)
@@ -344,11 +264,11 @@ def audit(state: TrainState) -> None:
         )
 
 
-def _check_stacking(setup: Setup, _: int) -> None:
-    check_stacking(setup.layout, setup.optimizer)
+def _check_stacking(setup: Resolved, _: int) -> None:
+    check_stacking(setup.storage, setup.optimizer)
 
 
-def _check_optimizer(setup: Setup, state: TrainState) -> None:
+def _check_optimizer(setup: Resolved, state: TrainState) -> None:
     """Raises where what it keeps for a parameter cannot be laid out, or not be updated in parts."""
     task = setup.task
     for name, variable in named_leaves(state.opt_state):
@@ -372,18 +292,18 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
         )
 
 
-def _initial_state(setup: Setup, params: nnx.State, frozen: nnx.State) -> TrainState:
-    layout = setup.layout
+def _initial_state(setup: Resolved, params: nnx.State, frozen: nnx.State) -> TrainState:
+    parts = setup.parts
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
         params=params,
         frozen=frozen,
         opt_state=setup.optimizer.init(params) if setup.task.has_optimizer else (),
-        carry=layout.initial_carry(params, frozen),
-        param_rules=layout.param_rules,
-        opt_rules=layout.opt_rules,
-        carry_rules=layout.carry_rules,
-        opt_memory=HOST_MEMORY if layout.parallel.update == "host" else None,
-        model_size=layout.facts.model_size,
+        carry=parts.initial_carry(params, frozen),
+        param_rules=parts.partition.param_rules,
+        opt_rules=parts.partition.opt_rules,
+        carry_rules=parts.partition.carry_rules,
+        opt_memory=HOST_MEMORY if parts.partition.parallel.update == "host" else None,
+        model_size=parts.facts.model_size,
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import BATCH, TENSOR
@@ -17,20 +17,19 @@ from jaxpar.base.compiler import compiler_options
 from jaxpar.base.jax_private import num_programs
 from jaxpar.base.keys import new_key
 from jaxpar.base.parts import RATE, part_of
-from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import check_numbers, owned
-from jaxpar.mesh import MeshConfig, release_freed_memory
+from jaxpar.mesh import release_freed_memory
+from jaxpar.model.facts import ModelFacts
 from jaxpar.model.model import Sums, in_words, mean_loss
-from jaxpar.model.task import Task
-from jaxpar.partition.partition import Layout
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.sharding import constrain, shardings
 from jaxpar.step.custom_backward import check_custom_backward
 from jaxpar.step.forward import full_table, make_forward, table_of
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.optimizer import HostOptimizer, clip_scale, global_norm, update
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import TrainState, abstract_state, check_optimizer, state_shardings
+from jaxpar.step.parts import Parts
+from jaxpar.step.resolved import Resolved
+from jaxpar.step.state import TrainState, abstract_state, state_shardings
 from jaxpar.trace.source_lines import source_line_of_instruction
 
 # A collective-permute in a unit's work (a branch of the loop over ticks, or a loop of one turn or none), and
@@ -66,9 +65,9 @@ class CompiledStep:
     each length is compiled once.
     """
 
-    def __init__(self, step: Callable[..., Any], layout: Layout, *, backward: bool, **jit_options):
-        self._layout, self._backward = layout, backward
-        options = compiler_options(layout.facts.platform, layout.parallel.mesh.stage)
+    def __init__(self, step: Callable[..., Any], parts: Parts, *, backward: bool, **jit_options):
+        self._parts, self._backward = parts, backward
+        options = compiler_options(parts.facts.platform, parts.partition.parallel.mesh.stage)
         self._jitted = jax.jit(step, compiler_options=options, **jit_options)
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
@@ -80,23 +79,23 @@ class CompiledStep:
             has batches of one length; or it has values that the task refuses, or devices cannot hold.
         """
         self._check_state(state)
-        check_batch_shape(self._layout, batch)
+        check_batch_shape(self._parts.facts, batch)
         check_numbers(batch)
         leaves = jax.tree.leaves(batch)
         if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
-            self._layout.task.check_batch(jax.device_get(batch))
+            self._parts.facts.task.check_batch(jax.device_get(batch))
         return self.run(state, batch)
 
     def run(self, state: TrainState, batch: Any) -> Any:
         """The same, without checking the values of the batch."""
         arguments = (state, *self._with_table(owned(batch)))
         if not self.num_programs:
-            parallel = self._layout.parallel
+            parallel = self._parts.partition.parallel
             if self._backward:
-                self._layout.facts.warn_of_resets()
+                self._parts.facts.warn_of_resets()
             if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
-                check_rows_alone(self._layout)
-                check_custom_backward(self._layout)
+                check_rows_alone(self._parts)
+                check_custom_backward(self._parts)
             # Stages, and groups that take fewer rows, are not all in a unit's work at the same time.
             is_apart = parallel.mesh.stage > 1 or not parallel.has_equal_shares
             if parallel.mesh.tensor > 1 and is_apart:
@@ -107,7 +106,7 @@ class CompiledStep:
 
     def _check_state(self, state: TrainState) -> None:
         require_instance("state", state, TrainState, "what init_state or a step returns")
-        sizes = self._layout.parallel.mesh.sizes
+        sizes = self._parts.partition.parallel.mesh.sizes
         if not isinstance(state.step, jax.Array):
             raise ValueError("the state is abstract.\nFix: make one with values by init_state.")
         lies_on = getattr(state.step.sharding, "mesh", None)
@@ -124,7 +123,7 @@ class CompiledStep:
     @property
     def full_table(self) -> TickTable | None:
         """The schedules of a batch of the full length; None if a step is one whole."""
-        return full_table(self._layout.parallel, backward=self._backward)
+        return full_table(self._parts.partition.parallel, backward=self._backward)
 
     @property
     def num_programs(self) -> int:
@@ -132,12 +131,12 @@ class CompiledStep:
         return num_programs(self._jitted)
 
     def _with_table(self, batch: Any) -> tuple[Any, TickTable | None]:
-        layout, parallel = self._layout, self._layout.parallel
-        length = check_batch_shape(layout, batch)
+        parts, parallel = self._parts, self._parts.partition.parallel
+        length = check_batch_shape(parts.facts, batch)
         is_whole = parallel.mesh.stage == 1 and parallel.num_chunks == 1
-        if is_whole or layout.facts.num_steps is None or parallel.num_segments > 1:
+        if is_whole or parts.facts.num_steps is None or parallel.num_segments > 1:
             return batch, self.full_table
-        whole, K = layout.facts.num_steps, parallel.num_chunks
+        whole, K = parts.facts.num_steps, parallel.num_chunks
         chunk_len = whole // K
         if length % chunk_len:
             raise ValueError(
@@ -156,20 +155,20 @@ class CompiledStep:
         return batch, table_of(parallel, length // chunk_len, self._backward)
 
 
-def check_batch_shape(layout: Layout, batch: Any) -> int:
+def check_batch_shape(facts: ModelFacts, batch: Any) -> int:
     """The time steps of a batch (1 if the model has no time), if it is as the task's example.
 
     Raises:
       ValueError: it is not.
     """
-    example, whole, name = layout.facts.batch, layout.facts.num_steps, layout.task.name
-    check_arrays(layout, batch)
+    example, whole, name = facts.batch, facts.num_steps, facts.task.name
+    check_arrays(facts, batch)
     lengths = set()
     for (path, leaf), wanted in zip(
         jax.tree.leaves_with_path(batch), jax.tree.leaves(example), strict=True
     ):
         shape, expected = list(np.shape(leaf)), list(wanted.shape)
-        has_time = layout.facts.time_major and len(expected) > 1 and expected[1] == whole
+        has_time = facts.time_major and len(expected) > 1 and expected[1] == whole
         if has_time and len(shape) == len(expected):
             lengths.add(shape[1])
             shape[1] = whole
@@ -182,7 +181,7 @@ def check_batch_shape(layout: Layout, batch: Any) -> int:
                 f"Fix: change the sizes of the batch, or those of the task."
             )
     length, *others = lengths or {whole or 1}
-    may_be_shorter = layout.task.variable_length
+    may_be_shorter = facts.task.variable_length
     if others or (whole and (length > whole or (length < whole and not may_be_shorter))):
         raise ValueError(
             f"a batch of {' and '.join(map(str, sorted(lengths)))} time steps, those of task {name} have "
@@ -192,7 +191,7 @@ def check_batch_shape(layout: Layout, batch: Any) -> int:
     return length
 
 
-def check_arrays(layout: Layout, batch: Any) -> None:
+def check_arrays(facts: ModelFacts, batch: Any) -> None:
     """Raises a ValueError if a batch, or some of its rows, has not the arrays that the task's example has."""
 
     def describe(tree: Any) -> str:
@@ -200,10 +199,10 @@ def check_arrays(layout: Layout, batch: Any) -> None:
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
         return in_words(tree) + f" of {', '.join(names)}" * any(names)
 
-    example = layout.facts.batch
+    example = facts.batch
     if jax.tree.structure(batch) != jax.tree.structure(example):
         raise ValueError(
-            f"the batch is {describe(batch)}, those of task {layout.task.name} are {describe(example)}.\n"
+            f"the batch is {describe(batch)}, those of task {facts.task.name} are {describe(example)}.\n"
             f"Fix: give all of these arrays. For `predict`, unknown targets can be zeros."
         )
 
@@ -229,8 +228,8 @@ class _ValueAndGrad(_GradientStep):
 class _HostStep(_GradientStep):
     """Gradients; after them the optimizer, on the host."""
 
-    def __init__(self, gradients, layout: Layout, optimizer, states: TrainState, out_shardings):
-        super().__init__(gradients, layout, backward=True, out_shardings=out_shardings)
+    def __init__(self, gradients, parts: Parts, optimizer, states: TrainState, out_shardings):
+        super().__init__(gradients, parts, backward=True, out_shardings=out_shardings)
         self._host = HostOptimizer(optimizer)
         self._gather = jax.jit(  # into the memory of the old parameters
             lambda old, new: new, out_shardings=states.params, donate_argnums=0, keep_unused=True
@@ -247,51 +246,14 @@ def _without_optimizer(state: TrainState) -> TrainState:
     return dataclasses.replace(state, opt_state=())
 
 
-def make_train_step(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-) -> CompiledStep:
-    """One optimizer step on a global batch, compiled for the mesh; the state passed in is consumed.
-
-    Any mesh, schedule and microbatching give the loss and the gradients of one device, to float32 rounding. A
-    model that mixes rows of the batch cannot: where a step does not take the batch as a whole, its first call
-    refuses it.
-
-    A loss or gradient that is not finite changes no parameter: the step is skipped, or, where the settings do
-    not allow that, the state is halted. No later step changes it then, so it is enough to look at the metrics
-    from time to time; `state.release` lets it continue. An update is not looked at: one that overflows makes
-    the next loss not finite.
-
-    Args:
-      task, parallel: as given to `init_state`.
-      train: None takes the task's own settings.
-      mesh: None builds `parallel.mesh`.
-    Returns:
-      (state, batch) -> (state, metrics); the batch lies on `batch_sharding` of their setup.
-    Raises:
-      ValueError: sizes do not fit the mesh, or the optimizer does not update stacked layers as single ones.
-    """
-    setup = Setup.of(task, parallel, train, mesh)
-    train = setup.train
-    check_optimizer(setup)
-    return setup.keep(
-        _make_train_step,
-        train.num_steps,
-        train.clip_norm,
-        train.allowed_skips,
-        train.seed,
-    )
-
-
-def _make_train_step(setup: Setup, *options: Any) -> CompiledStep:
-    train, layout, mesh, optimizer = setup.train, setup.layout, setup.mesh, setup.optimizer
+def train_step(setup: Resolved, *_: Any) -> CompiledStep:
+    """One optimizer step; see `functions.make_train_step`."""
+    train, parts, mesh, optimizer = setup.train, setup.parts, setup.mesh, setup.optimizer
     loss_and_grad = make_loss_and_grad(setup, seed=train.seed)
 
     def gradients(state: TrainState, batch: Any, table: TickTable | None):
         (loss, (carry, sums)), grads = loss_and_grad(state, batch, table)
-        initial = layout.initial_carry(state.params, state.frozen)
+        initial = parts.initial_carry(state.params, state.frozen)
         # The update runs where the optimizer state lies: what is split is updated in parts.
         with jax.named_scope("update"):
             grads = constrain(grads, mesh, state.opt_rules)
@@ -318,9 +280,9 @@ def _make_train_step(setup: Setup, *options: Any) -> CompiledStep:
         split = shardings(target.params, mesh, target.opt_rules)
         state = dataclasses.replace(states, params=split, opt_state=())
         out = (state, split, replicated, replicated, replicated, replicated)
-        return _HostStep(gradients, layout, optimizer, states, out)
+        return _HostStep(gradients, parts, optimizer, states, out)
     return CompiledStep(
-        step, layout, backward=True, donate_argnums=0, out_shardings=(states, replicated)
+        step, parts, backward=True, donate_argnums=0, out_shardings=(states, replicated)
     )
 
 
@@ -368,38 +330,8 @@ def check_program(program: jax.stages.Compiled) -> None:
         )
 
 
-def value_and_grad(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-) -> CompiledStep:
-    """Loss and gradients of a global batch, compiled for the mesh: for an optimizer and a loop of your own.
-
-    They are those that `make_train_step` updates by, with its dropout, its checks and its promise: any mesh
-    gives those of one device. The rest is yours: gradients are not clipped, a batch's `rate` is not used, and
-    a loss or gradient that is not finite comes back as it is. The task needs no optimizer;
-    `state.opt_state` is neither read nor changed.
-
-    Args:
-      task, parallel, mesh: as for `make_train_step`.
-      train: its seed is that of dropout. None takes the task's own settings.
-    Returns:
-      (state, batch) -> ((loss, (state, sums)), grads), as of `jax.value_and_grad(..., has_aux=True)`. The
-      loss is `sums.loss / sums.weight`, float32; where that weight is 0, `sums.loss`. The state is the given
-      one, which is not consumed, with one step more and the carry for the next window; its parameters are the
-      same arrays. Gradients are an `nnx.State` as `state.params`, each laid out as its parameter: in pools
-      (`Layout.pools`) if the task has an `OptimizerConfig`, so leave that out for an optimizer that looks at
-      single parameters. A batch may be of NumPy, the whole of it in every process; `data.batches.place_batch`
-      reads the rows of this process alone.
-    Raises:
-      ValueError: sizes do not fit the mesh.
-    """
-    setup = Setup.of(task, parallel, train, mesh)
-    return setup.keep(_value_and_grad, setup.train.seed)
-
-
-def _value_and_grad(setup: Setup, seed: int) -> CompiledStep:
+def value_and_grad(setup: Resolved, seed: int) -> CompiledStep:
+    """Loss and gradients; see `functions.value_and_grad`."""
     loss_and_grad = make_loss_and_grad(setup, seed=seed)
 
     def step(state: TrainState, batch: Any, table: TickTable | None):
@@ -409,10 +341,10 @@ def _value_and_grad(setup: Setup, seed: int) -> CompiledStep:
     states = state_shardings(abstract_state(setup), setup.mesh)
     replicated = NamedSharding(setup.mesh, P())
     out = (replicated, (replicated, states.carry, replicated)), states.params
-    return _ValueAndGrad(step, setup.layout, backward=True, out_shardings=out)
+    return _ValueAndGrad(step, setup.parts, backward=True, out_shardings=out)
 
 
-def make_loss_and_grad(setup: Setup, *, seed: int | None = 0) -> Callable[..., Any]:
+def make_loss_and_grad(setup: Resolved, *, seed: int | None = 0) -> Callable[..., Any]:
     """(state, batch, table=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
 
     The state's step numbers the dropout masks; without a table the batch has the full length. On a mesh with
@@ -423,12 +355,12 @@ def make_loss_and_grad(setup: Setup, *, seed: int | None = 0) -> Callable[..., A
     Raises:
       ValueError: sizes do not fit the mesh.
     """
-    layout = setup.layout
-    layout.facts.check_gradient()
-    forward = make_forward(layout, setup.mesh)
+    parts = setup.parts
+    parts.facts.check_gradient()
+    forward = make_forward(parts, setup.mesh)
 
     def loss(params, state, batch, table):
-        table = full_table(layout.parallel, backward=True) if table is None else table
+        table = full_table(parts.partition.parallel, backward=True) if table is None else table
         key = dropout_key(seed, state)
         carry, sums = forward(params, state.frozen, state.carry, batch, key, table)
         return mean_loss(sums), (carry, sums)
@@ -446,76 +378,40 @@ def dropout_key(seed: int | None, state: TrainState) -> jax.Array | None:
     return None if seed is None else jax.random.fold_in(new_key(seed), state.step)
 
 
-def make_eval_step(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-) -> CompiledStep:
-    """The sums of a batch without dropout, compiled for the mesh.
-
-    Args:
-      task, parallel, train, mesh: as for `make_train_step`.
-    Returns:
-      (state, batch) -> (carry, sums); of the state parameters and carry are read.
-    Raises:
-      ValueError: sizes do not fit the mesh.
-    """
-    return Setup.of(task, parallel, train, mesh).keep(_make_eval_step)
-
-
-def _make_eval_step(setup: Setup) -> CompiledStep:
-    forward = make_forward(setup.layout, setup.mesh)
+def eval_step(setup: Resolved) -> CompiledStep:
+    """The sums of a batch; see `functions.make_eval_step`."""
+    forward = make_forward(setup.parts, setup.mesh)
 
     def step(state: TrainState, batch: Any, table: TickTable | None):
         return forward(state.params, state.frozen, state.carry, batch, None, table)
 
-    return CompiledStep(step, setup.layout, backward=False)
+    return CompiledStep(step, setup.parts, backward=False)
 
 
-def make_predict_step(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-) -> CompiledStep:
-    """What the model predicts for a batch, without dropout, compiled for the mesh.
-
-    Args:
-      task, parallel, train, mesh: as for `make_train_step`.
-    Returns:
-      (state, batch) -> (carry, outputs); of the state parameters and carry are read. Outputs are those of the
-      model's `predict`, arrays by name, [rows, time, ...] or without time [rows, ...], laid out as the batch.
-      For a batch that is shorter than the task's example they have its full length.
-    Raises:
-      ValueError: sizes do not fit the mesh, or the model does not say what it predicts.
-    """
-    return Setup.of(task, parallel, train, mesh).keep(_make_predict_step)
-
-
-def _make_predict_step(setup: Setup) -> CompiledStep:
-    forward = make_forward(setup.layout, setup.mesh, predicts=True)
-    check_rows_alone(setup.layout, predicts=True)
+def predict_step(setup: Resolved) -> CompiledStep:
+    """What the model predicts; see `functions.make_predict_step`."""
+    forward = make_forward(setup.parts, setup.mesh, predicts=True)
+    check_rows_alone(setup.parts, predicts=True)
 
     def step(state: TrainState, batch: Any, table: TickTable | None):
         carry, outputs = forward(state.params, state.frozen, state.carry, batch, None, table)
-        if setup.layout.facts.time_major:
+        if setup.facts.time_major:
             outputs = jax.tree.map(lambda a: a.swapaxes(0, 1), outputs)
         return carry, outputs
 
     where = batch_sharding(setup)
-    return CompiledStep(step, setup.layout, backward=False, out_shardings=(None, where))
+    return CompiledStep(step, setup.parts, backward=False, out_shardings=(None, where))
 
 
-def batch_sharding(setup: Setup) -> NamedSharding:
+def batch_sharding(setup: Resolved) -> NamedSharding:
     """How the arrays of a batch lie on the mesh between steps: rows as the rules say, in the user's order.
 
     Unequal shares do not split evenly: then every data-parallel group has all rows and takes its own.
     """
-    return NamedSharding(setup.mesh, setup.layout.carry_rules.spec((BATCH,)))
+    return NamedSharding(setup.mesh, setup.partition.carry_rules.spec((BATCH,)))
 
 
-def abstract_batch(setup: Setup) -> Any:
+def abstract_batch(setup: Resolved) -> Any:
     """A batch without its values, as a step takes it: shapes, dtypes and shardings."""
     where = batch_sharding(setup)
 
@@ -523,4 +419,4 @@ def abstract_batch(setup: Setup) -> Any:
         sharding = where if leaf.shape else NamedSharding(setup.mesh, P())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(place, setup.layout.facts.batch)
+    return jax.tree.map(place, setup.facts.batch)

@@ -1,5 +1,5 @@
 """A run, from its settings to its result, for any task.
 
-`fit` begins and ends it, `loop` takes its steps. A run lives in a `run_folder` with its `checkpoint`s;
-`report` is what it tells of itself, `console` shows that.
+`fit` has the whole run, from top to bottom; `loop` has the parts of its loop over steps. A run is stored in a
+`run_folder` with its `checkpoint`s. `callbacks` receive what happens; `progress` has the numbers.
 """

@@ -1,50 +1,70 @@
-"""Checkpoints of a training run: Orbax behind one door.
+"""Checkpoints of a training run. Orbax writes and reads the arrays.
 
-A checkpoint does not know the mesh that wrote it: it holds the arrays of `by_layer`. A restore puts
-each array where the mesh of the new run wants it.
+A checkpoint does not know the mesh that wrote it: it holds the arrays of `by_layer`. A restore puts each
+array where the mesh of the new run wants it. Masks of dropout and batches are functions of the seed and the
+step, so these two are the random state and the place in the data.
 
-Masks of dropout and batches are functions of the seed and the step, so these two are the random state
-and the place in the data. A checkpoint gets its name when all of it is written, and holds the size and the
-checksum of every file in it, its step and its run: one that is not as it was written, or not where it was
-written, is recognised and skipped. It also holds the losses of all validations up to its step, so that which
-is the best is known from checkpoints alone.
+    checkpoints/60.orbax-checkpoint-tmp-1/   made by process 0; each process writes its shards there
+    checkpoints/60/                          its name, once process 0 has put the parts together
+    checkpoints/60/checkpoint.json           its task, its losses, and checksums of its files
+    checkpoints/60/_CHECKPOINT_METADATA, commit_success.txt, state/...   the arrays, as Orbax stores them
 
-    60/checkpoint.json     what it is of, and checksums of its files; process 0 reads what all have written
-    60/_CHECKPOINT_METADATA, 60/commit_success.txt, 60/state/...   the arrays, as Orbax writes and reads them
+All processes write in the background, and a checkpoint is whole or not there at all. It holds the size and
+the checksum of every file in it, its step and its run. A checkpoint that is not as it was written, or not
+where it was written, is found and skipped. It also holds the losses of all validations up to its step, so the
+best one is known from checkpoints alone.
+
+In a bucket, nothing can be renamed at once. Everything is written into its place there, and checkpoint.json
+last: without it, a checkpoint is half-written.
+
+Orbax's own checkpointers wait at barriers, which a process that cannot write never reaches. Here an error of
+one process becomes the error of all.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
+import os
+import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 import xxhash
 from flax.traverse_util import unflatten_dict
 
 from jaxpar.base.bucket import as_path, in_bucket
 from jaxpar.base.checks import fact_of, fits, require
 from jaxpar.base.files import check_file, checksum, read_json, remove_folder, sizes_of, write_file
-from jaxpar.hosts.agree import Rendezvous
+from jaxpar.base.types import Arrays, Json, Shapes
+from jaxpar.hosts.agree import Rendezvous, SharedError
 from jaxpar.model.task import Task
-from jaxpar.partition.storage import abstract_by_layer, by_layer, from_layers
+from jaxpar.partition.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.sharding import named_leaves
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state, check_room
 from jaxpar.training.nonfinite import check_parameters
-from jaxpar.training.writing import DESCRIPTION, Writing, is_half_written, open_arrays, withdraw
 
-# What a checkpoint says of itself.
+if TYPE_CHECKING:  # it takes a fifth of a second, and most commands do not need it
+    from etils import epath
+    from orbax import checkpoint as orbax
+    from tensorstore import TensorStore
+
+# The values of checkpoint.json.
 _DESCRIBED = {
     "task": str,
     "fields": dict,
@@ -54,33 +74,41 @@ _DESCRIBED = {
     "losses": dict[str, str],
     "batches": dict[str, str],
     "position": str | None,
+    "settings": str | None,
     "checksums": dict[str, str],
 }
 _HASH = "hash"  # of a table, in it
-FREE = "free"  # in the metadata of a task's field: it may change between two runs of one state
+FREE = "free"  # in the metadata of a task's field: it may differ between two runs with one state
 _ELSEWHERE = "or use another out_dir"
+_DESCRIPTION = "checkpoint.json"
+# Orbax's names; in a bucket it does not read what is not committed.
+_METADATA, _COMMITTED = "_CHECKPOINT_METADATA", "commit_success.txt"
+_HALF_WRITTEN = ".orbax-checkpoint-tmp"
+_ARRAYS = "state"
+_MIN_PART_BYTES = 2**20
 
+_attempts = itertools.count(1)  # late writes of a failed attempt do not get into the next one
 _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
     """The checkpoints in a folder, one subfolder for each step, named by its number.
 
-    Use it as a context manager, or call `close`: saves run in the background. With several
-    processes, all of them call every method, in the same order.
+    Use it as a context manager, or call `close`: saves run in the background. With several processes, all of
+    them call every method, in the same order.
 
     Args:
-      folder: made by the first save, if need be.
-      setup: of the states that are saved and restored. As its `train` says, the newest are kept, and the one
-        with the lowest of `losses` as well; others are deleted as new ones are written.
-      run: the name of the run; checkpoints of another one are not restored. None: of no run.
-      check: called in process 0 before a save writes, and before what it has written counts; raises an
-        OSError if the folder is not this run's any more.
+      folder: folder of the checkpoints; the first save makes it.
+      setup: setup of the states that are saved and restored. Its `train` says how many of the newest are
+        kept, and whether the one with the lowest of `losses` is; a save deletes the others.
+      run: name of the run; checkpoints of another one are not restored. None accepts those of any run.
+      check: called in process 0 before a save writes, and before its checkpoint counts; raises an OSError if
+        the folder belongs to another run by then.
     Attributes:
-      losses: step -> validation loss, to be filled in by the caller; stored in every checkpoint.
-      saved_step: the step that was saved or restored last.
-      on_failure: called from another thread if a save in the background fails, to be set by the caller; the
-        next call of a method that waits for it raises the error, in all processes.
+      losses: step -> validation loss, filled in by the caller; stored in every checkpoint.
+      saved_step: step that was saved or restored last.
+      on_failure: set by the caller; called from another thread if a save in the background fails. The next
+        method that waits for the save raises the error, in all processes.
     """
 
     def __init__(
@@ -97,7 +125,7 @@ class Checkpoints:
         self._setup, self._run = setup, run
         self._check = check
         self.on_failure: Callable[[], None] = lambda: None
-        self._together = Rendezvous()
+        self._rendezvous = Rendezvous()
         self._saving: Writing | None = None
         self.saved_step = -1
 
@@ -107,23 +135,17 @@ class Checkpoints:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def save(
-        self,
-        state: TrainState,
-        batches: Mapping[str, str] | None = None,
-        position: str | None = None,
-        settings: str | None = None,
-    ) -> None:
+    def save(self, state: TrainState, data: Json | None = None) -> None:
         """Begins to write a checkpoint of `state.step`; returns as soon as the state may change.
 
-        Nothing counts as a checkpoint until all of it is written. The task's fields are in it, as JSON.
-        A damaged one of this step is replaced. The step that was saved or restored last is not saved again.
+        A checkpoint counts once all of it is written. The task's fields are in it, as JSON. A damaged one of
+        this step is replaced. The step that was saved or restored last is not saved again.
 
         Args:
           state: may be donated to the next training step at once.
-          batches, position, settings: what the data were; see `described`.
+          data: identity of the next batch, as of `HashedBatches.describe`.
         Raises:
-          OSError: this save, or the one before it in the background, failed.
+          OSError: this save, or the last one in the background, failed.
           FloatingPointError: a parameter is not finite.
         """
         self.close()
@@ -131,34 +153,36 @@ class Checkpoints:
             return
         check_parameters(self._setup, state)
         self.saved_step = step
-        arrays = unflatten_dict(by_layer(state, self._setup.layout), sep="/")
-        losses = {str(each): repr(loss) for each, loss in self.losses.items()}
-        own = {"run": self._run, "step": step, "losses": losses, "batches": dict(batches or {})}
-        own |= {"position": position, "settings": settings}
-        described = _describe(self._setup.task) | own
+        arrays = unflatten_dict(by_layer(state, self._setup.storage), sep="/")
+        described = _describe(self._setup.task) | {
+            "run": self._run,
+            "step": step,
+            "losses": {str(each): repr(loss) for each, loss in self.losses.items()},
+            **(data or {"batches": {}, "position": None, "settings": None}),
+        }
         with self._explained():
             self._saving = Writing(
                 self._folder / str(step),
                 arrays,
-                together=self._together,
+                described,
+                rendezvous=self._rendezvous,
                 check=self._check,
-                seal=functools.partial(self._seal, described),
                 clean_up=functools.partial(self._delete_old, step),
                 on_failure=self.on_failure,
             )
 
     @property
     def is_empty(self) -> bool:
-        """Whether no checkpoint, intact or damaged since, was ever written completely."""
+        """Whether no checkpoint was ever written completely; damaged ones count."""
         return not any(self._examine())
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint follows a step."""
+        """Whether the settings ask for a checkpoint of a step."""
         every = self._setup.train.checkpoint_every
         return every > 0 and step % every == 0
 
     def steps(self) -> list[int]:
-        """Steps of which there is a whole checkpoint, in their order."""
+        """The steps of whole checkpoints, in their order."""
         return sorted(self._examine()[0])
 
     def restore(
@@ -170,12 +194,13 @@ class Checkpoints:
         `update`, learning rate and the task's free fields may differ from those of the run that wrote it.
 
         Args:
-          step: None takes the latest; or with `best` that with the lowest of `losses`.
-          with_optimizer: whether the optimizer's state is read; else it is empty.
+          step: step of the checkpoint; None takes the latest, or with `best` the one with the lowest of
+            `losses`.
+          with_optimizer: whether to read the optimizer's state; otherwise it is empty.
         Raises:
           FileNotFoundError: there is no such checkpoint that is whole.
-          ValueError: it holds another task, another optimizer, or carried state with a different
-            number of rows; or sizes do not fit the mesh.
+          ValueError: it holds another task, another optimizer, or a recurrent state with a different number
+            of rows; or sizes do not fit the mesh.
         """
         from orbax.checkpoint import v1 as orbax
 
@@ -185,25 +210,25 @@ class Checkpoints:
         if not with_optimizer:
             target = dataclasses.replace(target, opt_state=())
         check_room(target, self._setup.mesh)
-        abstract = abstract_by_layer(target, self._setup.layout)
-        before, now = self.described(int(path.name)), _describe(self._setup.task)
+        abstract = abstract_by_layer(target, self._setup.storage)
+        before, now = self.described(self.saved_step), _describe(self._setup.task)
         _check_task(path, before, now)
         with _reading_in_words(path):
             stored = _stored_arrays(path)
         if not with_optimizer:
             stored = {n: own for n, own in stored.items() if not n.startswith("opt_state/")}
         _check_arrays(path, stored, abstract, (before["optimizer"], now["optimizer"]))
-        asked_for_alone = orbax.Context()
-        asked_for_alone.pytree.loading.partial_load = True
-        with _reading_in_words(path), asked_for_alone:
+        context = orbax.Context()
+        context.pytree.loading.partial_load = True  # only what `abstract` names
+        with _reading_in_words(path), context:
             loaded = orbax.load(str(path), unflatten_dict(abstract, sep="/"))
-        return from_layers(target, self._setup.layout, dict(named_leaves(loaded, "/")))
+        return from_layers(target, self._setup.storage, dict(named_leaves(loaded, "/")))
 
-    def stored(self) -> tuple[int, dict[str, Any]]:
-        """The variables of the newest whole checkpoint's model where they lie, to be read in parts.
+    def stored(self) -> tuple[int, dict[str, TensorStore]]:
+        """The variables of the newest whole checkpoint's model, opened to be read in parts.
 
         Returns:
-          its step, and TensorStore's arrays by the names of `by_layer`: `array[0, 2:4].read().result()`.
+          the step, and arrays by the names of `by_layer`: `array[0, 2:4].read().result()`.
         Raises:
           FileNotFoundError: there is no checkpoint that is whole.
           ValueError: it cannot be read.
@@ -211,42 +236,33 @@ class Checkpoints:
         path = self._folder / str(self._resolve(None))
         with _reading_in_words(path):
             names = [n for n in _stored_arrays(path) if n.startswith(("params/", "frozen/"))]
-            return int(path.name), open_arrays(path, names)
+            return int(path.name), _open_arrays(path, names)
 
-    def described(self, step: int) -> dict[str, Any]:
-        """What a checkpoint says of itself: `batches`, the checksums of those before it, and more.
-
-        `position` is where a stream was before the first of these, if it can tell; `settings` a checksum of
-        those by which batches are cut, which older versions have not written.
+    def described(self, step: int) -> Json:
+        """The description of a checkpoint, with that of its task, its losses and its data.
 
         Raises:
           OSError, ValueError: there is no such checkpoint, or it is damaged.
         """
-        return read_table(self._folder / str(step) / DESCRIPTION, _DESCRIBED)
+        return read_table(self._folder / str(step) / _DESCRIPTION, _DESCRIBED)
 
     def stored_losses(self) -> dict[int, float]:
-        """Step -> validation loss, of all validations that whole checkpoints know of."""
+        """Step -> validation loss, of all validations in whole checkpoints."""
         found: dict[int, float] = {}
         for _, described in sorted(self._examine()[0].items()):
             found |= {int(number): float(loss) for number, loss in described["losses"].items()}
         return found
 
-    def _seal(self, described: Mapping[str, Any], path: Path) -> None:
-        """Writes what is said of a checkpoint whose other files are written, with their checksums."""
-        files = checksums(path, list(sizes_of(path)))
-        self._check()
-        write_table(path / DESCRIPTION, {**described, "checksums": files})
-
     def _delete_old(self, step: int) -> None:
-        """Deletes whole checkpoints before this step that are neither among the newest nor the best."""
+        """Deletes whole checkpoints before this step, except the newest and the best."""
         train = self._setup.train
         steps = [each for each in self.steps() if each <= step]  # later ones are damaged
         best = best_of(steps, self.losses if train.keep_best else {})
         for each in {*steps} - {*steps[-train.keep_checkpoints :], best}:
-            remove_folder(withdraw(self._folder / str(each)))
+            remove_folder(_withdraw(self._folder / str(each)))
 
     def close(self) -> None:
-        """Waits for the save that is still running.
+        """Waits for a save in the background.
 
         Raises:
           OSError: it failed.
@@ -261,7 +277,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            self._together.do(self._check)  # a folder that is gone says so itself
+            self._rendezvous.do(self._check)  # its message is better if the folder is gone
             newest = max(self.steps(), default=None)
             left = "there is none" if newest is None else f"the newest is of step {newest}"
             raise type(error)(
@@ -269,11 +285,11 @@ class Checkpoints:
                 f"Fix: free some space, and continue from the newest whole checkpoint ({left})"
             ) from error
 
-    def _examine(self) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
-        """What whole checkpoints say of themselves, and what is wrong with others, as far as sizes tell."""
+    def _examine(self) -> tuple[dict[int, Json], dict[int, str]]:
+        """The descriptions of whole checkpoints, and the problems of others; only sizes are compared."""
         whole, damaged = {}, {}
         for path in self._folder.glob("*"):
-            if path.name.isdecimal() and not is_half_written(path):
+            if path.name.isdecimal() and not _is_half_written(path):
                 try:
                     whole[int(path.name)] = _read_whole(path, self._run)
                 except (OSError, ValueError) as error:
@@ -281,7 +297,7 @@ class Checkpoints:
         return whole, damaged
 
     def _resolve(self, step: int | None, best: bool = False) -> int:
-        """The step of a checkpoint that is whole; tells of damaged ones."""
+        """The step of a checkpoint that is whole; warns of damaged ones."""
         self.close()
         whole, damaged = self._examine()
         order = sorted(whole, reverse=True)
@@ -308,9 +324,9 @@ class Checkpoints:
         )
 
     def _find_changed(self, step: int, expected: Mapping[str, str]) -> str | None:
-        """What is wrong with a file of a checkpoint; None if all are as they were written.
+        """The problem with a file of a checkpoint; None if all are as they were written.
 
-        Every process reads a part of the files, and hears of the others'.
+        Every process reads a part of the files, and all get the same answer.
         """
         mine = sorted(expected)[jax.process_index() :: jax.process_count()]
         try:
@@ -319,17 +335,236 @@ class Checkpoints:
             problem = next(changed, None)
         except OSError as error:
             problem = str(error)
-        return self._together.exchange(
+        return self._rendezvous.exchange(
             problem, lambda told: next(filter(None, told.values()), None)
         )
 
 
-def checksums(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Of files of a folder, by their names: the size, and XXH3 of 128 bits, which guards against damage."""
-    with ThreadPoolExecutor() as threads:  # xxhash lets other threads go on
-        return dict(
-            zip(names, threads.map(lambda name: _checksum(folder / name), names), strict=True)
+# ---- writing ----
+
+
+@dataclasses.dataclass
+class Writing:
+    """Begins to write a checkpoint; returns as soon as the arrays may change.
+
+    Attributes:
+      path: folder of the checkpoint, once it is whole.
+      arrays: nested tables of arrays; may be donated afterwards.
+      described: content of checkpoint.json, without checksums.
+      rendezvous: exchange between processes; all of them do the same.
+      check: called in process 0 before anything is made, and before the checkpoint counts; may raise an
+        OSError.
+      clean_up: called in process 0 when the checkpoint is whole.
+      on_failure: called in every process, from another thread, if the checkpoint cannot be written.
+    Raises:
+      OSError: its folder cannot be made; in every process alike.
+    """
+
+    path: Path
+    arrays: dataclasses.InitVar[Arrays]
+    described: Json
+    rendezvous: Rendezvous
+    check: Callable[[], object]
+    clean_up: Callable[[], object]
+    on_failure: Callable[[], object]
+
+    def __post_init__(self, arrays: Arrays) -> None:
+        self._partial = self.path
+        if not in_bucket(self.path):
+            name = f"{self.path.name}{_HALF_WRITTEN}-{next(_attempts)}"
+            self._partial = self.path.with_name(name)
+        self._is_first, self._error = jax.process_index() == 0, None
+        self._do(self._make_folder)
+        self._copied = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(arrays,), name="checkpoint")
+        self._thread.start()
+        self._copied.wait()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is whole.
+
+        Raises:
+          OSError: it could not be written; in every process alike.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            self.rendezvous.do(work, self._describe)
+        except SharedError:
+            raise
+        except Exception as error:
+            raise OSError(self._describe(error)) from error
+
+    def _run(self, arrays: Arrays) -> None:
+        try:
+            handler = _handler()
+            self._do(lambda: self._write(handler, arrays))
+            self._do(lambda: self._finish(handler))
+        except Exception as error:
+            self._error = error
+            if self._is_first:
+                self._remove()
+            self.on_failure()
+        finally:
+            self._copied.set()
+
+    def _make_folder(self) -> None:
+        if self._is_first:
+            self.check()
+            for folder in filter(_is_half_written, self.path.parent.glob("*")):
+                with contextlib.suppress(OSError):
+                    remove_folder(folder)
+            if in_bucket(self._partial):
+                remove_folder(self._partial)  # nothing of another attempt comes into this one
+            else:
+                (self._partial / _ARRAYS).mkdir(parents=True)
+
+    def _remove(self) -> None:
+        """Removes the half-written files if they are this run's: the next save may need the space."""
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(FileNotFoundError):  # the folder is gone, with its lock
+                self.check()
+            if _is_half_written(self._partial):
+                remove_folder(self._partial)
+
+    def _write(self, handler: orbax.PyTreeCheckpointHandler, arrays: Arrays) -> None:
+        """Writes the shards of this process."""
+        from orbax import checkpoint as orbax
+
+        loop = asyncio.new_event_loop()
+        try:
+            written = handler.async_save(self._path_of_arrays(), args=orbax.args.PyTreeSave(arrays))
+            futures = loop.run_until_complete(written)
+            self._copied.set()
+            for future in futures or []:
+                future.result()
+        finally:
+            loop.close()
+
+    def _finish(self, handler: orbax.PyTreeCheckpointHandler) -> None:
+        """Puts the parts of all processes together, and gives the folder its name."""
+        if not self._is_first:
+            return
+        from orbax.checkpoint import v1
+
+        handler.finalize(self._path_of_arrays())
+        reader = v1.handlers.PyTreeHandler
+        described = {
+            "item_handlers": {_ARRAYS: f"{reader.__module__}.{reader.__qualname__}"},
+            "commit_timestamp_nsecs": time.time_ns(),
+        }
+        (self._partial / _METADATA).write_bytes(json.dumps(described).encode())
+        (self._partial / _COMMITTED).write_bytes(b"all arrays are written")
+        files = checksums(self._partial, list(sizes_of(self._partial)))
+        self.check()
+        write_table(self._partial / _DESCRIPTION, {**self.described, "checksums": files})
+        if self._partial != self.path:
+            if self.path.exists():  # a damaged one
+                remove_folder(_withdraw(self.path))
+            self._partial.rename(self.path)
+        self.clean_up()
+
+    def _path_of_arrays(self) -> epath.Path:
+        """The folder of the arrays, as Orbax takes it."""
+        from orbax.checkpoint import v1
+
+        return v1.options.FileOptions().path_class(self._partial / _ARRAYS)
+
+    @staticmethod
+    def _describe(error: Exception) -> str:
+        """The reason that the operating system gives."""
+        text = str(error)
+        if code := re.search(r"os_error_code='(\d+)'", text):  # TensorStore's, in a ValueError
+            return os.strerror(int(code[1]))
+        return getattr(error, "strerror", None) or text.split("\n")[0] or type(error).__name__
+
+
+def check_storable(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Checks that a checkpoint can hold arrays: writes and reads one number of each type, in memory.
+
+    Args:
+      arrays: shapes and types by names with slashes.
+    Raises:
+      ValueError: TensorStore does not know a type, or takes a name for that of another array.
+    """
+    import tensorstore
+
+    names = sorted((f"{name.replace('/', '.')}.", name) for name in arrays)
+    for (path, name), (other_path, other) in itertools.pairwise(names):
+        require(
+            not other_path.startswith(path),
+            f"a checkpoint cannot tell {name} and {other} apart\nFix: use keys without '/' and '.'",
         )
+    memory = {"driver": "zarr3", "kvstore": {"driver": "memory"}}
+    for dtype, name in {np.dtype(leaf.dtype): name for name, leaf in arrays.items()}.items():
+        one = np.ones(1, dtype)
+        try:
+            stored = tensorstore.open(memory, create=True, dtype=dtype, shape=[1]).result()
+            stored.write(one).result()
+            is_same = stored.read().result().tobytes() == one.tobytes()
+        except (TypeError, ValueError):
+            is_same = False
+        require(
+            is_same,
+            f"{name} is {dtype}{list(arrays[name].shape)}, and checkpoints cannot hold {dtype}\n"
+            f"Fix: use another type, such as float32 or int32",
+        )
+
+
+def _is_half_written(path: Path) -> bool:
+    """Whether a save that did not end has left this in a folder of checkpoints."""
+    if not in_bucket(path):
+        return _HALF_WRITTEN in path.name
+    return path.name.isdecimal() and not (path / _DESCRIPTION).exists()
+
+
+def _withdraw(path: Path) -> Path:
+    """Marks a checkpoint as half-written, so that the next save removes it; returns where it is now."""
+    if not in_bucket(path):
+        return path.rename(path.with_name(f"{path.name}{_HALF_WRITTEN}"))
+    (path / _DESCRIPTION).unlink()
+    return path
+
+
+def _open_arrays(path: Path, names: Sequence[str]) -> dict[str, TensorStore]:
+    """Arrays of a whole checkpoint, by names with slashes, opened to be read in parts."""
+    import tensorstore
+
+    context = tensorstore.Context()  # they are in one database
+    base: Json | str = f"{path}/{_ARRAYS}/"
+    if not in_bucket(path):
+        base = {"driver": "file", "path": f"{path.resolve()}/{_ARRAYS}/"}
+    opened = {}
+    for name in names:
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
+        spec = {"driver": "zarr3", "kvstore": kvstore}
+        opened[name] = tensorstore.open(spec, context=context, read=True, open=True)
+    return {name: array.result() for name, array in opened.items()}
+
+
+def _handler() -> orbax.PyTreeCheckpointHandler:
+    """Each replica of a large array writes a part of it; for a small one, compiling the cuts takes longer."""
+    from orbax import checkpoint as orbax
+
+    handlers = orbax.type_handlers
+    array_handler = handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_MIN_PART_BYTES)
+    registry = handlers.create_type_handler_registry((jax.Array, array_handler))
+    return orbax.PyTreeCheckpointHandler(
+        use_ocdbt=True, use_zarr3=True, type_handler_registry=registry
+    )
+
+
+# ---- files and checks ----
+
+
+def checksums(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """The size and the hash (XXH3, 128 bits) of files of a folder, by their names; they detect damage."""
+    with ThreadPoolExecutor() as threads:  # xxhash releases Python's lock
+        found = threads.map(lambda name: _checksum(folder / name), names)
+        return dict(zip(names, found, strict=True))
 
 
 def _checksum(path: Path) -> str:
@@ -339,12 +574,12 @@ def _checksum(path: Path) -> str:
 
 
 def best_of(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
-    """The step with the lowest loss, the later one of equals; None if none has a loss that is finite."""
+    """The step with the lowest finite loss, the later one of equals; None if there is none."""
     known = (step for step in steps if math.isfinite(losses.get(step, math.inf)))
     return min(known, key=lambda step: (losses[step], -step), default=None)
 
 
-def write_table(path: Path, content: Mapping[str, Any]) -> None:
+def write_table(path: Path, content: Json) -> None:
     """Writes a table as JSON, with its own hash; the file appears whole or not at all.
 
     Raises:
@@ -354,11 +589,11 @@ def write_table(path: Path, content: Mapping[str, Any]) -> None:
     write_file(path, text.encode())
 
 
-def read_table(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
+def read_table(path: Path, types: Json) -> Json:
     """The table that `write_table` has written into a file.
 
     Args:
-      types: of the values by their keys, all of which there must be.
+      types: types of the values by their keys, all of which are needed.
     Raises:
       OSError: it cannot be read.
       ValueError: it is not what was written.
@@ -373,35 +608,35 @@ def read_table(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _hash_of(content: Mapping[str, Any]) -> str:
+def _hash_of(content: Json) -> str:
     return checksum(json.dumps(content, sort_keys=True).encode())
 
 
-def _read_whole(path: Path, run: str | None) -> dict[str, Any]:
-    """What a checkpoint says of itself.
+def _read_whole(path: Path, run: str | None) -> Json:
+    """The description of a checkpoint.
 
     Raises:
-      OSError: a file of it cannot be read.
-      ValueError: it is not what was written, as far as sizes tell, or of another step or run.
+      OSError: one of its files cannot be read.
+      ValueError: a file has another size than was written, or the checkpoint is of another step or run.
     """
     sizes = sizes_of(path)
-    require(DESCRIPTION in sizes, f"{DESCRIPTION} is missing")
-    described = read_table(path / DESCRIPTION, _DESCRIBED)
+    require(_DESCRIPTION in sizes, f"{_DESCRIPTION} is missing")
+    described = read_table(path / _DESCRIPTION, _DESCRIBED)
     step, its_run = described["step"], described["run"]
     require(step == int(path.name), f"it is the checkpoint of step {step}")
     require(run in (None, its_run), f"it is of another run ({its_run}, not {run})")
-    for name, told in described["checksums"].items():
-        size = told.partition(" ")[0]
+    for name, expected in described["checksums"].items():
+        size = expected.partition(" ")[0]
         require(name in sizes, f"{name} is missing")
         require(str(sizes[name]) == size, f"{name} has {sizes[name]} of {size} bytes")
     return described
 
 
-def _stored_arrays(path: Path) -> dict[str, Any]:
-    """What Orbax knows of the arrays of a checkpoint, by their names.
+def _stored_arrays(path: Path) -> Shapes:
+    """Shapes and types of the arrays of a checkpoint, by their names.
 
     Raises:
-      ValueError: an array is stored in chunks larger than itself, and a chunk is unpacked whole.
+      ValueError: an array is stored in chunks larger than itself; a chunk is unpacked whole.
     """
     from orbax.checkpoint import v1 as orbax
 
@@ -415,7 +650,7 @@ def _stored_arrays(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _reading_in_words(path: Path) -> Iterator[None]:
-    """What Orbax raises of files that it did not write may be anything, of many lines."""
+    """Orbax may raise any error for damaged files, with many lines; this raises a ValueError of one line."""
     try:
         yield
     except Exception as error:
@@ -424,8 +659,8 @@ def _reading_in_words(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged: {reason}\nFix: restore it from a backup") from error
 
 
-def _describe(task: Task) -> dict[str, Any]:
-    """What is stored of a task beside its arrays, as JSON has it."""
+def _describe(task: Task) -> Json:
+    """The fields and the optimizer of a task, as JSON has them."""
     fields = {
         field.name: getattr(task, field.name)
         for field in dataclasses.fields(task)
@@ -440,8 +675,8 @@ def _describe(task: Task) -> dict[str, Any]:
     return json.loads(json.dumps(described, default=repr))
 
 
-def _check_task(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises if a checkpoint is of another task than this one, both as `_describe` gives them."""
+def _check_task(path: Path, before: Json, now: Json) -> None:
+    """Raises a ValueError if a checkpoint is of another task than this one, both as of `_describe`."""
     require(
         before["task"] == now["task"],
         f"{path} must be of the task {now['task']}, got {before['task']}\nFix: give that one's run",
@@ -455,16 +690,11 @@ def _check_task(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None
             )
 
 
-def _check_arrays(
-    path: Path,
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-    optimizers: Sequence[Mapping[str, Any]],
-) -> None:
-    """Raises if a checkpoint has not the arrays that a state needs, naming what is to blame.
+def _check_arrays(path: Path, before: Shapes, now: Shapes, optimizers: tuple[Json, Json]) -> None:
+    """Raises a ValueError if a checkpoint lacks an array of a state; names the setting that differs.
 
     Args:
-      before, now: by their names, with shapes and dtypes.
+      before, now: arrays by their names, with shapes and types.
       optimizers: settings of the optimizer, before and now.
     """
     stored, needed = (

@@ -1,4 +1,4 @@
-"""Settings as TOML files: what `--config` reads, and what a run leaves in its folder.
+"""Settings as TOML files: `--config` reads them, and a run writes one into its folder.
 
 Keys are the options of the command line: the task's own fields and those of `Parallel` at the top, those
 of its optimizer, of the pipeline and of training in tables.
@@ -19,13 +19,14 @@ import dataclasses
 import difflib
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxpar.base.bucket import as_path
 from jaxpar.base.checks import leaves_of
 from jaxpar.base.files import read_file
+from jaxpar.base.types import Json
 from jaxpar.config import Parallel
 from jaxpar.mesh import short_name
 from jaxpar.model.task import Settings, Task, find_task, spec_of
@@ -36,9 +37,9 @@ RESERVED = (TASK, SIMULATE, TRAIN, *PARALLEL)  # names that no field of a task m
 
 
 def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> Settings:
-    """The settings of a TOML file; what the file leaves out is as in `base`.
+    """The settings of a TOML file; those that the file leaves out are as in `base`.
 
-    If the file names another task than `base` has, the rest is as that task's runs have it by default.
+    If the file names another task than `base` has, they are the defaults of that task.
 
     Raises:
       OSError: the file, or that of the task, cannot be read.
@@ -56,7 +57,7 @@ def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> S
 
 
 def read_simulated(path: str | os.PathLike[str]) -> int | None:
-    """The number of simulated devices that a file of settings asks for; None if it does not.
+    """The number of simulated devices in a config file; None if it has none.
 
     Raises:
       OSError, ValueError: as of `read_config`.
@@ -64,8 +65,8 @@ def read_simulated(path: str | os.PathLike[str]) -> int | None:
     return _take_simulated(read_toml(as_path(path)))
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a file of settings.
+def read_toml(path: Path) -> Json:
+    """The tables of a config file.
 
     Raises:
       OSError: it cannot be read.
@@ -81,9 +82,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def option_words(settings: Settings, before: Settings) -> list[str]:
-    """The options of a command line that make settings of those before, but for the mesh.
+    """The options of a command line that change the settings `before` to these, except for the mesh.
 
-    What is None before, such as the size of a vocabulary, is left to the data.
+    Settings that are None before, such as the size of a vocabulary, are left to the data.
     """
     words, known = [], keys_of(before)
     for key, value in keys_of(settings).items():
@@ -103,9 +104,9 @@ def to_toml(settings: Settings, simulate: int | None = None) -> str:
     """Every value that is not None, as `read_config` reads it.
 
     Args:
-      simulate: the number of simulated devices, for `read_simulated`.
+      simulate: number of simulated devices, for `read_simulated`.
     Raises:
-      ValueError: a value would not be read back as it is.
+      ValueError: a value would be read back as another one.
     """
     import tomllib
 
@@ -135,14 +136,14 @@ def to_toml(settings: Settings, simulate: int | None = None) -> str:
     return text
 
 
-def keys_of(settings: Settings) -> dict[str, Any]:
+def keys_of(settings: Settings) -> Json:
     """Every value of the settings by its key, such as `optimizer.learning_rate`."""
     task, parallel, train = settings
     return leaves_of(task) | leaves_of(parallel) | leaves_of({TRAIN: train})
 
 
 def default_settings(task: type[Task]) -> Settings:
-    """Those that runs of a task have by default.
+    """The default settings of a task.
 
     Raises:
       ValueError: one of its fields has no default, or the name of a setting that every task has.
@@ -158,35 +159,32 @@ def default_settings(task: type[Task]) -> Settings:
     return Settings(task(), task.parallel, task.train)
 
 
-def _take_simulated(tables: dict[str, Any]) -> int | None:
+def _take_simulated(tables: Json) -> int | None:
+    """The number of simulated devices, which is removed from the tables."""
     number = tables.pop(SIMULATE, None)
     if number is not None and (type(number) is not int or number < 1):
         raise ValueError(f"{SIMULATE}={number!r} is no number of devices\nFix: use 1 or more.")
     return number
 
 
-def _base(tables: dict[str, Any], base: Settings | None) -> Settings:
-    """The settings that a file changes; its names of the task are removed."""
+def _base(tables: Json, base: Settings | None) -> Settings:
+    """The settings that a file changes; the name of the task is removed from the tables."""
     spec = tables.pop(TASK, None)
-    if spec is None and base is not None:
+    if base is not None and spec in (None, spec_of(base.task)):
         return base
     if not isinstance(spec, str):
         raise ValueError(
             f'{TASK}={spec!r}: must name a task\nFix: add task = "lm" or task = "path/to/file.py:Name".'
         )
-    return (
-        base
-        if base is not None and spec == spec_of(base.task)
-        else default_settings(find_task(spec))
-    )
+    return default_settings(find_task(spec))
 
 
-def _change(settings: Settings, tables: Mapping[str, Any]) -> Settings:
+def _change(settings: Settings, tables: Json) -> Settings:
     """The settings with the values of a file."""
     task, parallel, train = settings
     known = [*keys_of(settings)]
     shared = {key: tables[key] for key in PARALLEL if key in tables}
-    own = {key: value for key, value in tables.items() if key not in (*PARALLEL, TRAIN)}
+    own = {key: tables[key] for key in tables if key not in (*PARALLEL, TRAIN)}
     return Settings(
         _replace(task, own, "", known),
         _replace(parallel, shared, "", known),
@@ -194,12 +192,12 @@ def _change(settings: Settings, tables: Mapping[str, Any]) -> Settings:
     )
 
 
-def _replace(config: Any, values: Any, path: str, known: Sequence[str]) -> Any:
+def _replace(config: Any, values: object, path: str, known: Sequence[str]) -> Any:
     """A dataclass with the values of a TOML table.
 
     Args:
-      path: of the table, with a dot at its end.
-      known: all keys that there are.
+      path: path of the table, with a dot at its end.
+      known: all keys of the settings.
     """
     if not isinstance(values, dict):
         raise ValueError(f"{path[:-1]}={values!r} is no table\nFix: write [{path[:-1]}].")
@@ -222,12 +220,12 @@ def _replace(config: Any, values: Any, path: str, known: Sequence[str]) -> Any:
         raise ValueError(f"{path if begins in names else ''}{error}") from error
 
 
-def _tuple(value: Any) -> Any:
+def _tuple(value: object) -> object:
     return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
-def _unknown(name: str, value: Any, known: Sequence[str]) -> str:
-    """What is said of a key, or of the first key in a table, that does not exist."""
+def _unknown(name: str, value: object, known: Sequence[str]) -> str:
+    """The message for a key, or for the first key in a table, that does not exist."""
     if isinstance(value, dict) and value:
         name = f"{name}.{next(iter(value))}"
     table = name.rpartition(".")[0]
@@ -236,9 +234,9 @@ def _unknown(name: str, value: Any, known: Sequence[str]) -> str:
     return f"no key {name}\nFix: use {near[0]}."
 
 
-def _tables(values: Mapping[str, Any]) -> dict[str, Any]:
+def _tables(values: Json) -> Json:
     """Values by their keys as tables, without those that are None."""
-    tables: dict[str, Any] = {}
+    tables: Json = {}
     for key, value in values.items():
         *names, last = key.split(".")
         table = functools.reduce(lambda table, name: table.setdefault(name, {}), names, tables)

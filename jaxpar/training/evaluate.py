@@ -1,9 +1,8 @@
-"""Evaluation, exact on any mesh: everything in a split counts once."""
+"""Evaluation: the loss and metrics of a state on a split. On any mesh, every row counts once."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,18 +11,20 @@ from jax.sharding import Mesh
 
 from jaxpar.base.checks import require
 from jaxpar.base.parts import LOSS, check_metrics, starts_of
+from jaxpar.base.types import Arrays, Batch
 from jaxpar.config import Parallel
 from jaxpar.data.batches import Batches, place_batch, windows
 from jaxpar.model.model import Sums
 from jaxpar.model.task import Task
 from jaxpar.sharding import named_leaves
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, zero_carry
-from jaxpar.step.step import batch_sharding, check_arrays, make_eval_step
+from jaxpar.step.step import batch_sharding, check_arrays
 from jaxpar.training.progress import Evaluation
 
 # From a state and a batch to the state for the next batch, and the sums of this one.
-Step = Callable[[TrainState, Any], tuple[TrainState, Sums]]
+Step = Callable[[TrainState, Batch], tuple[TrainState, Sums]]
 
 
 def evaluate(
@@ -36,20 +37,20 @@ def evaluate(
     """Loss and metrics on a split.
 
     Args:
-      setup: that the state was made with.
-      state: its parameters are evaluated; it is not changed.
+      setup: setup that the state was made with.
+      state: state with the parameters; it is not changed.
       split: "valid" or "test", or another one that the task knows.
-      before_batch: called before each batch; it may raise.
-      step: how a batch is counted, for an evaluation of your own; None counts it as `make_eval_step` does,
-        and carries the state of layers to the next.
+      before_batch: called before each batch; it may raise an error.
+      step: computes the sums of a batch, for your own kind of evaluation. None uses `make_eval_step`, and
+        carries the recurrent state to the next batch.
     Raises:
       ValueError: its batches differ in size from those of training, or nothing in it counts; or as of
         `check_reported`.
     """
     task = setup.task
     sums = sum_batches(setup, state, task.make_batches(split), before_batch, step)
-    told = f"split {split!r}: its weights must be above 0, got {sums.weight} in all"
-    require(bool(sums.weight > 0), f"{told}\nFix: give weights, or rows that count")
+    fact = f"split {split!r}: its weights must be above 0, got {sums.weight} in all"
+    require(bool(sums.weight > 0), f"{fact}\nFix: give weights, or rows that count")
     loss, means = mean_of(sums)
     metrics, baseline = task.metrics(loss, means), task.baseline(split)
     check_reported(task, loss, metrics, baseline)
@@ -66,7 +67,7 @@ def sum_batches(
     """The sums of all batches of an epoch, as Python numbers; arguments as of `evaluate`.
 
     Raises:
-      ValueError: batches differ in size from those of training, or the first continues a state not its own.
+      ValueError: batches differ in size from those of training, or the first one continues a recurrent state.
     """
     checked, sums = CheckedBatches(setup, batches), list[Sums]()
     sharding = batch_sharding(setup)
@@ -77,14 +78,14 @@ def sum_batches(
         if not window:
             check_begins(batch)
         state, window_sums = step(state, batch)
-        sums.append(window_sums)  # stays on the device
+        sums.append(window_sums)  # they stay on the device
         do_not_run_ahead(setup.mesh, window_sums)
     require(bool(sums), "no batch to evaluate\nFix: give more rows, or smaller batches")
     return jax.tree.map(lambda *parts: math.fsum(map(float, parts)), *jax.device_get(sums))
 
 
-def check_begins(batch: Any) -> None:
-    """Raises a ValueError if the first batch of an epoch goes on with the state of another."""
+def check_begins(batch: Batch) -> None:
+    """Raises a ValueError if the first batch of an epoch continues a recurrent state."""
     require(
         bool(starts_of(batch)),
         "starts must be True in the first batch, got False, which continues the carried state of training\n"
@@ -95,7 +96,7 @@ def check_begins(batch: Any) -> None:
 def _counting(setup: Setup) -> Step:
     run = make_eval_step(setup).run
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, Sums]:
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         carry, sums = run(state, batch)
         return dataclasses.replace(state, carry=carry), sums
 
@@ -103,26 +104,25 @@ def _counting(setup: Setup) -> Step:
 
 
 def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, TrainState]:
-    """A setup and its state, to be evaluated in batches of other sizes.
+    """A setup and its state, for batches of other sizes.
 
     Args:
-      sizes: of the task's fields, such as batch_size=1.
+      sizes: values of the task's fields, such as batch_size=1.
     Raises:
-      ValueError: the task has no such field, it is one of the model's, or the size does not fit.
+      ValueError: the task has no such field, the model depends on it, or the size does not fit.
     """
     task, parallel = setup.task, setup.parallel
-    fields = dataclasses.fields(task)
-    free = [field.name for field in fields if field.metadata.get("free")]
-    taken = free or [field.name for field in fields]  # a task need not say which are free
-    taken = [name for name in taken if isinstance(getattr(task, name), int)]
+    numbers = [f for f in dataclasses.fields(task) if isinstance(getattr(task, f.name), int)]
+    # A task does not need to mark the fields that are free.
+    known = [f.name for f in numbers if f.metadata.get("free")] or [f.name for f in numbers]
     for name, size in sizes.items():
-        told = f"{name}={size!r} is not a size by which task {task.name} reads data"
-        require(name in taken, f"{told}\nFix: use one of {taken}")
-    if parallel.mesh.stage == 1:  # the layers lie where they are, however a batch is cut
+        fact = f"{name}={size!r} is not a size by which task {task.name} reads data"
+        require(name in known, f"{fact}\nFix: use one of {known}")
+    if parallel.mesh.stage == 1:  # the size of a batch does not move the layers
         pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=1, num_chunks=1)
         parallel = dataclasses.replace(parallel, pipeline=pipeline)
     before = _shapes(setup)
-    setup = setup.keep(_setup_of, dataclasses.replace(task, **sizes), parallel)
+    setup = setup.cached(_setup_of, dataclasses.replace(task, **sizes), parallel)
     require(
         _shapes(setup) == before,
         f"{sizes} changes the parameters of the model\n"
@@ -135,14 +135,14 @@ def _setup_of(setup: Setup, task: Task, parallel: Parallel) -> Setup:
     return Setup.of(task, parallel, setup.train, setup.mesh)
 
 
-def _shapes(setup: Setup) -> dict[str, tuple[Any, Any]]:
+def _shapes(setup: Setup) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Shapes and types of the variables of a setup's model."""
-    variables = named_leaves(nnx.state(setup.layout.facts.model))
+    variables = named_leaves(nnx.state(setup.facts.model))
     return {name: (leaf.shape, leaf.dtype) for name, leaf in variables}
 
 
 def mean_of(sums: Sums) -> tuple[float, dict[str, float]]:
-    """Loss and metrics for each unit of weight; with a weight of 0, the sums."""
+    """Loss and metrics divided by the weight; if that is 0, the sums."""
     weight = float(sums.weight) or 1.0
     return float(sums.loss) / weight, {k: float(v) / weight for k, v in sums.metrics.items()}
 
@@ -150,10 +150,10 @@ def mean_of(sums: Sums) -> tuple[float, dict[str, float]]:
 def check_reported(
     task: Task, loss: float, metrics: Mapping[str, float], baseline: Iterable[str] = ()
 ) -> None:
-    """Checks what a task reports of a loss.
+    """Checks the names and the loss that a task reports.
 
     Raises:
-      ValueError: another number of a run has one of the names, or it is another loss.
+      ValueError: another number of a run has one of the names, or the loss is another one.
     """
     names = [name for name in metrics if name != LOSS]
     check_metrics([*names, *baseline], task.unit, f"task {task.name}")
@@ -165,7 +165,7 @@ def check_reported(
 
 
 class CheckedBatches:
-    """The batches of a task, each checked, also by the task, before it goes onto a mesh."""
+    """The batches of a task; jaxpar and the task check each one before it goes onto a mesh."""
 
     def __init__(self, setup: Setup, batches: Batches):
         self._setup, self._batches = setup, batches
@@ -173,26 +173,26 @@ class CheckedBatches:
 
     @property
     def num_windows(self) -> int | None:
-        """Batches of an epoch, if it is known."""
+        """Number of batches in an epoch, if it is known."""
         return self._batches.num_windows
 
-    def batch(self, step: int, rows: slice = slice(None)) -> Any:
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The batch of a step.
 
         Raises:
-          ValueError: it has other arrays than the task's, or a value that would give a wrong number.
+          ValueError: it has other arrays than the task's, or a value that would give wrong results.
         """
         batch = self._batches.batch(step, rows)
-        check_arrays(self._setup.layout, batch)
+        check_arrays(self._setup.facts, batch)
         self._setup.task.check_batch(batch)
         return batch
 
 
-def do_not_run_ahead(mesh: Mesh, outputs: Any) -> None:
-    """Waits for a step on simulated devices; elsewhere the host continues and queues the next one.
+def do_not_run_ahead(mesh: Mesh, outputs: Arrays) -> None:
+    """Waits for a step on simulated devices; on other devices the host queues the next step.
 
-    The CPU devices of a process share a pool of threads. With several steps in their queues, XLA can
-    give its threads to devices that wait in a collective for one that then gets none, and abort.
+    The CPU devices of a process share a pool of threads. With several steps in their queues, XLA can give all
+    threads to devices that wait in a collective for one without a thread, and abort.
     """
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         jax.block_until_ready(outputs)

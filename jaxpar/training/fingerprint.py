@@ -1,7 +1,7 @@
-"""What identifies the data of a run: checksums of batches, row by row, which are the same on every mesh.
+"""The identity of a run's data: checksums of batches, row by row, which are the same on every mesh.
 
-Before a run every process reads batch 0 of each split whole and in two halves. So data that are not a
-function of step and rows are found, and processes, or a resumed run, with other data. A checkpoint holds the
+Before a run, every process reads batch 0 of each split as a whole and in two halves. This finds data that are
+not a function of step and rows, and processes or resumed runs with other data. A checkpoint holds the
 checksum of the batch that a resumed run reads next.
 """
 
@@ -9,8 +9,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +17,7 @@ import xxhash
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.files import checksum
 from jaxpar.base.parts import SPLITS
+from jaxpar.base.types import Batch, Json
 from jaxpar.data.batches import Batches, EndOfStreamError, check_numbers
 from jaxpar.data.iterator import IteratorBatches
 from jaxpar.hosts.agree import DifferentError, Rendezvous, differences
@@ -31,14 +30,14 @@ _MODULUS = 2**64
 _log = logging.getLogger(__name__)
 
 
-def describe_data(setup: Setup) -> dict[str, Any]:
-    """What identifies a task's data, as JSON has it.
+def describe_data(setup: Setup) -> Json:
+    """The identity of a task's data.
 
-    `batches` are those of the task's fields and the seed, and may be compared where `settings` are equal.
+    `batches` depend on the task's fields and the seed, and may be compared if `settings` are equal.
 
     Raises:
-      ValueError: a split has no batch, or one of another shape than the layout is for; or batch 0 has other
-        rows when it is read in parts, or a value that the task refuses.
+      ValueError: a split has no batch, or one of another shape than the layout expects; or batch 0 has other
+        rows when it is read in parts, or a value that the task does not accept.
     """
     task = setup.task
     names = (field.name for field in dataclasses.fields(task) if field.name != "optimizer")
@@ -61,7 +60,7 @@ def describe_data(setup: Setup) -> dict[str, Any]:
 
 
 def _read_twice(setup: Setup, split: str) -> str:
-    """The checksum of batch 0, which is read whole and in halves."""
+    """The checksum of batch 0, which is read as a whole and in halves."""
     task = setup.task
     source = task.make_batches(split, *([setup.train.seed] if split == "train" else []))
     what = f"the batch of {type(source).__name__}"
@@ -71,14 +70,14 @@ def _read_twice(setup: Setup, split: str) -> str:
     require(batches.num_windows != 0, message)
     batch = batches.batch(0)
     check_numbers(batch)
-    check_batch_shape(setup.layout, batch)
+    check_batch_shape(setup.facts, batch)
     whole, halves = hash_rows(batch, 0), 0
     if isinstance(source, IteratorBatches):
         source.restart()
     for start, stop in ((0, B // 2), (B // 2, B)) if B > 1 else ((0, 1),):
         try:
             part = batches.batch(0, slice(start, stop))
-        except EndOfStreamError:  # of an iterator that is read only once
+        except EndOfStreamError:  # an iterator that can be read only once
             break
         rows = {len(leaf) for leaf in jax.tree.leaves(part) if np.ndim(leaf)}
         require(
@@ -96,18 +95,18 @@ def _read_twice(setup: Setup, split: str) -> str:
     return _as_text(whole)
 
 
-def describe_array(array: np.ndarray) -> dict[str, Any]:
-    """What a task's `fingerprint` may say of an array: shape, type and checksum."""
+def describe_array(array: np.ndarray) -> dict[str, str]:
+    """The shape, type and checksum of an array, for a task's `fingerprint`."""
     known = f"{array.dtype}{list(array.shape)}"
     return {"array": known, "checksum": checksum(np.ascontiguousarray(array).tobytes())}
 
 
-def hash_rows(batch: Any, start: int) -> int:
-    """A checksum below 2**64; those of all parts of a batch add up to that of the whole.
+def hash_rows(batch: Batch, start: int) -> int:
+    """A checksum below 2**64; the checksums of all parts of a batch add up to that of the whole batch.
 
     Args:
       batch: arrays [rows, ...] and scalars, on the host.
-      start: the number of its first row in the whole batch.
+      start: number of its first row in the whole batch.
     """
     leaves = [(path, np.asarray(leaf)) for path, leaf in jax.tree.leaves_with_path(batch)]
     rows = [np.ascontiguousarray(leaf) for _, leaf in leaves if leaf.ndim]
@@ -115,7 +114,7 @@ def hash_rows(batch: Any, start: int) -> int:
         [a.view(np.uint8).reshape(len(a), a.nbytes // len(a)) for a in rows], axis=1
     )
     total = sum(xxhash.xxh3_64_intdigest(row, seed=n) for n, row in enumerate(table, start + 1))
-    if start == 0:  # what all rows share is counted once
+    if start == 0:  # names, types and scalars are counted once
         what = [(jax.tree_util.keystr(path), a.dtype.str, a.shape[1:]) for path, a in leaves]
         shared = repr(what).encode() + b"".join(a.tobytes() for _, a in leaves if not a.ndim)
         total += xxhash.xxh3_64_intdigest(shared)
@@ -123,65 +122,70 @@ def hash_rows(batch: Any, start: int) -> int:
 
 
 class HashedBatches(CheckedBatches):
-    """Batches of a run, which say what the next one is, so that a resumed run can compare it.
+    """Batches of a run with checksums, by which a resumed run compares its next batch.
 
     Args:
-      settings: by which they are cut, as of `describe_data`.
+      settings: checksum of the settings by which they are cut, as of `describe_data`.
     """
 
     def __init__(self, setup: Setup, batches: Batches, settings: str):
         super().__init__(setup, batches)
         self.settings = settings
-        self._together = Rendezvous()
+        self._rendezvous = Rendezvous()
         self._stream = batches if isinstance(batches, IteratorBatches) else None
 
-    def checksums(self, step: int) -> dict[str, str]:
-        """That of the batch of a step, by its number; none where a stream has ended. All processes call it.
+    def describe(self, step: int) -> Json:
+        """The identity of the batch of a step; all processes call it.
+
+        `batches` is its checksum by its number; empty if a stream has ended. `position` is that of a stream
+        before the batch, if it is known. `settings` are as in `HashedBatches`.
 
         Raises:
           DifferentError: processes have read other data.
         """
-        sums = {}
+        sums = dict[str, str]()
         with contextlib.suppress(EndOfStreamError):
-            sums = {str(step): _as_text(hash_rows(self.batch(step), 0))}
+            sums[str(step)] = _as_text(hash_rows(self.batch(step), 0))
         found = {f"batch {number}": text for number, text in sums.items()}
-        if differ := self._together.exchange(found, differences):
+        if differ := self._rendezvous.exchange(found, differences):
             raise DifferentError(
                 f"the processes do not agree: {differ}.\nFix: give all processes the same data."
             )
-        return sums
-
-    def position(self, step: int) -> str | None:
-        """Where a stream was before a batch; None if it cannot tell, or is none."""
-        return None if self._stream is None else self._stream.position(step)
+        position = None if self._stream is None else self._stream.position(step)
+        return {"batches": sums, "position": position, "settings": self.settings}
 
     def keep_from(self, step: int) -> None:
-        """Batches from this step on may be asked for again, and of those before none."""
+        """From this step on, batches may be read again; earlier ones may not."""
         if self._stream is not None:
             self._stream.keep_from(step)
 
-    def check(self, sums: Mapping[str, str], what: str, position: str | None = None) -> None:
-        """Reads the batch again, and compares.
+    def check(self, described: Json, what: str) -> None:
+        """Reads the batch again, and compares it with its description, if batches are cut in the same way.
 
         Args:
-          sums: as of `checksums`.
-          what: has them, in words.
-          position: as of `position`.
+          described: as of `describe`.
+          what: holder of the description, in words.
         Raises:
           ValueError: the data have changed.
         """
-        if self._stream is not None and position is not None:
-            try:
-                self._stream.seek(position)
-                return self._compare(sums, what)
-            except ValueError as error:
-                told = "the stream is read from its beginning, not from its position (%s)"
-                _log.warning(told, str(error).partition("\n")[0])
-                self._stream.restart()
-        return self._compare(sums, what)
+        if described["settings"] != self.settings:
+            return
+        position = described["position"]
+        stream = None if position is None else self._stream
+        try:
+            if stream is not None and position is not None:
+                stream.seek(position)
+            self._compare(described, what)
+        except ValueError as error:
+            if stream is None:
+                raise
+            text = "the stream is read from its beginning, not from its position (%s)"
+            _log.warning(text, str(error).partition("\n")[0])
+            stream.restart()
+            self._compare(described, what)
 
-    def _compare(self, sums: Mapping[str, str], what: str) -> None:
-        for step, expected in sums.items():
+    def _compare(self, described: Json, what: str) -> None:
+        for step, expected in described["batches"].items():
             require(
                 _as_text(hash_rows(self.batch(int(step)), 0)) == expected,
                 f"batch {step} is not the one that {what} goes on with: the data have changed.\n"

@@ -1,24 +1,35 @@
-"""From a task to a trained state, in a folder; mistakes are refused before it is touched."""
+"""`fit`: a run from its task to its result. Read it from top to bottom; each part is below its first use.
+
+fit    check everything -> open the folder -> take steps -> evaluate -> close
+"""
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+from collections.abc import Mapping, Sequence
 from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
-from jaxpar.base.bucket import in_bucket
-from jaxpar.base.checks import require, require_instance
+from jaxpar.base.bucket import as_path, in_bucket
+from jaxpar.base.checks import fact_of, require, require_instance
+from jaxpar.base.display import Shown
 from jaxpar.base.files import checksum
 from jaxpar.base.loading import guard_remedy
 from jaxpar.base.trees import check_varying
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.data.batches import EndOfStreamError
 from jaxpar.hosts.agree import agree, in_process_0
 from jaxpar.hosts.distributed import program_facts
-from jaxpar.mesh import ONE_DEVICE, MeshConfig
+from jaxpar.hosts.stopping import Stop
+from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.model.task import Task, check_task
-from jaxpar.partition.storage import abstract_by_layer
+from jaxpar.partition.by_layer import abstract_by_layer
 from jaxpar.step.custom_backward import check_custom_backward
+from jaxpar.step.functions import init_state
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import (
@@ -27,16 +38,15 @@ from jaxpar.step.state import (
     audit,
     check_optimizer,
     check_room,
-    init_state,
     release,
 )
 from jaxpar.training import profiler
-from jaxpar.training.console import ConsoleReport
-from jaxpar.training.evaluate import check_reported, evaluate, in_batches
+from jaxpar.training.callbacks import Callbacks, ConsoleReport, Report, describe_stop
+from jaxpar.training.checkpoint import check_storable
+from jaxpar.training.evaluate import check_reported
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
-from jaxpar.training.progress import Evaluation
-from jaxpar.training.report import FitResult, Report, Reports
+from jaxpar.training.progress import Curves, Evaluation, columns_of, format_number
 from jaxpar.training.run_folder import (
     ROOT,
     TASK,
@@ -45,10 +55,65 @@ from jaxpar.training.run_folder import (
     next_run_folder,
     texts_of,
 )
-from jaxpar.training.weights import Start, find_weights
-from jaxpar.training.writing import check_storable
+from jaxpar.training.weights import MatchedWeights, Start, find_weights
 
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class FitResult(Shown):
+    """The result of `fit`, besides the files in `out_dir`; a notebook shows it with its curves.
+
+    Attributes:
+      losses: loss of each step taken here. That of a skipped step may not be finite; NaN is that of a batch
+        in which nothing counts.
+      first_step: number of steps taken before; 0 unless the run was resumed.
+      state: state after the last step.
+      setup: task, layout, mesh and settings as they were used; what was left open is filled in.
+      evaluations: evaluations of valid and test, by the split's name; empty if a signal ended the run.
+      stopped_by: what ended the run before its last step: SIGINT or SIGTERM, or the reason of a `Report.stop`
+        or of `patience`; None if nothing did.
+    """
+
+    losses: list[float]
+    first_step: int
+    state: TrainState
+    setup: Setup
+    evaluations: dict[str, Evaluation]
+    stopped_by: signal.Signals | str | None = None
+
+    def __repr__(self) -> str:
+        return f"FitResult({self.describe()})"
+
+    def describe(self) -> str:
+        """One line: the task, the mesh, the number of steps, the losses and the folder."""
+        facts = [f"{self.first_step + len(self.losses)} of {self.setup.train.num_steps} steps"]
+        facts += [f"loss {format_number(self.losses[-1])}"] if self.losses else []
+        for evaluation in self.evaluations.values():
+            facts.append(dataclasses.replace(evaluation, baseline={}).to_text())
+        facts += [describe_stop(self.stopped_by)] if self.stopped_by is not None else []
+        where = short_name(self.setup.parallel.mesh)
+        return f"{self.setup.task.name} on {where}: {'; '.join(facts)}; in {self.out_dir}"
+
+    @property
+    def out_dir(self) -> Path:
+        """The folder with metrics, settings and checkpoints."""
+        assert self.setup.train.out_dir is not None
+        return as_path(self.setup.train.out_dir)
+
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """The numbers in metrics.jsonl as a table, also those before a resume; `pandas.DataFrame` takes it.
+
+        Columns of equal lengths, with a row for each step that has numbers: `step`, `train/loss`,
+        `train/learning_rate`, `valid/loss`, ..., as trackers name them; NaN where a step has none.
+        """
+        return columns_of(RunFolder(self.out_dir).metrics())
+
+    @property
+    def curves(self) -> Curves:
+        """The losses in metrics.jsonl against the step."""
+        return Curves(self.setup.train.num_steps).add(*RunFolder(self.out_dir).metrics())
 
 
 def fit(
@@ -98,13 +163,7 @@ def fit(
     check_task(task)
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")
-    reports = (
-        report if isinstance(report, Sequence) else [ConsoleReport() if report is None else report]
-    )
-    for each in reports:
-        require_instance(
-            "report", each, Report, "a Report, such as ConsoleReport(), or a list of them"
-        )
+    reports = _list_of(report)
     require(
         report is None or not quiet,
         "quiet=True is for what is printed, and report=... takes its place\nFix: leave out one of them",
@@ -124,148 +183,55 @@ def fit(
     )  # fmt: skip
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
     setup = Setup.of(task, given, train)
-    silent = quiet or jax.process_index() > 0
-    heard_by = Reports([] if silent else reports)
-    with open_run(setup, folder, heard_by, start=start, **options) as run:
-        return run.train()
+    callbacks = Callbacks([] if quiet or jax.process_index() > 0 else reports)
+    prepared = _prepare(setup, folder if resume else None, start)
+
+    with callbacks, contextlib.ExitStack() as stack:
+        callbacks.call(Report.plan, setup, prepared.target)
+        if prepared.weights is not None:
+            callbacks.call(Report.start, prepared.weights)
+        run = _open_run(stack, setup, folder, callbacks, prepared, **options)
+        stopped_by = _take_steps(run, profile=profile)
+        evaluations = dict[str, Evaluation]()
+        if not isinstance(stopped_by, signal.Signals):
+            known = run.validations.get(run.step)
+            evaluations = {"valid": known or run.evaluate("valid"), "test": run.evaluate("test")}
+        in_process_0(run.folder.flush_metrics)
+        callbacks.call(Report.finish, evaluations, run.folder.path, run.times.parts())
+        return FitResult(run.losses, run.first_step, run.state, run.setup, evaluations, stopped_by)
+
+
+def _list_of(report: Report | Sequence[Report] | None) -> Sequence[Report]:
+    """The callbacks that `fit` is given; by default the console."""
+    if report is None:
+        return [ConsoleReport()]
+    reports = report if isinstance(report, Sequence) else [report]
+    for each in reports:
+        require_instance(
+            "report", each, Report, "a Report, such as ConsoleReport(), or a list of them"
+        )
+    return reports
+
+
+# ---- before the run: everything that can raise an error, before a file is written or a step compiled ----
 
 
 def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunFolder | None:
-    """The folder of a run; None if it is to get a number.
+    """The folder of a run; None if it gets the next number.
 
     Raises:
-      ValueError: resume and overwrite, both; or the run to resume is of an older version.
-      OSError: there is no run to resume, or one that is not to be overwritten, or none can be written.
+      ValueError: both resume and overwrite are given; or an older version has written the run.
+      OSError: there is no run to resume, or one that may not be overwritten, or none can be written.
     """
     require(not (resume and overwrite), "resume and overwrite contradict\nFix: use one of them")
+    folder = None if out_dir is None else RunFolder(out_dir)
     if resume:
-        folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
+        folder = newest_run_folder() if folder is None else folder
         folder.check()
-    else:
-        folder = None if out_dir is None else RunFolder(out_dir)
     (folder or RunFolder(ROOT)).check_writable()
     if folder is not None and not (resume or overwrite):
         _check_holds_no_run(folder)
     return folder
-
-
-@contextlib.contextmanager
-def open_run(
-    setup: Setup,
-    folder: RunFolder | None,
-    report: Reports,
-    *,
-    start: Start | None = None,
-    resume: bool,
-    overwrite: bool,
-    profile: bool,
-) -> Iterator[Run]:
-    """A run that has begun or goes on in its folder, which is locked until it ends.
-
-    Args:
-      folder: as of `choose_folder`.
-      report: hear of it, in each process its own.
-      start, resume, overwrite, profile: as of `fit`.
-    Raises:
-      ValueError, OSError: as of `fit`.
-    """
-    # Whatever can be refused is refused here, before a file is written or a step compiled.
-    before, program, train = folder if resume else None, program_facts(), setup.train
-    if before is not None:
-        before.check_program(program)
-    target = abstract_state(setup)
-    check_room(target, setup.mesh)
-    _check_model(setup, target)
-    data = describe_data(setup)
-    if before is not None:
-        start = Start.from_json(before.data().get("start"))
-    begins = before is None or before.checkpoints(setup).is_empty
-    taken = find_weights(setup, start) if start is not None and begins else None
-    texts = texts_of(setup, {**data, "program": program, "start": start and start.to_json()})
-    batches = HashedBatches(setup, setup.task.make_batches("train", train.seed), data["settings"])
-    is_cut_alike = before is not None and before.check_data(data)
-    told = [] if taken is None else taken.to_rows()
-    found: dict[str, object] = {"start": told, TASK: checksum(texts.get(TASK, "").encode())}
-    if setup.parallel.has_equal_shares:  # others say that devices differ
-        found["devices"] = sorted({device.device_kind for device in jax.local_devices()})
-    agree(
-        data, program, found,
-        remedy="give all of them the same data, task, settings and devices", last=True,
-    )  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        stack.push(lambda _, error, __: _hear_end(report, error))
-        report.plan(setup, target)
-        if taken is not None:
-            report.start(taken)
-        state = None
-        if before is not None:
-            stack.enter_context(before.lock)
-            state = _restore(before, setup, batches if is_cut_alike else None)
-        if profile:
-            _check_profile(train, 0 if state is None else int(state.step))
-        if folder is None:  # the same one for all processes
-            folder = RunFolder(in_process_0(lambda: str(next_run_folder())))
-        if before is None:
-            stack.enter_context(folder.lock)
-            in_process_0(folder.clear if overwrite else lambda: _check_holds_no_run(folder))
-        in_process_0(lambda: folder.start(texts))
-        setup = setup.replace(out_dir=str(folder))
-        checkpoints = stack.enter_context(folder.checkpoints(setup))
-        if state is None:
-            state = init_state(setup) if taken is None else taken.state()
-        else:
-            checkpoints.saved_step = int(state.step)
-        audit(state)
-        yield Run(setup, batches, folder, checkpoints, report, state, profile)
-
-
-def _check_model(setup: Setup, target: TrainState) -> None:
-    """Raises a ValueError if a task's model or optimizer would not do in a run."""
-    task, layout = setup.task, setup.layout
-    require(
-        type(task).after_validation is Task.after_validation or setup.train.eval_every > 0,
-        f"eval_every=0 has no validation before the end, and task {task.name} has after_validation\n"
-        f"Fix: set eval_every, such as to an epoch's steps",
-    )
-    _ = setup.optimizer  # is there one?
-    layout.facts.check_gradient()
-    check_optimizer(setup)
-    metrics: Mapping[str, float] = {}
-    with contextlib.suppress(ArithmeticError, ValueError):  # it makes no sense of these numbers
-        metrics = task.metrics(0.5, dict.fromkeys(layout.facts.traces.sums.metrics, 0.5))
-    check_reported(task, 0.5, metrics)
-    if not task.axes and (setup.parallel.mesh.data > 1 or setup.parallel.runs_in_units):
-        for what, (run, args) in layout.facts.parts.items():
-            check_varying(what, run, *args)
-    check_rows_alone(layout)
-    check_custom_backward(layout)
-    layout.facts.warn_of_resets()
-    check_storable(abstract_by_layer(target, layout))
-
-
-def _hear_end(report: Reports, error: BaseException | None) -> None:
-    if error is not None:
-        report.failed(error)
-    report.close()
-
-
-def evaluate_run(
-    folder: RunFolder, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False, **sizes: int
-) -> list[Evaluation]:
-    """Evaluates the newest state of a run on valid and test, on any mesh.
-
-    Args:
-      best: the state with the lowest validation loss, not the newest.
-      sizes: fields of the task that shall differ from training, such as batch_size=1.
-    Raises:
-      ValueError: the model does not fit the mesh, or its data have changed since the run began.
-      OSError: no run, no checkpoint, or data that cannot be read.
-    """
-    setup, state = folder.restore(mesh, best=best)
-    folder.check_data(describe_data(setup))
-    if sizes:
-        setup, state = in_batches(setup, state, **sizes)
-    return [evaluate(setup, state, split) for split in ("valid", "test")]
 
 
 def _check_holds_no_run(folder: RunFolder) -> None:
@@ -276,36 +242,197 @@ def _check_holds_no_run(folder: RunFolder) -> None:
         )
 
 
-def _check_profile(train: TrainConfig, taken: int) -> None:
+class _Prepared(NamedTuple):
+    """What a run needs, checked.
+
+    Attributes:
+      target: the state, as shapes.
+      weights: weights that the run begins with; None for randomly initialized ones.
+      texts: files that the run can be resumed from, by their names.
+      is_cut_alike: whether a resumed run reads the same batches as before.
+    """
+
+    target: TrainState
+    weights: MatchedWeights | None
+    texts: dict[str, str]
+    batches: HashedBatches
+    is_cut_alike: bool
+
+
+def _prepare(setup: Setup, before: RunFolder | None, start: Start | None) -> _Prepared:
+    """Checks the model, the data and the weights; in all processes.
+
+    Args:
+      before: folder of the run to resume; None for a new run.
+    """
+    program, begins = program_facts(), True
+    if before is not None:
+        before.check_program(program)
+    target = abstract_state(setup)
+    check_room(target, setup.mesh)
+    _check_model(setup, target)
+    data = describe_data(setup)
+    if before is not None:
+        start = Start.from_json(before.data().get("start"))
+        begins = before.checkpoints(setup).is_empty
+    weights = find_weights(setup, start) if start is not None and begins else None
+    texts = texts_of(setup, {**data, "program": program, "start": start and start.to_json()})
+    batches = HashedBatches(
+        setup, setup.task.make_batches("train", setup.train.seed), data["settings"]
+    )
+    is_cut_alike = before is not None and before.check_data(data)
+    found: dict[str, object] = {
+        "start": [] if weights is None else weights.to_rows(),
+        TASK: checksum(texts.get(TASK, "").encode()),
+    }
+    if setup.parallel.has_equal_shares:  # with unequal shares, devices may differ
+        found["devices"] = sorted({device.device_kind for device in jax.local_devices()})
+    agree(
+        data, program, found,
+        remedy="give all of them the same data, task, settings and devices", last=True,
+    )  # fmt: skip
+    return _Prepared(target, weights, texts, batches, is_cut_alike)
+
+
+def _check_model(setup: Setup, target: TrainState) -> None:
+    """Raises a ValueError if a run cannot use a task's model or optimizer."""
+    task, facts = setup.task, setup.facts
+    require(
+        type(task).after_validation is Task.after_validation or setup.train.eval_every > 0,
+        f"eval_every=0 has no validation before the end, and task {task.name} has after_validation\n"
+        f"Fix: set eval_every, such as to an epoch's steps",
+    )
+    _ = setup.optimizer  # raises an error if there is none
+    facts.check_gradient()
+    check_optimizer(setup)
+    metrics: Mapping[str, float] = {}
+    with contextlib.suppress(ArithmeticError, ValueError):  # these numbers may make no sense
+        metrics = task.metrics(0.5, dict.fromkeys(facts.traces.sums.metrics, 0.5))
+    check_reported(task, 0.5, metrics)
+    if not task.axes and (setup.parallel.mesh.data > 1 or setup.parallel.runs_in_units):
+        for what, (run, args) in facts.parts.items():
+            check_varying(what, run, *args)
+    check_rows_alone(setup.parts)
+    check_custom_backward(setup.parts)
+    facts.warn_of_resets()
+    check_storable(abstract_by_layer(target, setup.storage))
+
+
+# ---- the folder ----
+
+
+def _open_run(
+    stack: contextlib.ExitStack,
+    setup: Setup,
+    folder: RunFolder | None,
+    callbacks: Callbacks,
+    prepared: _Prepared,
+    *,
+    resume: bool,
+    overwrite: bool,
+    profile: bool,
+) -> Run:
+    """A run with its first state, in a folder that is locked until the stack is closed."""
+    state = None
+    if resume:
+        assert folder is not None
+        stack.enter_context(folder.lock)
+        state = _restore(folder, setup, prepared)
+    if profile:
+        _check_profile(setup.train, 0 if state is None else int(state.step))
+    if folder is None:  # the same one for all processes
+        folder = RunFolder(in_process_0(lambda: str(next_run_folder())))
+    if not resume:
+        stack.enter_context(folder.lock)
+        in_process_0(folder.clear if overwrite else lambda: _check_holds_no_run(folder))
+    in_process_0(lambda: folder.start(prepared.texts))
+    setup = setup.replace(out_dir=str(folder))
+    checkpoints = stack.enter_context(folder.checkpoints(setup))
+    if state is not None:
+        checkpoints.saved_step = int(state.step)
+    else:
+        state = init_state(setup) if prepared.weights is None else prepared.weights.state()
+    audit(state)
+    return Run(setup, prepared.batches, folder, checkpoints, callbacks, state)
+
+
+def _restore(folder: RunFolder, setup: Setup, prepared: _Prepared) -> TrainState | None:
+    """The state to resume from; None if the run was killed before its first checkpoint."""
+    checkpoints = folder.checkpoints(setup)
+    if checkpoints.is_empty:
+        if jax.process_index() == 0:
+            _log.warning("%s has no checkpoint yet: the run begins again", folder)
+        return None
+    state = checkpoints.restore()
+    if prepared.is_cut_alike:
+        step = int(state.step)
+        prepared.batches.check(checkpoints.described(step), f"the checkpoint of step {step}")
+    return release(state, setup.train.allowed_skips)
+
+
+def _check_profile(train: TrainConfig, num_taken: int) -> None:
     require(
         not in_bucket(train.out_dir or ""),
         f"out_dir={train.out_dir!r} is in a bucket, where JAX writes no profile\n"
         f"Fix: profile a run of a few steps with another --train.out-dir",
     )
     require(
-        train.num_steps - taken >= profiler.LAST,
-        f"num_steps={train.num_steps} must be at least {taken + profiler.LAST} for a profile, which is of "
-        f"steps {profiler.FIRST} to {profiler.LAST} from here\nFix: take more steps",
+        train.num_steps - num_taken >= profiler.LAST,
+        f"num_steps={train.num_steps} must be at least {num_taken + profiler.LAST} for a profile, which is "
+        f"of steps {profiler.FIRST} to {profiler.LAST} from here\nFix: take more steps",
     )
 
 
-def _restore(folder: RunFolder, setup: Setup, batches: HashedBatches | None) -> TrainState | None:
-    """The state to go on with; None if the run was killed before its first checkpoint.
+# ---- the loop ----
 
-    Args:
-      batches: to be compared with those before the checkpoint; None if they are not comparable.
+
+def _take_steps(run: Run, *, profile: bool) -> signal.Signals | str | None:
+    """Takes the steps that are left, and saves the state after the last one; returns what ended them early.
+
+    Raises:
+      OSError: something could not be written, such as on a full disk; the newest checkpoint is whole.
+      FloatingPointError: a step is not finite, and may not be skipped.
+      EndOfStreamError: the data have ended before the last step.
     """
-    checkpoints = folder.checkpoints(setup)
-    if not checkpoints.is_empty:
-        state = checkpoints.restore()
-        if batches is not None:
-            step = int(state.step)
-            known = checkpoints.described(step)
-            what = f"the checkpoint of step {step}"
-            # A run that went on with other sizes may have ended before its next checkpoint.
-            if known.get("settings") in (None, batches.settings):
-                batches.check(known["batches"], what, known["position"])
-        return release(state, setup.train.allowed_skips)
-    if jax.process_index() == 0:
-        _log.warning("%s has no checkpoint yet: the run begins again", folder)
-    return None
+    config, is_traced = run.config, profile and jax.process_index() == 0
+    tracer = profiler.StepTracer(run.folder.profile_path if is_traced else None)
+    ended: EndOfStreamError | None = None
+    run.begin()
+    with Stop() as stop, tracer:
+        run.checkpoints.on_failure = stop.request
+        # The run may have ended here during this validation, or because of it.
+        continues = not run.is_validated or run.validate(stop)
+        while continues and run.step < config.num_steps and not run.is_stopped(stop):
+            tracer.before_step()
+            try:
+                batch = run.read_batch()
+            except EndOfStreamError as error:  # in all processes
+                ended = error
+                break
+            run.take_step(batch)
+            tracer.after_step(run.state)
+            is_due = run.checkpoints.is_due(run.step)
+            is_due = is_due or (run.is_logged and run.is_time_to_save())
+            if run.is_logged or run.is_validated or is_due:
+                looked = run.look()
+                if run.is_logged:
+                    run.log(looked[-1])
+            with run.off_the_clock():
+                if run.is_validated:
+                    continues = run.validate(stop)
+                    is_due = is_due or (config.keep_best and run.is_best)
+                if continues and is_due:
+                    run.save()
+        run.look()
+        if run.step > run.first_step:
+            run.save()
+            run.checkpoints.close()  # it is whole before the last lines name it
+    run.callbacks.call(Report.end, run.step, config.num_steps, stop.reason)
+    if ended is not None:
+        raise EndOfStreamError(
+            f"{fact_of(ended)} The state of step {run.step} is saved.\nFix: let the stream "
+            f"repeat its data, or give more, and use --resume --train.out-dir {run.folder}."
+        ) from ended
+    if tracer.path is not None:
+        run.callbacks.call(Report.profile, tracer.path)
+    return stop.reason

@@ -6,17 +6,17 @@ import importlib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import numpy as np
 from flax import nnx
 
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.files import check_output, check_path
+from jaxpar.base.types import Json, Module
 from jaxpar.data.batches import Batches
 from jaxpar.hosts.agree import in_process_0
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.partition.storage import in_stacks
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
 from jaxpar.training.evaluate import evaluate, in_batches
@@ -56,13 +56,13 @@ class LoadedRun:
     @property
     def params(self) -> nnx.State:
         """The parameters, an `nnx.State` nested by their names; `jaxpar.show(run.params)` draws them."""
-        return in_stacks(self.state.params, self.setup.layout)
+        return self.setup.storage.in_stacks(self.state.params)
 
     @functools.cached_property
-    def model(self) -> Any:
+    def model(self) -> Module:
         """The task's model with these parameters."""
-        layout = self.setup.layout
-        return layout.merge(self.params, in_stacks(self.state.frozen, layout))
+        storage = self.setup.storage
+        return storage.merge(self.params, storage.in_stacks(self.state.frozen))
 
     def evaluate(self, split: str = "valid") -> Evaluation:
         """Loss and metrics on a split of the run's data.
@@ -106,12 +106,16 @@ class LoadedRun:
         require_instance("data", data, str | Batches, use)
         if out is not None:
             check_out(out)
-        setup, state = self.setup, self.state
-        if sizes:
-            setup, state = in_batches(setup, state, **sizes)
-        run = dataclasses.replace(self, setup=setup, state=state)
+        run = self.in_batches(**sizes)
         batches = run.batches(data) if isinstance(data, str) else data
-        return predict(setup, state, batches, out, quiet=quiet)
+        return predict(run.setup, run.state, batches, out, quiet=quiet)
+
+    def in_batches(self, **sizes: int) -> Self:
+        """The same run with batches of other sizes; as of `evaluate.in_batches`."""
+        if not sizes:
+            return self
+        setup, state = in_batches(self.setup, self.state, **sizes)
+        return dataclasses.replace(self, setup=setup, state=state)
 
     def batches(self, data: str) -> Batches:
         """The batches of a split of the run's data, in the order of evaluation.
@@ -141,7 +145,7 @@ class LoadedRun:
         check_export(path)
         told = f"dtype must be 'bfloat16' or None, got {dtype!r}\nFix: use one of them"
         require(dtype in (None, "bfloat16"), told)
-        tensors = outgoing((self.state.params, self.state.frozen), self.setup.layout)
+        tensors = outgoing((self.state.params, self.state.frozen), self.setup.storage)
         tensors = self._to_torch(tensors) if torch else tensors
         return write_weights(path, tensors, self._texts(), dtype)
 
@@ -156,7 +160,7 @@ class LoadedRun:
         """What a file of its weights tells besides them."""
         return {}
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[Json]:
         """The lines of metrics.jsonl: what was reported while it ran."""
         return self.folder.metrics()
 
@@ -191,3 +195,21 @@ def load_run(
     setup, state = folder.restore(mesh, best=best)
     module, _, name = setup.task.run_class.partition(":")
     return getattr(importlib.import_module(module), name)(folder, setup, state)
+
+
+def evaluate_run(
+    folder: RunFolder, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False, **sizes: int
+) -> list[Evaluation]:
+    """Evaluates the newest state of a run on valid and test, on any mesh.
+
+    Args:
+      best: evaluate the state with the lowest validation loss, not the newest.
+      sizes: fields of the task that differ from training, such as batch_size=1.
+    Raises:
+      ValueError: the model does not fit the mesh, or its data have changed since the run began.
+      OSError: no run, no checkpoint, or data that cannot be read.
+    """
+    run = LoadedRun(folder, *folder.restore(mesh, best=best))
+    folder.check_data(describe_data(run.setup))
+    run = run.in_batches(**sizes)
+    return [evaluate(run.setup, run.state, split) for split in ("valid", "test")]

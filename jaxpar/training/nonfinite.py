@@ -1,41 +1,38 @@
-"""Where a number that is not finite comes from: its step, repeated from the state before it.
+"""The origin of a number that is not finite: the failed step, repeated part by part from the state before it.
 
-    forward    first -> layer 0 -> layer 1 -> last -> loss    the first whose output is not finite, and when
-    backward   first <- layer 0 <- layer 1 <- last            else the first whose gradient is not, and when
+    forward    first -> layer 0 -> layer 1 -> last -> loss    the first output that is not finite, and when
+    backward   first <- layer 0 <- layer 1 <- last            else the first gradient that is not, and when
 
-An update is not looked at. `check_parameters` does that before a state is saved.
-
-Batch and dropout are functions of the step, so it is the same step again. A run whose numbers are finite
-pays nothing for this. Dims: S rows of stacked layers, B batch.
+Batch and dropout are functions of the step, so this is the same step. Each kind of part is a program of its
+own, for the whole batch and window. A run with finite numbers compiles none of them. The search does not look
+at an update: `check_parameters` does that before a state is saved. Dims: S layers of a kind, T time, B batch.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.trees import vary_like
-from jaxpar.model.model import mean_loss
-from jaxpar.partition.partition import Layout, Outer
-from jaxpar.partition.storage import by_layer, in_stacks, kind_of
-from jaxpar.pipeline.spec import Layer
-from jaxpar.pipeline.tables import TickTable
-from jaxpar.sharding import array_of, named_leaves
-from jaxpar.step.forward import full_table, make_forward
+from jaxpar.base.keys import is_key, key_as
+from jaxpar.base.parts import starts_of
+from jaxpar.base.trees import add, in_float32, vary_like
+from jaxpar.base.types import Activations, Arrays, Batch, Carry, Cotangents, Index, Params
+from jaxpar.model.model import Sums, mean_loss, says
+from jaxpar.model.stack import values
+from jaxpar.partition.by_layer import by_layer, kind_of
+from jaxpar.sharding import Constraint, array_of, is_variable, named_leaves, off_stages
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
-from jaxpar.step.step import CompiledStep, dropout_key
+from jaxpar.step.step import dropout_key
 
-NEVER = 2**22  # a time step that no batch has; float32 tells all before it apart
-
-_LAST = "last"  # all that is computed after the layers
 _ROWS_NAMED = 8
 
 
@@ -44,9 +41,9 @@ class Origin(NamedTuple):
 
     Attributes:
       place: such as "the output of layer 2 (lstm)".
-      rows: of the batch that have such numbers there; none if they cannot be told apart.
-      time: the first time step of those rows that has one, from 0; on the way back the last. None if there is
-        no time, or it cannot be told.
+      rows: of the batch that have such numbers there; none if they are unknown.
+      time: the first time step of those rows that has one, from 0; in the backward pass the last. None if the
+        model has no time, or if it is unknown.
     """
 
     place: str
@@ -62,44 +59,48 @@ class Origin(NamedTuple):
         return f"{text}, in row{'s' * (len(self.rows) > 1)} {rows}"
 
 
-def find_origin(setup: Setup, state: TrainState, batch: Any) -> Origin:
-    """Where the first number is that is not finite, in the order of computing.
+def find_origin(setup: Setup, state: TrainState, batch: Batch) -> Origin:
+    """The place of the first number that is not finite, in the order of computing.
 
-    What is computed before and after the layers is one place each. The first call compiles a program; with
-    several processes, all of them call it. Layers in pools are looked at in stacks, which take more room.
+    All that is computed before the layers is one place, and all after them is one. The first call compiles
+    two programs for each kind of part. With several processes, all of them call it.
 
     Args:
       setup: that the state was made with.
       state: before the step, as a halted state is; not consumed.
       batch: of the step.
     """
-    parallel = setup.parallel  # the gradients of weights would be cut from what is looked at
-    pipeline = dataclasses.replace(parallel.pipeline, zero_bubble=False)
-    parallel = dataclasses.replace(parallel, pipeline=pipeline)
-    layout = Layout(setup.layout.facts, parallel, may_pool=False)
-    train, state = setup.train, in_stacks(state, setup.layout)
-    look = dataclasses.replace(setup, layout=layout).keep(_make_look, parallel, train.seed)
-    state = dataclasses.replace(state, opt_state=())
-    found = jax.device_get(look.run(state, batch))
-    loss, watched, marks, params, grads = found
-    layers, watched = _layers(layout), [watched[name].swapaxes(1, 2) for name in layout.facts.kinds]
-    for place, marks_B in zip(["first", *layers], _between(layout, watched), strict=False):
-        if marks_B.any():
-            time = NEVER - int(marks_B.max()) if layout.facts.time_major else None
-            return Origin(f"the output of {place}", tuple(np.flatnonzero(marks_B).tolist()), time)
-    parts = _parts_on_the_way_back(layout)
+    facts, repeat = setup.facts, setup.cached(_Repeat, setup.train.seed)
+    step, parts = repeat.step(state, batch), _parts_of(setup)
+    x, sums, inputs = (), Sums(jnp.float32(0), jnp.float32(0)), list[Activations]()
+    for part in parts:
+        inputs.append(x)
+        x, sums, marks_TB = repeat.forward(part.kind, part.place, step, x, sums)
+        if facts.kinds and marks_TB.any():
+            return _origin(setup, f"the output of {part.name}", marks_TB, is_first=True)
+    loss, d_sums = repeat.loss(sums)
+    modules = list(dict.fromkeys(_module(name) for name, _ in named_leaves(facts.params)))
     if not np.isfinite(loss):
-        is_bad = _by_part(layout, params)
-        bad = [] if layout.facts.kinds else [part for part in reversed(parts) if is_bad.get(part)]
-        return Origin(f"the parameters of {bad[0]}" if bad else f"the output of {_LAST}")
-    is_bad = _by_part(layout, grads)
-    marks_of = dict(zip([*layers, _LAST], _between(layout, marks), strict=False))
-    bad = [part for part in parts if is_bad.get(part) or np.any(marks_of.get(part, 0))]
-    if bad:
-        part = _LAST if parts.index(bad[0]) < parts.index(_LAST) else bad[0]
-        times, rows = map(np.unique, np.nonzero(marks_of.get(part, np.zeros((0, 0)))))
-        time = int(times[-1]) if layout.facts.time_major and len(times) else None
-        return Origin(f"the gradient of {bad[0]}", tuple(rows.tolist()), time)
+        is_bad = _by_place(setup, repeat.bad_arrays(step.params))
+        bad = [] if facts.kinds else [module for module in modules if is_bad[module]]
+        return Origin(f"the parameters of {bad[0]}" if bad else "the output of last")
+    first, last = ({path.removesuffix("/value") for path in own.read} for own in facts.uses)
+    after_layers = [
+        _module(n.replace("/", ".")) for n in facts.outer_variables[0] if n in last - first
+    ]
+    layers = [part.name for part in parts[1:-1]]
+    others = {"last": [*after_layers, "last"], "first": [*reversed(layers), *reversed(modules)]}
+    dx, grads = (), jax.tree.map(jnp.zeros_like, step.params)
+    for part in reversed(parts):
+        x, cotangents = inputs.pop(), (dx, d_sums)
+        grads, dx, marks_TB, bad = repeat.backward(
+            part.kind, part.place, step, x, cotangents, grads
+        )
+        is_bad = _by_place(setup, bad)
+        is_bad[part.name] = is_bad.get(part.name, False) or bool(marks_TB.any())
+        for place in others.get(part.name, [part.name]):
+            if is_bad.get(place):
+                return _origin(setup, f"the gradient of {place}", marks_TB, is_first=False)
     return Origin("the norm of all gradients, each of which is finite")
 
 
@@ -111,7 +112,7 @@ def check_parameters(setup: Setup, state: TrainState) -> None:
     """
     if _are_finite(state.params):
         return
-    arrays = by_layer(state.params, setup.layout)
+    arrays = by_layer(state.params, setup.storage)
     name = next(name for name, array in arrays.items() if not _are_finite(array))
     raise FloatingPointError(
         f"parameter {name.replace('/', '.')} is not finite after step {int(state.step)}: an update "
@@ -121,146 +122,248 @@ def check_parameters(setup: Setup, state: TrainState) -> None:
 
 
 @jax.jit
-def _are_finite(tree: Any) -> jax.Array:
+def _are_finite(tree: Arrays) -> jax.Array:
     leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return functools.reduce(jnp.logical_and, leaves, jnp.bool_(True))
 
 
-def _make_look(setup: Setup, *_: Any) -> CompiledStep:
-    """(state, batch) -> the loss, and what is not finite: activations, gradients, arrays."""
-    value_and_grad = watched_loss_and_grad(setup, setup.train.seed)
+class _Part(NamedTuple):
+    """A part of a step: a layer, all that is before the layers, or all that is after them.
 
-    def look(state: TrainState, batch: Any, table: TickTable | None):
-        (loss, watched), (grads, marks) = value_and_grad(state, batch, table)
-        # As in the norm that the step goes by, a square may overflow.
-        squares = jax.tree.map(jnp.square, grads)
-        return loss, watched, marks, _bad_arrays(state.params), _bad_arrays(squares)
-
-    replicated = NamedSharding(setup.mesh, P())
-    return CompiledStep(look, setup.layout, backward=True, out_shardings=replicated)
-
-
-def watched_loss_and_grad(setup: Setup, seed: int) -> Callable[..., Any]:
-    """(state, batch, table=None) -> ((mean loss, watched), (gradients, marks)); not compiled.
-
-    `watched` is by kind float32 [rows of the stack, B, 2], in which time step t inputs and outputs of layers
-    were not finite for the first time: `NEVER` - t, or 0. Marks, for every kind [rows of the stack, 2, T, B],
-    are not 0 where the gradients of these inputs and outputs are not finite.
-    """
-    layout = setup.layout
-    forward = make_forward(layout, setup.mesh, functools.partial(_watched, layout))
-    T, B = layout.facts.num_steps or 1, layout.facts.batch_size
-
-    def loss(params, state, batch, table):
-        params, probes = params
-        flags = tuple(jnp.zeros((len(rows), B, 2)) for rows in layout.slots.rows)
-        key = dropout_key(seed, state)
-        watched, sums = forward(
-            *(params, state.frozen, state.carry, batch, key, table), beside=(probes, flags)
-        )
-        return mean_loss(sums), watched
-
-    value_and_grad = jax.value_and_grad(loss, has_aux=True)
-
-    def run(state, batch, table=None):
-        table = full_table(layout.parallel, backward=True) if table is None else table
-        probes = tuple(jnp.zeros((len(rows), 2, T, B)) for rows in layout.slots.rows)
-        return value_and_grad((state.params, probes), state, batch, table)
-
-    return run
-
-
-def _watched(layout: Layout, layer: Layer) -> Layer:
-    """A layer that tells where its inputs and outputs, and the gradients of both, are not finite.
-
-    Its parameters are (parameters, probe), its carry (carry, marks); see `watched_loss_and_grad`.
+    Attributes:
+      kind: the number of a layer's kind, "first" or "last".
+      place: its `At.layer`, and its row among the layers of its kind.
     """
 
-    def bad(tree):
-        parts = []
+    name: str
+    kind: int | str
+    place: tuple[Index, Index]
+
+
+def _parts_of(setup: Setup) -> list[_Part]:
+    kinds = setup.facts.kind_of
+    L, layers = len(kinds), []
+    for number, kind in enumerate(kinds):
+        name = f"layer {number} ({setup.facts.kinds[kind]})"
+        layers.append(_Part(name, kind, (number, kinds[:number].count(kind))))
+    return [_Part("first", "first", (L + 1, 0)), *layers, _Part("last", "last", (L, 0))]
+
+
+class _Step(NamedTuple):
+    """All that a step reads; stacked layers are in their order, whatever the placement."""
+
+    params: Params
+    frozen: Params
+    carry: Carry
+    batch: Batch
+    key: jax.Array | None
+
+
+class _Repeat:
+    """The parts of a step as compiled functions of the whole batch.
+
+    Activations have one more dim in front. Along axes of the task that split neither rows nor time, devices
+    may have different numbers: each has its own place there. Otherwise there is one place.
+    """
+
+    def __init__(self, setup: Setup, seed: int):
+        self._setup, self._facts, self._seed = setup, setup.facts, seed
+        self.forward = jax.jit(self._forward, static_argnums=0)
+        self.backward = jax.jit(self._backward, static_argnums=0, donate_argnums=5)
+        self.bad_arrays = jax.jit(self._bad_arrays)
+        self.loss = jax.jit(jax.value_and_grad(mean_loss))
+
+    def step(self, state: TrainState, batch: Batch) -> _Step:
+        """The step from a state."""
+        _, params, frozen = self._facts.split(self._facts.model)
+        shapes = {"params": params, "frozen": frozen, "carry": state.carry}
+        own = {name: getattr(state, name) for name in shapes}
+        arrays = by_layer(own, self._setup.storage)
+
+        def of(path: jax.tree_util.KeyPath, leaf: nnx.Variable) -> nnx.Variable:
+            shape, array = (
+                array_of(leaf),
+                arrays.get(jax.tree_util.keystr(path, simple=True, separator="/")),
+            )
+            if array is None:  # without elements
+                array = jnp.zeros(shape.shape, shape.dtype)
+            return leaf.replace(key_as(shape, array) if is_key(shape) else array)
+
+        found = jax.tree.map_with_path(of, shapes, is_leaf=is_variable)
+        return _Step(**found, batch=batch, key=dropout_key(self._seed, state))
+
+    def _forward(
+        self, kind: int | str, place: tuple[Index, Index], step: _Step, x: Activations, sums: Sums
+    ) -> tuple[Activations, Sums, jax.Array]:
+        """The output of a part, the sums with its own, and where the output is not finite: [T, B]."""
+        y, own = self._compute(kind, place, step, x)
+        return y, add(sums, own), self._marks(y)
+
+    def _backward(
+        self,
+        kind: int | str,
+        place: tuple[Index, Index],
+        step: _Step,
+        x: Activations,
+        cotangents: Cotangents,
+        grads: Params,
+    ) -> tuple[Params, Cotangents, jax.Array, dict[str, jax.Array]]:
+        """The gradients with those of a part, that of its input, and where each is not finite.
+
+        Args:
+          cotangents: of its output and of the sums.
+          grads: of the parts after this one.
+        """
+
+        def run(params: Params, x: Activations) -> tuple[Activations, Sums]:
+            return self._compute(kind, place, step._replace(params=params), x)
+
+        d_params, dx = jax.vjp(run, step.params, x)[1](cotangents)
+        grads = add(grads, d_params)
+        # As in the norm that the step is judged by, a square may overflow.
+        return grads, dx, self._marks(dx), self._bad_arrays(jax.tree.map(jnp.square, grads))
+
+    def _compute(
+        self, kind: int | str, place: tuple[Index, Index], step: _Step, x: Activations
+    ) -> tuple[Activations, Sums]:
+        """The output of a part, and its loss and weight."""
+        facts, parts, (params, frozen, carry, batch, _) = self._facts, self._setup.parts, step
+        number, row = place
+        if says(facts.model, "draw"):
+            drawn = nnx.merge(facts.graphdef, params, frozen).draw(step.key)
+            params = facts.split(drawn)[1]
+        if isinstance(kind, str):
+            own = params, frozen, ()
+            specs = parts.partition.specs(own)
+        else:
+            name = facts.kinds[kind]
+            stacks = *(parts.of_layers(tree)[kind] for tree in (params, frozen)), carry[name]
+            specs = jax.tree.map(lambda spec: P(*spec[1:]), parts.partition.specs(stacks))
+            params, frozen, carry = jax.tree.map(functools.partial(_row, row), stacks)
+            layer = nnx.merge(nnx.graphdef(getattr(facts.model.layers, name)), params, frozen)
+            initial = (
+                layer.initial_carry(facts.batch_size) if hasattr(layer, "initial_carry") else ()
+            )
+            starts = starts_of(batch)
+            carry = jax.tree.map(lambda a, b: jnp.where(starts, b, a), values(carry), initial)
+            own, specs = (params, frozen, carry), values(specs)
+        run = functools.partial(self._on_device, kind)
+        inputs = *own, x, facts.to_block(batch), number, step.key
+        return self._over_axes(run, inputs, specs)
+
+    def _on_device(
+        self,
+        kind: int | str,
+        params: Params,
+        frozen: Params,
+        carry: Carry,
+        x: Activations,
+        block: Batch,
+        number: Index,
+        key: jax.Array,
+    ) -> tuple[Activations, Sums]:
+        """The same for the rows and time steps of one device along the task's axes."""
+        facts, parts, axes = self._facts, self._setup.parts, self._facts.task.axes
+        at, x = facts.at(block, draws=False), jax.tree.map(lambda a: a[0], x)
+        rules = off_stages(parts.partition.carry_rules)
+        at = at._replace(layer=number, key=key, layout=Constraint(self._setup.mesh, rules, axes))
+        group: Index = 0
+        if axes:
+            group = sum(map(lax.axis_index, axes))
+            params, carry, x = vary_like((params, carry, x), group)
+            sizes = self._setup.mesh.shape
+            num_rows = facts.batch_size // math.prod(sizes[axis] for axis in facts.row_axes)
+            time = lax.axis_index(facts.time_axes) * (parts.partition.chunk_len or 0)
+            at = at._replace(row=lax.axis_index(facts.row_axes) * num_rows, time=time)
+        y, sums = (), []
+        if kind == "first":
+            y = nnx.merge(facts.graphdef, params, frozen).first(at.batch, at)
+        elif kind == "last":
+            model = nnx.merge(facts.graphdef, params, frozen)
+            sums = [parts.after_layers(model, x, at, predicts=False)]
+        else:
+            layer = parts.layer_functions(in_units=False)[int(kind)]
+            _, y, *sums = layer(params, frozen, carry, x, at)
+        loss, weight = sums[0][:2] if sums else (jnp.float32(0), jnp.float32(0))
+        y = jax.tree.map(lambda a: a[None], y)
+        if axes:
+            y, sums = vary_like((y, Sums(loss, weight)), group)
+            return y, lax.psum(sums, axes)
+        return y, Sums(loss, weight)
+
+    def _over_axes(self, run, inputs, specs):
+        """A function of each device's part along the task's axes, on whole arrays."""
+        facts, axes = self._facts, self._facts.task.axes
+        if not axes:
+            return run(*inputs)
+        rows, times = facts.row_axes or None, facts.time_axes or None
+        apart = tuple(axis for axis in axes if axis not in (*facts.row_axes, *facts.time_axes))
+        of_time = (times,) if facts.time_major else ()
+
+        def of_batch(a: jax.Array) -> P:
+            if a.ndim < 2 or not facts.time_major:
+                return P(*(rows,)[: a.ndim])
+            return P(times if len(a) > 1 else None, rows)
+
+        of_x = P(apart or None, *of_time, rows)
+        of_block = jax.tree.map(of_batch, inputs[4])
+        return jax.shard_map(
+            run,
+            mesh=self._setup.mesh,
+            axis_names={*axes},
+            in_specs=(*specs, of_x, of_block, P(), P()),
+            out_specs=(of_x, P()),
+        )(*inputs)
+
+    def _marks(self, tree: Activations) -> jax.Array:
+        """Where activations are not finite: bool [T, B], the same on all devices."""
+        marks_TB = jnp.zeros((1, 1), bool)
         for leaf in jax.tree.leaves(tree):
-            leaf_TB = leaf if layout.facts.time_major else leaf[None]
-            parts.append(~jnp.isfinite(leaf_TB).all(tuple(range(2, leaf_TB.ndim))))
-        return functools.reduce(jnp.logical_or, parts)
+            leaf_ATB = leaf if self._facts.time_major else leaf[:, None]
+            marks_TB |= ~jnp.isfinite(leaf_ATB).all((0, *range(3, leaf_ATB.ndim)))
+        return self._replicated(marks_TB)
 
-    def first_bad(tree, at):
-        bad_TB = bad(lax.stop_gradient(tree))
-        step_B = at.time + bad_TB.argmax(0)
-        return jnp.where(bad_TB.any(0), (NEVER - step_B).astype(jnp.float32), 0.0)
+    def _bad_arrays(self, tree: Params) -> dict[str, jax.Array]:
+        """By name whether the sum of an array is not finite: bool [S] of stacked layers, else []."""
+        sums = {}
+        for name, leaf in named_leaves(tree):
+            array, is_stacked = array_of(leaf), kind_of(leaf) is not None
+            sums[name] = ~jnp.isfinite(array.sum(tuple(range(is_stacked, array.ndim))))
+        return self._replicated(sums)
 
-    @jax.custom_vjp
-    def tap(tree, probe_TB, place):
-        return tree
-
-    def pull_back(place, d_tree):
-        marks_TB = bad(d_tree).astype(jnp.float32)
-        room_TB = vary_like(
-            jnp.zeros((layout.facts.num_steps or 1, layout.facts.batch_size)), marks_TB
-        )
-        return d_tree, lax.dynamic_update_slice(room_TB, marks_TB, place), None
-
-    tap.defvjp(lambda tree, probe_TB, place: (tree, place), pull_back)
-
-    def run(params, frozen, carry, x, at):
-        (params, probe_2TB), (carry, marks_B2) = params, carry
-        x = tap(x, probe_2TB[0], (at.time, at.row))
-        after, y, *sums = layer(params, frozen, carry, x, at)
-        y = tap(y, probe_2TB[1], (at.time, at.row))
-        now_B2 = jnp.stack([first_bad(x, at), first_bad(y, at)], axis=1)
-        return (after, jnp.maximum(lax.stop_gradient(marks_B2), now_B2)), y, *sums
-
-    return run
+    def _replicated(self, tree: Arrays) -> Arrays:
+        return lax.with_sharding_constraint(tree, NamedSharding(self._setup.mesh, P()))
 
 
-def _bad_arrays(tree: Any) -> dict[str, jax.Array]:
-    """By the name of each array whether its sum is not finite: [], or [S] of stacked layers."""
-    sums = {}
-    for name, leaf in named_leaves(tree):
-        array, is_stacked = array_of(leaf), kind_of(leaf) is not None
-        sums[name] = ~jnp.isfinite(array.sum(tuple(range(is_stacked, array.ndim))))
-    return sums
+def _row(row: Index, stack: jax.Array) -> jax.Array:
+    """A layer of a stack; devices that have others send nothing but zeros."""
+    is_row = jnp.arange(len(stack)) == row
+    is_row = is_row.reshape(-1, *[1] * (stack.ndim - 1))
+    return in_float32(jnp.where(is_row, stack, jnp.zeros_like(stack))).sum(0).astype(stack.dtype)
 
 
-def _between(layout: Layout, marks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The marks of what goes into the first layer, then of what comes out of each.
-
-    Args:
-      marks: by kind [rows of the stack, 2, ...]; see `watched_loss_and_grad`.
-    """
-    kinds, rows = layout.facts.kind_of, layout.slots.rows
-    of_layers = [marks[kind][rows[kind].index(number)] for number, kind in enumerate(kinds)]
-    return [into for into, _ in of_layers[:1]] + [out for _, out in of_layers]
+def _origin(setup: Setup, place: str, marks_TB: np.ndarray, *, is_first: bool) -> Origin:
+    """A place with the rows that are marked, and their first time step or the last."""
+    times, rows = map(np.unique, np.nonzero(marks_TB))
+    has_time = setup.facts.time_major and len(times)
+    return Origin(
+        place, tuple(rows.tolist()), int(times[0 if is_first else -1]) if has_time else None
+    )
 
 
-def _layers(layout: Layout) -> list[str]:
-    return [_layer(n, layout.facts.kinds[kind]) for n, kind in enumerate(layout.facts.kind_of)]
-
-
-def _parts_on_the_way_back(layout: Layout) -> list[str]:
-    """What a model is made of, in the order in which gradients are computed."""
-    outer = Outer(layout, layout.merge(layout.params, layout.frozen))
-    modules = [_module(name) for name, _ in named_leaves(layout.params)]
-    last = dict.fromkeys(modules[n] for n in outer.last[0] if n not in outer.first[0])
-    return list(dict.fromkeys([*last, _LAST, *reversed(_layers(layout)), *reversed(modules)]))
-
-
-def _by_part(layout: Layout, bad: Mapping[str, np.ndarray]) -> dict[str, bool]:
+def _by_place(setup: Setup, bad_arrays: Mapping[str, np.ndarray]) -> dict[str, bool]:
     """The arrays' marks by the layer or module that they are of."""
-    parts: dict[str, bool] = {}
-    for name, value in bad.items():
+    facts, places = setup.facts, dict[str, bool]()
+    for name, value in bad_arrays.items():
         if value.ndim:
             kind = name.split(".")[1]  # layers.gru.w_x
-            rows = layout.slots.rows[layout.facts.kinds.index(kind)]
-            marks = {_layer(n, kind): bool(value[row]) for row, n in enumerate(rows) if n >= 0}
+            numbers = [n for n, of in enumerate(facts.kind_of) if facts.kinds[of] == kind]
+            marks = {f"layer {n} ({kind})": bad for n, bad in zip(numbers, value, strict=True)}
         else:
-            marks = {_module(name): bool(value)}
-        for part, is_bad in marks.items():
-            parts[part] = parts.get(part, False) or is_bad
-    return parts
-
-
-def _layer(number: int, kind: str) -> str:
-    return f"layer {number} ({kind})"
+            marks = {_module(name): value}
+        for place, is_bad in marks.items():
+            places[place] = places.get(place, False) or bool(is_bad)
+    return places
 
 
 def _module(name: str) -> str:

@@ -1,10 +1,10 @@
-"""Predictions: what a model says of every row of some data, in the order of the data, from any mesh.
+"""Predictions of a model for each row of some data, in the order of the data, from any mesh.
 
-    out/log_likelihood.npy   what the model's `predict` gives by that name: [rows or steps of the data, ...]
+    out/log_likelihood.npy   the output of the model's `predict` by that name: [rows or steps of the data,
+    ...]
 
-Every output is written to its place as it comes, by the process that has it, so the memory that it takes does
-not grow with the data. Files get their names when all of them are whole. Dims: N places of the data, B batch
-rows, T time steps.
+The process that has an output writes it to its place at once, so the memory does not grow with the data.
+Files get their names when all of them are whole. Dims: N places of the data, B batch rows, T time steps.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,9 +27,10 @@ from jaxpar.data.batches import Batches, place_batch
 from jaxpar.data.order import DrawnBatches
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.hosts.stopping import Interrupted, Stop
+from jaxpar.step.functions import make_predict_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
-from jaxpar.step.step import batch_sharding, check_batch_shape, make_predict_step
+from jaxpar.step.step import batch_sharding, check_batch_shape
 from jaxpar.training.evaluate import CheckedBatches, check_begins, do_not_run_ahead
 
 # Puts values [n, ...] of an output, by its name, into its places [n].
@@ -47,11 +47,11 @@ def predict(
     *,
     quiet: bool = False,
 ) -> dict[str, np.ndarray]:
-    """What the model predicts for all batches of an epoch; see `LoadedRun.predict`.
+    """The predictions of a model for all batches of an epoch; see `LoadedRun.predict`.
 
     Args:
-      setup: that the state was made with.
-      state: its parameters are used; it is not changed.
+      setup: setup that the state was made with.
+      state: state with the parameters; it is not changed.
     Raises:
       ValueError, OSError: as of `LoadedRun.predict`.
     """
@@ -76,14 +76,13 @@ def predict(
 
 
 def check_out(out: str | os.PathLike[str]) -> None:
-    """Nothing, if predictions can be written there; all processes ask.
+    """Checks that predictions can be written there; all processes call it.
 
     Raises:
       ValueError, OSError: they cannot.
     """
     check_path("out", out)
-    path = Path(out).expanduser()
-    in_process_0(lambda: check_folder(path))
+    in_process_0(lambda: check_folder(Path(out).expanduser()))
 
 
 def _run(data: "_Data", state: TrainState, write: Write, *, quiet: bool) -> None:
@@ -100,18 +99,18 @@ def _run(data: "_Data", state: TrainState, write: Write, *, quiet: bool) -> None
             state = data.predict(state, number, write)
             progress.update(bar, completed=number + 1)
             if stop.now() and isinstance(stop.reason, signal.Signals) and number + 1 < total:
-                told = f"stopped after {number + 1} of {total} batches; no prediction is kept"
-                raise Interrupted(told, stop.reason)
+                text = f"stopped after {number + 1} of {total} batches; no prediction is kept"
+                raise Interrupted(text, stop.reason)
         data.write_last(write)
 
 
 @contextlib.contextmanager
 def _files(path: Path, data: "_Data") -> Iterator[Write]:
-    """Writes outputs to files of a folder, which have their names if all goes well.
+    """Writes outputs to files of a folder; they get their names when everything is written.
 
     Raises:
-      OSError: they cannot be written, or are there already.
-      ValueError: an output has no name of a file.
+      OSError: they cannot be written, or exist already.
+      ValueError: the name of an output cannot name a file.
     """
     for name in data.shapes:
         require(
@@ -152,20 +151,20 @@ def _files(path: Path, data: "_Data") -> Iterator[Write]:
                 os.replace(partial / f"{name}.npy", path / f"{name}.npy")
 
         yield write
-        together(lambda: None)  # all have written
+        together(lambda: None)  # all processes have written
         in_process_0(finish)
 
 
 class _Data:
-    """Batches of an epoch, and where what is predicted for them belongs.
+    """Batches of an epoch, and the places of their predictions.
 
     Attributes:
-      shapes: of all outputs, [N, ...]; where places are rows, and the model has time, [N, T, ...].
+      shapes: shapes of all outputs, [N, ...]; if places are rows, and the model has time, [N, T, ...].
     """
 
     def __init__(self, setup: Setup, batches: Batches):
         self.setup, self.batches = setup, CheckedBatches(setup, batches)
-        facts = setup.layout.facts
+        facts = setup.facts
         require(
             batches.num_windows is not None,
             f"{type(batches).__name__} does not say how many batches it has.\n"
@@ -182,7 +181,7 @@ class _Data:
                 self._in_order, self.has_steps = batches, has_steps
                 num_places = batches.length
 
-        def whole(output: Any) -> jax.ShapeDtypeStruct:
+        def whole(output: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             steps = output.shape[: facts.time_major and not self.has_steps]
             dtype = output.dtype if np.dtype(output.dtype).kind != "V" else np.dtype(np.float32)
             rest = output.shape[1 + facts.time_major :]
@@ -193,7 +192,7 @@ class _Data:
         self.shapes = {name: whole(output) for name, output in sorted(facts.outputs.items())}
 
     def places(self, number: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Of rows of a batch, or of their steps: where each belongs, and whether it does (or is padding)."""
+        """The place of each row of a batch, or of each of their steps, and whether it is no padding."""
         if self._in_order:
             at, inside, _ = self._in_order.indices(number, rows)
             return at, inside
@@ -201,18 +200,18 @@ class _Data:
         at_B = number * B + np.arange(B)[rows]
         return at_B, np.ones(len(at_B), bool)
 
-    def fill(self, name: str) -> Any:
-        """What stands where nothing is predicted: NaN, or 0 if the numbers are no floats."""
+    def fill(self, name: str) -> float:
+        """The value where nothing is predicted: NaN, or 0 for whole numbers."""
         return np.nan if self.shapes[name].dtype.kind in "fc" else 0
 
     def empty(self, name: str, num_places: int | None = None) -> np.ndarray:
-        """An output with nothing predicted, or so many places of it."""
+        """An output without predictions, or so many places of it."""
         shape = self.shapes[name].shape
         shape = shape if num_places is None else (num_places, *shape[1:])
         return np.full(shape, self.fill(name), self.shapes[name].dtype)
 
     def write_empty(self, name: str, path: Path) -> None:
-        """A file of an output with nothing predicted, written a little at a time."""
+        """Writes a file of an output without predictions, a little at a time."""
         shape = self.shapes[name]
         num_places, *rest = shape.shape
         at_once = max(2**22 // max(int(np.prod(rest)), 1), 1)
@@ -223,11 +222,11 @@ class _Data:
                 file.write(self.empty(name, min(at_once, num_places - start)).tobytes())
 
     def predict(self, state: TrainState, number: int, write: Write) -> TrainState:
-        """The state after a batch; what is predicted for it is written while the next one is computed."""
+        """The state after a batch; its predictions are written while the next batch is computed."""
         batch = place_batch(self.batches, number, self._sharding)
         if not number:
             check_begins(batch)
-        length = check_batch_shape(self.setup.layout, batch)
+        length = check_batch_shape(self.setup.facts, batch)
         carry, outputs = self._step(state, batch)
         do_not_run_ahead(self.setup.mesh, outputs)
         self.write_last(write)
@@ -235,7 +234,7 @@ class _Data:
         return dataclasses.replace(state, carry=carry)
 
     def write_last(self, write: Write) -> None:
-        """Writes what this process has of the outputs of the last batch."""
+        """Writes the part of the outputs of the last batch that this process has."""
         (number, length, outputs), self._last = self._last, _NO_BATCH
         for name, output in outputs.items():
             for shard in output.addressable_shards:
@@ -245,6 +244,6 @@ class _Data:
                 values = np.asarray(shard.data).astype(self.shapes[name].dtype)
                 if self.has_steps:
                     values = values[:, :length]
-                elif self.setup.layout.facts.time_major:
+                elif self.setup.facts.time_major:
                     values[:, length:] = self.fill(name)
                 write(name, at[inside], values[inside])

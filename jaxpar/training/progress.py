@@ -1,9 +1,22 @@
-"""What a run tells of itself: lines of progress, as numbers, as text and as JSON."""
+"""The numbers of a run: lines of metrics.jsonl, as text, as a table, as columns, as curves; and its times."""
 
+import collections
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+from rich.table import Table
+
+from jaxpar.base.console import make_table
+from jaxpar.base.display import Shown
+from jaxpar.base.sheets import peak_flops
+from jaxpar.base.types import Batch, Json
+from jaxpar.step.setup import Setup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,17 +24,17 @@ class Progress:
     """One line of training progress.
 
     Attributes:
-      step: optimizer steps taken.
-      loss: of the batch of this step.
-      metrics: what the task makes of that batch's sums, by name.
-      grad_norm: before clipping.
-      learning_rate: of this step; None if the task does not tell.
+      step: number of optimizer steps taken.
+      loss: loss of the batch of this step.
+      metrics: metrics that the task computes from the sums of that batch, by name.
+      grad_norm: norm of the gradients before clipping.
+      learning_rate: learning rate of this step; None if the task does not give one.
       unit: what is counted, such as "tokens".
-      units_per_second: since the line before; None for the first step of a process, which is compiled in
-        that time.
-      seconds: since this process began.
-      mfu: model FLOPs utilization since the line before, as of `times.Utilization`, such as 0.4; None where
-        the peak of the devices is not known, as of CPUs.
+      units_per_second: speed since the last line; None for the first step of a process, whose time includes
+        compiling.
+      seconds: time since this process began.
+      mfu: model FLOPs utilization since the last line, as of `Utilization`, such as 0.4; None where the peak
+        of the devices is unknown, as on CPUs.
     """
 
     step: int
@@ -35,7 +48,7 @@ class Progress:
     mfu: float | None = None
 
     def to_text(self) -> str:
-        """What a person wants to know of it: loss, metrics, speed."""
+        """The loss, the metrics and the speed, for a person."""
         numbers = [f"loss {format_number(self.loss):>6}"]
         numbers += [f"{k} {format_number(v):>8}" for k, v in self.metrics.items() if k != "loss"]
         if self.units_per_second is not None:
@@ -44,20 +57,12 @@ class Progress:
             numbers.append(f"MFU {self.mfu:.1%}")
         return "  ".join(numbers)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """A line of metrics.jsonl."""
-        mfu = {} if self.mfu is None else {"mfu": self.mfu}
-        return _line(
-            self.metrics,
-            split="train",
-            step=self.step,
-            loss=self.loss,
-            grad_norm=self.grad_norm,
-            learning_rate=self.learning_rate,
-            seconds=self.seconds,
-            **{f"{self.unit}_per_second": self.units_per_second},
-            **mfu,
-        )
+        names = ("step", "loss", "grad_norm", "learning_rate", "seconds")
+        known = {"split": "train", **{name: getattr(self, name) for name in names}}
+        known |= {f"{self.unit}_per_second": self.units_per_second}
+        return _line(known | ({} if self.mfu is None else {"mfu": self.mfu}), self.metrics)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +73,8 @@ class Skipped:
       step: as in `Progress`.
       nonfinite: which of them.
       epoch, window: the place of its batch in the data, counted from 0.
-      num_windows: batches of an epoch; None in a stream.
-      skipped: such steps up to this one.
+      num_windows: number of batches in an epoch; None in a stream.
+      skipped: number of skipped steps up to this one.
     """
 
     step: int
@@ -80,7 +85,7 @@ class Skipped:
     skipped: int
 
     def to_text(self) -> str:
-        """What is wrong, and where."""
+        """The problem, and the place of the batch."""
         where = "the stream"
         if self.num_windows is not None:
             where = f"{self.num_windows} in epoch {self.epoch}"
@@ -89,18 +94,18 @@ class Skipped:
             f"from 0)"
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """A line of metrics.jsonl."""
         return {"split": "skipped", **dataclasses.asdict(self)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """How good a model is on a split.
+    """The loss and the metrics of a model on a split.
 
     Attributes:
-      loss: mean over all that counts in the split.
-      metrics: what the task makes of the split's sums, by name.
+      loss: mean over everything that counts in the split.
+      metrics: metrics that the task computes from the sums of the split, by name.
       baseline: numbers to compare them with, by name.
     """
 
@@ -110,32 +115,171 @@ class Evaluation:
     baseline: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def to_text(self) -> str:
-        """What a person wants to know of it: the metrics, and the baseline beside them."""
-        known, beside = (
+        """The metrics, and the baseline in parentheses."""
+        metrics, baseline = (
             "  ".join(f"{name} {format_number(value)}" for name, value in numbers.items())
             for numbers in (self.metrics, self.baseline)
         )
-        return f"{self.split} {known}" + f"  ({beside})" * bool(beside)
+        return f"{self.split} {metrics}" + f"  ({baseline})" * bool(baseline)
 
     def to_columns(self) -> dict[str, str]:
-        """The same for a table, by its headings."""
+        """The same numbers for a table, by the headings of its columns."""
         numbers = {**self.metrics, **self.baseline}
         return {name: format_number(value) for name, value in numbers.items()}
 
-    def to_json(self, step: int) -> dict[str, Any]:
+    def to_json(self, step: int) -> Json:
         """A line of metrics.jsonl."""
-        numbers = {**self.metrics, **self.baseline}
-        return _line(numbers, split=self.split, step=step, loss=self.loss)
+        known = {"split": self.split, "step": step, "loss": self.loss}
+        return _line(known, {**self.metrics, **self.baseline})
+
+
+def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
+    """A table with a row for each split; there must be at least one."""
+    table = make_table("", *(f">{name}" for name in evaluations[0].to_columns()))
+    for evaluation in evaluations:
+        table.add_row(evaluation.split, *evaluation.to_columns().values())
+    return table
 
 
 def format_number(value: float) -> str:
-    """With the digits that say something: 0.00921, 0.934, 5.628, 92.2, 3.2e+08."""
+    """A number with its significant digits: 0.00921, 0.934, 5.628, 92.2, 3.2e+08."""
     size = abs(value)
     if not math.isfinite(value) or size >= 1e7 or 0 < size < 0.1:
         return f"{value:.3g}"
     return f"{value:.3f}" if size < 10 else f"{value:.1f}"
 
 
-def _line(numbers: Mapping[str, float], **known: Any) -> dict[str, Any]:
-    """What is known of every line, then the task's numbers; where names are the same the first holds."""
+def _line(known: Json, numbers: Mapping[str, float]) -> Json:
+    """A line with what jaxpar knows, then the task's numbers; of two equal names the first counts."""
     return {**known, **{name.replace(" ", "_"): value for name, value in numbers.items()}, **known}
+
+
+# ---- lines as columns and curves ----
+
+
+def columns_of(lines: Iterable[Json]) -> dict[str, list[float]]:
+    """Columns of equal lengths, with a row for each step that has numbers.
+
+    Args:
+      lines: lines of metrics.jsonl; those of skipped steps are left out.
+    Returns:
+      `step`, and numbers named after their split, as in trackers: `train/loss`, `valid/loss`; NaN where a
+      step has none.
+    """
+    rows = dict[int, dict[str, float]]()
+    for line in lines:
+        if line["split"] != "skipped":
+            rows.setdefault(line["step"], {}).update(
+                (f"{line['split']}/{name}", math.nan if number is None else number)
+                for name, number in line.items()
+                if name not in ("split", "step")
+            )
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    ordered = dict(sorted(rows.items()))
+    columns = {name: [row.get(name, math.nan) for row in ordered.values()] for name in names}
+    return {"step": [*ordered], **columns}
+
+
+@dataclasses.dataclass
+class Curves(Shown):
+    """Losses against the step; a notebook shows them as a picture.
+
+    Attributes:
+      num_steps: number of steps of the whole run.
+      points: finite losses of "train" and "valid" as pairs (step, loss), in their order.
+    """
+
+    num_steps: int
+    points: dict[str, list[tuple[int, float]]] = dataclasses.field(
+        default_factory=lambda: {"train": [], "valid": []}
+    )
+
+    def add(self, *lines: Json) -> "Curves":
+        """Adds lines of metrics.jsonl, of any split; returns these curves."""
+        for line in lines:
+            if line["split"] in self.points and math.isfinite(line["loss"]):
+                self.points[line["split"]].append((line["step"], line["loss"]))
+        return self
+
+
+# ---- times ----
+
+
+class Times:
+    """Seconds of a process since this object was made, by what its host did; each second counts once.
+
+    Devices compute while the host continues. The time of a step is known only where the host waits for it.
+
+      steps: queueing steps, and waiting for their results, at each line of progress; on simulated devices
+        after every step
+      compiling: calling a step with a batch of new shapes, which is traced and compiled
+      input: reading, checking and placing batches, while devices may compute earlier steps
+      evaluation: everything in it, also its input and its compiling
+      checkpoints: copying states, and waiting for an earlier save to end; the rest is done in the background
+      other: reports, metrics, and everything between these
+    """
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._seconds = collections.defaultdict[str, float](float)
+        self._shapes = set[tuple[tuple[int, ...], ...]]()
+
+    @contextlib.contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Counts the time within for one of these; not to be used within another one."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[what] += time.perf_counter() - begin
+
+    def of_step(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+        """Counts the call of a step, as steps or as compiling."""
+        shapes = tuple(map(np.shape, jax.tree.leaves(batch)))
+        is_new = shapes not in self._shapes
+        self._shapes.add(shapes)
+        return self.of("compiling" if is_new else "steps")
+
+    @property
+    def seconds(self) -> float:
+        """All seconds."""
+        return time.perf_counter() - self._begin
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by what they were spent on; their sum is all seconds."""
+        names = ("steps", "compiling", "input", "evaluation", "checkpoints")
+        parts = {name: self._seconds[name] for name in names}
+        return {**parts, "other": self.seconds - sum(parts.values())}
+
+
+class Utilization:
+    """The model FLOPs utilization (MFU): the fraction of the devices' peak that the model uses.
+
+    As in PaLM (arXiv:2204.02311, appendix B), it is the FLOPs of the matrix products of the model's forward
+    and backward pass, without recomputation, divided by those that the devices could do in that time at their
+    peak. Padding counts. A batch of fewer time steps counts by its fraction of the numbers in a full one.
+    """
+
+    def __init__(self, setup: Setup):
+        self._facts = facts = setup.facts
+        dtype = str(jax.tree.leaves(facts.passed)[0].dtype)
+        peaks = [peak_flops(device, dtype) for device in setup.mesh.devices.flat]
+        self._peak = None if None in peaks else sum(filter(None, peaks))
+        self._full = _size(facts.batch)
+        self._batches = 0.0
+
+    def add(self, batch: Batch) -> None:
+        """Counts a batch."""
+        if self._peak is not None:
+            self._batches += _size(batch) / self._full
+
+    def take(self, seconds: float) -> float | None:
+        """The utilization if the batches since the last call took so long; None if it is unknown."""
+        batches, self._batches = self._batches, 0.0
+        if self._peak is None:
+            return None
+        return self._facts.step_flops * batches / (self._peak * seconds)
+
+
+def _size(batch: Batch) -> int:
+    return sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(batch))

@@ -1,18 +1,18 @@
-"""The folder of a run: what `train` writes, and `--resume`, `evaluate` and others read.
+"""The folder of a run: `train` writes it; `--resume`, `evaluate` and other commands read it.
 
 runs/0001/
-  config.toml        every setting, with what was left open filled in
-  data.json          what identifies the run, its data and its program
+  config.toml        every setting; what was left open is filled in
+  data.json          the identity of the run, its data and its program
   task.py            the file of the task as it was when the run began, if it is the user's own
-  metrics.jsonl      one line a report
+  metrics.jsonl      one line for each report
   checkpoints/       the newest states
   vocabulary.json    and other files that the task keeps
-  .lock              the process that has the folder, or had it last
+  .lock              the process that uses the folder, or used it last
 
 All but the checkpoints are plain files that people edit and other tools read.
 
-The folder may be in a bucket, gs://BUCKET/FOLDER. Each file is an object there, put whole; a checkpoint is
-written where it stays, and counts once its last object, its description, is there.
+The folder may be in a bucket, gs://BUCKET/FOLDER. Each file is an object there, and is written as a whole. A
+checkpoint is written into its final place, and counts once its last object, its description, is there.
 """
 
 import contextlib
@@ -28,7 +28,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -47,6 +46,7 @@ from jaxpar.base.files import (
     write_file,
 )
 from jaxpar.base.parts import SPLITS
+from jaxpar.base.types import Json
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.hosts.distributed import OF_NUMBERS
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
@@ -56,36 +56,36 @@ from jaxpar.step.state import TrainState, evaluated
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.config_file import read_config, read_toml, to_toml
 
-ROOT = Path("runs")  # where runs without a folder of their own are numbered
+ROOT = Path("runs")  # here runs without an `out_dir` get numbers
 CONFIG, DATA, TASK = "config.toml", "data.json", "task.py"
 _OWN = (CONFIG, DATA, TASK, "metrics.jsonl", "checkpoints", "profile")
-REMEDY = "restore it from a backup"  # what a run has written
-# What stands in data.json, and what of it depends on the settings.
+REMEDY = "restore it from a backup"
+# The values of data.json, and those that depend on the settings.
 _TYPES = {"run": str, "data": dict, "files": dict[str, str], "settings": str, "batches": dict}
 _OF_SETTINGS = ("settings", "batches")
-_NAMED = 3  # differences that a message names
+_NAMED = 3  # most differences in a message
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_SEEN_SECONDS = 5.0  # in which a file is to be seen by all machines
-_PUT_SECONDS = 30.0  # between two writings of metrics.jsonl in a bucket
+_SEEN_SECONDS = 5.0  # until all machines must see a file
+_PUT_SECONDS = 30.0  # between two writes of metrics.jsonl in a bucket
 
 _log = logging.getLogger(__name__)
 
 
 class FolderLock:
-    """A folder that nobody else writes to meanwhile; use it as a context manager, in all processes.
+    """The lock of a folder, so that only one run writes there; a context manager for all processes.
 
-    Process 0 holds it for all of them: by `flock`, which ends with the process, whatever ended it. On NFS the
-    lock of a machine that died ends when the server says so, by default after 90 s. A bucket knows no lock:
-    there the run that began last has the folder, and one that finds another's text ends before it writes.
+    Process 0 holds it for all of them by `flock`, which ends with the process. On NFS, the server frees the
+    lock of a dead machine, by default after 90 s. A bucket has no locks: there the run that began last owns
+    the folder, and a run that finds the text of another one ends before it writes.
     """
 
     def __init__(self, folder: Path):
         self._folder, self._path = folder, folder / ".lock"
         self._file: int | None = None
-        self._text = ""
+        self._text = ""  # of the lock while it is held
 
     def __enter__(self) -> "FolderLock":
-        """Takes the lock, in a folder that is made if need be.
+        """Takes the lock; makes the folder if it does not exist.
 
         Raises:
           BlockingIOError: another process holds it; the message says which.
@@ -153,11 +153,11 @@ class FolderLock:
         return True
 
     def _wait_for(self, text: str) -> None:
-        """Raises if the lock of process 0 is not to be seen here."""
+        """Raises an OSError if this process does not see the lock of process 0."""
         if jax.process_index() == 0:
             return
         if not in_bucket(self._folder):
-            # NFS may believe for a minute that there is no such folder, unless one is made.
+            # NFS may report for a minute that there is no such folder, unless this makes one.
             self._folder.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + _SEEN_SECONDS
         while not self._path.exists() or self._path.read_text() != text:
@@ -190,31 +190,31 @@ class RunFolder:
     def __str__(self) -> str:
         return str(self.path)
 
-    # ---- what is there ----
+    # ---- reading ----
 
     @property
     def holds_run(self) -> bool:
-        """A run has written here."""
+        """Whether a run has written here."""
         return self.config_path.exists() or any(self.checkpoints_path.glob("[0-9]*"))
 
     def check(self) -> None:
-        """Nothing, if a run has written here that this version can continue.
+        """Checks that this version can continue the run; warns if the file of its task has changed.
 
         Raises:
           FileNotFoundError: no run has written here.
-          ValueError: an older version has, or what it has written of itself is damaged.
+          ValueError: an older version has written the run, or its description is damaged.
         """
         file = self._task_file()
         if jax.process_index() != 0:
             return
-        if self.data_path.exists():  # settings and numbers alone can be looked at
+        if self.data_path.exists():  # without it, only settings and numbers can be read
             self.data()
         both = [path for path in (file, self.task_path) if path is not None and path.is_file()]
         if len({path.read_bytes() for path in both}) == 2:
             _log.warning("%s has changed since the run began, see %s", *both)
 
     def check_writable(self) -> None:
-        """Raises an OSError if a run cannot write here, and a ValueError if it would through a link."""
+        """Raises an OSError if a run cannot write here, and a ValueError if a file here is a link."""
         check_folder(self.path)
         for path in () if in_bucket(self.path) else self._own_paths():
             require(not path.is_symlink(), f"{path} is a link\nFix: put the file itself there")
@@ -233,11 +233,11 @@ class RunFolder:
                 f"Fix: restore it; {self.task_path} is a copy"
             )
         settings = read_config(self.config_path)
-        # A folder may have been copied or moved, or be somebody else's: it names no place to write to.
+        # The folder may have been copied or moved since.
         return settings._replace(train=dataclasses.replace(settings.train, out_dir=str(self)))
 
-    def data(self) -> dict[str, Any]:
-        """What identifies the run, its data and its program, as `describe_data` and `program_facts` say.
+    def data(self) -> Json:
+        """The identity of the run, its data and its program, as of `describe_data` and `program_facts`.
 
         Raises:
           OSError: it cannot be read.
@@ -256,16 +256,16 @@ class RunFolder:
         return found
 
     def check_program(self, facts: Mapping[str, str]) -> None:
-        """Compares the program of the run with this one; warns where losses may differ in their last digits.
+        """Compares the program of the run with this one; warns if losses may differ in their last digits.
 
         Args:
           facts: as of `program_facts`.
         Raises:
           OSError, ValueError: as of `data`.
-          ValueError: settings of JAX are not as they were, by which the same seed gives other numbers.
+          ValueError: settings of JAX have changed, so the same seed gives other numbers.
         """
         was = self.data().get("program", {})
-        # A version of JAX need not know the settings of another one.
+        # Versions of JAX have different settings.
         names = {n for n in {*was, *facts} if not n.startswith("jax_") or n in was.keys() & facts}
         was, now = ({name: each.get(name, "not set") for name in names} for each in (was, facts))
         for name in OF_NUMBERS:
@@ -275,11 +275,11 @@ class RunFolder:
                 f"Fix: set {name.upper()}={was.get(name)}, or start another run",
             )
         if (changed := _changes(was, now)) and jax.process_index() == 0:
-            told = "the program of the run in %s has changed, so losses may differ slightly: %s"
-            _log.warning(told, self, changed)
+            text = "the program of the run in %s has changed, so losses may differ slightly: %s"
+            _log.warning(text, self, changed)
 
-    def check_data(self, data: Mapping[str, Any]) -> bool:
-        """Whether batches are cut as when the run began; its data and files are the same.
+    def check_data(self, data: Json) -> bool:
+        """Whether batches are cut as when the run began; checks that its data and files are the same.
 
         Args:
           data: as of `describe_data`.
@@ -323,13 +323,13 @@ class RunFolder:
     def restore(
         self, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
     ) -> tuple[Setup, TrainState]:
-        """The run's setup on this mesh, and a state there, to be looked at and used.
+        """The run's setup and state on a mesh, which may differ from that of the run.
 
-        The mesh need not be the one that the run had; with another number of stages the layers are
-        placed anew. Its parameters are those that the task evaluates; the optimizer's state is left out.
+        With another number of stages, the layers get a new placement. The parameters are those that the task
+        evaluates; the optimizer's state is left out.
 
         Args:
-          best: the state with the lowest validation loss that has been kept and is whole, not the newest.
+          best: restore the kept state with the lowest validation loss, not the newest one.
         Raises:
           ValueError: the model does not fit the mesh.
           FileNotFoundError: no run has written here, or no such checkpoint.
@@ -343,10 +343,10 @@ class RunFolder:
         state = checkpoints.restore(best=best, with_optimizer=setup.task.evaluates_others)
         return setup, dataclasses.replace(evaluated(setup, state), opt_state=())
 
-    # ---- what is written; process 0 does ----
+    # ---- writing, in process 0 ----
 
     def start(self, texts: Mapping[str, str]) -> None:
-        """Writes what a run can be continued from; the settings come last.
+        """Writes the files that a run can be continued from; the settings come last.
 
         Args:
           texts: as of `texts_of`.
@@ -359,10 +359,10 @@ class RunFolder:
             write_file(self.path / name, texts[name].encode())
 
     def clear(self) -> None:
-        """Removes the files of a run, and no others.
+        """Removes the files of a run, and no other files.
 
         Raises:
-          ValueError: no run of jaxpar has written here.
+          ValueError: another program has written here.
         """
         files = ()
         if self.config_path.exists() and not self.data_path.exists():
@@ -375,8 +375,8 @@ class RunFolder:
             else:
                 path.unlink(missing_ok=True)
 
-    def append_metrics(self, line: dict[str, Any]) -> None:
-        """Adds a line to `metrics.jsonl`; in a bucket it may be there half a minute later.
+    def append_metrics(self, line: Json) -> None:
+        """Adds a line to `metrics.jsonl`; in a bucket it may appear half a minute later.
 
         Raises:
           OSError: it cannot be written.
@@ -386,7 +386,7 @@ class RunFolder:
             self.flush_metrics()
 
     def flush_metrics(self) -> None:
-        """All lines of `metrics.jsonl` are there.
+        """Writes the lines of `metrics.jsonl` that wait.
 
         Raises:
           OSError: they cannot be written.
@@ -403,9 +403,9 @@ class RunFolder:
         self._lines, self._time = "", time.monotonic()
 
     def rewind_metrics(self, step: int) -> None:
-        """Leaves in `metrics.jsonl` the lines up to `step`: a run that continues writes the others again.
+        """Removes the lines after `step` from `metrics.jsonl`: a resumed run writes them again.
 
-        If there are others, the file as it was stays beside it, as metrics.before-1.jsonl.
+        If there are any, a copy of the old file is kept as metrics.before-1.jsonl.
         """
         path = self.metrics_path
         content = read_file(path, remedy=REMEDY) if path.exists() else b""
@@ -416,11 +416,11 @@ class RunFolder:
             write_file(self.path / f"metrics.before-{number}.jsonl", content)
             write_file(path, kept)
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[Json]:
         """The lines of `metrics.jsonl`; none if there is no such file.
 
-        Lines that no run writes are passed over with a warning; a last one that a killed process left
-        unfinished without.
+        Lines that no run writes are skipped with a warning. A last line that a killed process left unfinished
+        is skipped without.
         """
         if not self.metrics_path.exists():
             return []
@@ -442,7 +442,7 @@ class RunFolder:
 
         Raises:
           FileNotFoundError: no run has written here.
-          ValueError: what has is no run of jaxpar, or damaged.
+          ValueError: the settings are damaged, or of another program.
         """
         if not self.config_path.exists():
             runs = [*_numbered(self.path), *_numbered(self.path.parent)][-_NAMED:]
@@ -455,13 +455,14 @@ class RunFolder:
             name = read_toml(self.config_path).get("task")
             require(isinstance(name, str), "it names no task")
         except ValueError as error:
-            told = f"{self.config_path} is damaged: {fact_of(error)}\nFix: {REMEDY}"
-            raise ValueError(told) from error
+            raise ValueError(
+                f"{self.config_path} is damaged: {fact_of(error)}\nFix: {REMEDY}"
+            ) from error
         return _file_of(str(name))
 
 
-def texts_of(setup: Setup, data: Mapping[str, Any]) -> dict[str, str]:
-    """What a run can be continued from, by the names of files.
+def texts_of(setup: Setup, data: Json) -> dict[str, str]:
+    """The texts that a run can be continued from, by the names of their files.
 
     Args:
       data: as of `describe_data`.
@@ -479,14 +480,14 @@ def texts_of(setup: Setup, data: Mapping[str, Any]) -> dict[str, str]:
     if source := _file_of(spec_of(task)):
         texts[TASK] = source.read_bytes().decode()
     texts[DATA] = json.dumps(data)
-    # The folder knows where it is, wherever it will be copied.
+    # The folder may be copied, so it does not name its own place.
     train = dataclasses.replace(setup.train, out_dir=task.train.out_dir)
     texts[CONFIG] = to_toml(Settings(task, setup.parallel, train), num_simulated())
     return texts
 
 
 def next_run_folder(root: Path = ROOT) -> RunFolder:
-    """A new folder, made here: runs/0001, runs/0002, ... No two processes get the same."""
+    """Makes a new folder: runs/0001, runs/0002, ... No two processes get the same one."""
     root.mkdir(parents=True, exist_ok=True)
     number = max((int(path.name) for path in _numbered(root)), default=0)
     while True:
@@ -523,17 +524,17 @@ def _file_of(spec: str) -> Path | None:
     return Path(file).expanduser() if colon else None
 
 
-def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """In words, where two tables differ."""
+def _changes(was: Json, now: Json) -> str:
+    """In words, the differences between two tables."""
     before, after = leaves_of(was), leaves_of(now)
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    told = [f"{name} was {before.get(name)}, is {after.get(name)}" for name in names]
-    more = [f"{len(told) - _NAMED} more"] if len(told) > _NAMED else []
-    return "; ".join(told[:_NAMED] + more)
+    changes = [f"{name} was {before.get(name)}, is {after.get(name)}" for name in names]
+    more = [f"{len(changes) - _NAMED} more"] if len(changes) > _NAMED else []
+    return "; ".join(changes[:_NAMED] + more)
 
 
-def _line_of(content: bytes) -> dict[str, Any] | None:
-    """What a line of metrics says; None if it is none that a run writes."""
+def _line_of(content: bytes) -> Json | None:
+    """A line of metrics; None if no run writes such a line."""
     with contextlib.suppress(ValueError):
         line = read_json(content)
         split, has_loss = line.get("split"), type(line.get("loss")) in (int, float)

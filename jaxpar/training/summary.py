@@ -4,10 +4,11 @@ import jax
 import numpy as np
 
 from jaxpar.base.axes import LAYERS, STAGE, TENSOR
-from jaxpar.base.display import format_bytes, format_count
+from jaxpar.base.display import format_count
 from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.model.outer import owner
-from jaxpar.partition.partition import Layout
+from jaxpar.partition.partition import Partition
+from jaxpar.partition.storage import Storage
 from jaxpar.pipeline.placement import balanced, tick_cost
 from jaxpar.sharding import annotated, dims_of, named_leaves
 from jaxpar.step.setup import Setup
@@ -22,11 +23,11 @@ def summarize(setup: Setup) -> list[tuple[str, str]]:
     optimizer = task.config_of_optimizer
     rows = [
         *_describe_mesh(setup),
-        *_describe_layers(setup.layout),
-        *describe_ends(setup.layout),
-        *describe_pools(setup.layout),
-        *describe_balance(setup.layout),
-        *_describe_tensor(setup.layout),
+        *_describe_layers(setup.partition),
+        *describe_ends(setup.storage),
+        *setup.storage.describe(),
+        *describe_balance(setup.partition),
+        *_describe_tensor(setup.storage),
         *task.describe(),
     ]
     if not parallel.has_equal_shares:
@@ -52,16 +53,18 @@ def _describe_mesh(setup: Setup) -> list[tuple[str, str]]:
     if asked.data == -1 and (leaves_some or mesh.size > asked.num_devices == 1):
         why = "all devices share the batch"
         if leaves_some:
-            why = f"the most that {setup.layout.facts.batch_size} rows divide by"
+            why = f"the most that {setup.facts.batch_size} rows divide by"
         shape += f" ({why}; --mesh changes it)"
     return [("devices", devices), ("mesh", shape)]
 
 
-def _describe_layers(layout: Layout) -> list[tuple[str, str]]:
-    parallel, facts = layout.parallel, layout.facts
+def _describe_layers(partition: Partition) -> list[tuple[str, str]]:
+    parallel, facts = partition.parallel, partition.facts
     stages = parallel.mesh.stage
     M, K = parallel.pipeline.num_microbatches, parallel.num_chunks
-    named = NamedPlacement(layout.placement, not layout.shares_first, layout.head == "last")
+    named = NamedPlacement(
+        partition.placement, not partition.shares_first, partition.head == "last"
+    )
     counts = [f"{facts.kind_of.count(n)} {name}" for n, name in enumerate(facts.kinds)]
     what = ", ".join(counts) if len(counts) > 1 else str(len(facts.kind_of))
     units = [format_count(M, "microbatch", "es")] * (stages > 1 or M > 1)
@@ -71,87 +74,81 @@ def _describe_layers(layout: Layout) -> list[tuple[str, str]]:
     return [("layers", "; ".join(parts))] * bool(parts)
 
 
-def describe_ends(layout: Layout) -> list[tuple[str, str]]:
+def describe_ends(storage: Storage) -> list[tuple[str, str]]:
     """What of the model outside of its layers a stage has a part of, what it has whole, and why."""
-    if layout.parallel.mesh.stage == 1:
+    if storage.partition.parallel.mesh.stage == 1:
         return []
-    (parts, whole, alone), ends = _ends(layout), layout.facts.ends
+    (parts, whole, alone), ends = _ends(storage), storage.partition.facts.ends
     told = [parts] * bool(parts)
     told += [f"{', '.join(own)} on stage {stage} alone" for stage, own in alone.items() if own]
     for name in whole:
-        why = layout.why_whole(ends[name]) if name in ends else ""
+        why = storage.partition.why_whole(ends[name]) if name in ends else ""
         told.append(f"all of {name}" + f" ({why})" * bool(why))
     return [("on a stage", "; ".join(told))] * bool(told)
 
 
-def ends_by_stage(layout: Layout) -> list[list[str]]:
+def ends_by_stage(storage: Storage) -> list[list[str]]:
     """What each stage has of the model outside of its layers."""
-    parts, whole, alone = _ends(layout)
+    parts, whole, alone = _ends(storage)
     shared = [parts, f"all of {', '.join(whole)}" * bool(whole)]
     return [
         [f"all of {', '.join(own)}" * bool(own), *shared]
-        for own in (alone.get(stage, ()) for stage in range(layout.parallel.mesh.stage))
+        for own in (alone.get(stage, ()) for stage in range(storage.partition.parallel.mesh.stage))
     ]
 
 
-def _ends(layout: Layout) -> tuple[str, list[str], dict[int, list[str]]]:
+def _ends(storage: Storage) -> tuple[str, list[str], dict[int, list[str]]]:
     """What of the model is outside of its layers: in parts on all stages, whole on all, on one alone."""
-    stages, parts, whole = layout.parallel.mesh.stage, dict[str, None](), dict[str, None]()
-    variables, alone = [], {stage: dict[str, None]() for stage in layout.ends_on}
-    for number, state in enumerate((layout.params, layout.frozen)):
-        pooled = layout.pooled_names(number)[-2:]
-        for stage, names in zip(layout.ends_on, pooled, strict=False):
+    stages, parts, whole = (
+        storage.partition.parallel.mesh.stage,
+        dict[str, None](),
+        dict[str, None](),
+    )
+    variables, alone = [], {stage: dict[str, None]() for stage in storage.partition.outer_stages}
+    for number, state in enumerate((storage.params, storage.frozen)):
+        pooled = storage.packed_names(number)[-2:]
+        for stage, names in zip(storage.partition.outer_stages, pooled, strict=False):
             alone[stage] |= dict.fromkeys(owner(name) or name for name in names)
         rest = {name for names in pooled for name in names}
         variables += [each for each in named_leaves(state, "/") if each[0] not in rest]
     for path, variable in variables:
         name, dims = owner(path) or path, dims_of(variable)
         if LAYERS not in dims:
-            split = any(STAGE in layout.rules.axes_of(dim) for dim in dims if dim)
+            split = any(STAGE in storage.partition.rules.axes_of(dim) for dim in dims if dim)
             (parts if split else whole)[name] = None
     in_parts = f"1/{stages} of {', '.join(parts)}" * bool(parts)
     return in_parts, [*whole], {stage: [*names] for stage, names in alone.items()}
 
 
-def describe_pools(layout: Layout) -> list[tuple[str, str]]:
-    """Where layers of unequal shapes lie, if a device could have room for those of its stage alone."""
-    if layout.possible_pools is None:
-        return []
-    size = format_bytes(sum(pool.num_bytes for pool in layout.possible_pools))
-    pools = f"pools, {size} of layers on a device"
-    return [
-        ("layers in", pools if layout.pools_layers else "stacks of their kinds, which take more")
-    ]
-
-
-def describe_balance(layout: Layout) -> list[tuple[str, str]]:
+def describe_balance(partition: Partition) -> list[tuple[str, str]]:
     """The estimated share of the work that each stage has, and what a better placement would gain.
 
     Work is the FLOPs of matrix products. Where speeds are given it is the share of the time.
     """
-    costs, stages = layout.costs, layout.parallel.mesh.stage
+    costs, stages = partition.costs, partition.parallel.mesh.stage
     if stages == 1:
         return []
-    work_P = costs.of_places(layout.placement).sum(axis=0)
-    work_S = np.bincount(layout.route.stages, work_P) / work_P.sum()
+    work_P = costs.of_places(partition.placement).sum(axis=0)
+    work_S = np.bincount(partition.route.stages, work_P) / work_P.sum()
     layer = float(np.sum(costs.layers)) / len(costs.layers)
     head = sum(costs.last) / layer
     line = ", ".join(f"stage {stage}: ~{share:.0%}" for stage, share in enumerate(work_S))
     line += f"; the head is that of ~{head:.1f} layers" * (head >= 0.05)
     lines = [("time" if costs.speeds else "work", line)]
-    best = balanced(costs, len(layout.placement))
-    takes, least = (tick_cost(costs, placement) for placement in (layout.placement, best))
+    best = balanced(costs, len(partition.placement))
+    takes, least = (tick_cost(costs, placement) for placement in (partition.placement, best))
     if takes > TOLERATED_IMBALANCE * least:
-        warning = f"placement={layout.placement}: stages wait for each other; a step with placement={best} "
-        lines.append(("warning", warning + f"would be up to ~{takes / least:.2f} times as fast"))
+        warning = f"placement={partition.placement}: stages wait for each other; a step with "
+        warning += f"placement={best} would be up to ~{takes / least:.2f} times as fast"
+        lines.append(("warning", warning))
     return lines
 
 
-def _describe_tensor(layout: Layout) -> list[tuple[str, str]]:
+def _describe_tensor(storage: Storage) -> list[tuple[str, str]]:
     """A warning if `tensor` splits nothing: what its devices do is the same then."""
-    size = layout.parallel.mesh.tensor
-    dims = {dim for _, variable in annotated(layout.params) for dim in dims_of(variable) if dim}
-    if size == 1 or any(TENSOR in layout.rules.axes_of(dim) for dim in dims):
+    size = storage.partition.parallel.mesh.tensor
+    dims = {dim for _, variable in annotated(storage.params) for dim in dims_of(variable) if dim}
+    if size == 1 or any(TENSOR in storage.partition.rules.axes_of(dim) for dim in dims):
         return []
     warning = f"tensor={size} splits no parameter, so {size} devices do the same work; name dims of weights"
     return [("warning", f"{warning} (jaxpar.nn.named_param), or use tensor=1")]

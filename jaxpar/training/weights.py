@@ -1,15 +1,15 @@
-"""Weights in files and runs: what `export` writes, and what a run begins with (`fit(start=...)`).
+"""Weights in files and runs: `export` writes them, and a run can begin with them (`fit(start=...)`).
 
     embedding.table   layers.0.w_x   layers.1.w_x   head.kernel
 
-Files are safetensors, with the names of the model's own tree. Layers stand one by one, by their number in the
-whole stack. More than `LIMIT_BYTES` are in several files and an index, as Hugging Face's tools write and read
-them:
+Files are safetensors, with the names of the model's own tree. Each layer has its own tensors, with its number
+in the whole stack. More than `LIMIT_BYTES` are split into several files and an index, as Hugging Face's tools
+write and read them:
 
     model-00001-of-00002.safetensors   model-00002-of-00002.safetensors   model.safetensors.index.json
 
-Files are written and read in parts: a host never has more than its own part of the model and one tensor.
-Nothing is lost in silence: each tensor of a start has a place in the model, or is named as left out.
+Files are written and read in parts: a host never holds more than its own part of the model and one tensor.
+No tensor of a start is dropped silently: each one has a place in the model, or is reported as ignored.
 """
 
 import collections
@@ -26,7 +26,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.bucket import as_path, in_bucket
-from jaxpar.base.checks import check_fields, require, require_instance
+from jaxpar.base.checks import check_fields, fits, require, require_instance
 from jaxpar.base.display import format_names, format_shape
 from jaxpar.base.files import (
     check_file,
@@ -51,19 +51,23 @@ from jaxpar.base.files import (
 )
 from jaxpar.base.keys import is_key
 from jaxpar.base.output import PROGRAM
+from jaxpar.base.types import Json, Tree
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.mesh import release_freed_memory
-from jaxpar.model.model import made
+from jaxpar.model.tracing import made
 from jaxpar.model.weights import Rows, Tensor, Weights
-from jaxpar.partition.partition import Layout
-from jaxpar.partition.storage import each_by_name, kind_of
+from jaxpar.partition.by_layer import kind_of
+from jaxpar.partition.storage import Storage
 from jaxpar.sharding import array_of, axes_of_spec, named_leaves, to_spec
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state, draw_variables, state_of
 from jaxpar.training.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from tensorstore import TensorStore
+
 LIMIT_BYTES = 5 * 10**9  # of a file
-_LEAVE = "leave it out (--start-leave PATTERN)"
+_IGNORE = "ignore it (--start-ignore PATTERN)"
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -76,34 +80,37 @@ _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 # ---- names ----
 
 
-def named_rows(tree: Any, layout: Layout) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+def named_rows(
+    trees: Sequence[Tree], storage: Storage
+) -> Iterator[tuple[str, Tree, tuple[str, ...]]]:
     """The names and variables of a model's state, each with the names of its tensors.
 
-    Of one that stacks layers there is a name for each row, "" for an empty one; of others one name. Random
-    keys are no weights, and are left out.
+    A variable that stacks layers has a name for each row, "" for an empty row; other variables have one name.
+    Random keys are no weights, and are left out.
 
     Args:
-      tree: parameters, or other variables, in the slots of the layout.
+      trees: parameters and other variables, in the slots of the storage.
     """
-    found: list[tuple[str, Any]] = []
-    each_by_name(tree, layout, lambda *each: found.append(each), ".")
+    found: list[tuple[str, Tree]] = []
+    for tree in trees:
+        storage.each_by_name(tree, lambda *each: found.append(each), ".")
     for name, leaf in found:
         if not is_key(array_of(leaf)):
-            yield name, leaf, names_of_rows(name, leaf, layout)
+            yield name, leaf, names_of_rows(name, leaf, storage)
 
 
-def names_of_rows(name: str, leaf: Any, layout: Layout) -> tuple[str, ...]:
+def names_of_rows(name: str, leaf: Tree, storage: Storage) -> tuple[str, ...]:
     """The names of a variable's tensors, as of `named_rows`."""
     kind = kind_of(leaf)
     if kind is None:
         return (name,)
     stack, inner = name.split(f".{kind}.", 1)
-    rows = layout.slots.rows[layout.facts.kinds.index(kind)]
+    rows = storage.partition.slots.rows[storage.facts.kinds.index(kind)]
     return tuple(f"{stack}.{n}.{inner}" if n >= 0 else "" for n in rows)
 
 
 def in_ranges(names: Iterable[str]) -> list[str]:
-    """Names of tensors, those of neighbouring layers as one: layers.0-3.w_x."""
+    """Names of tensors; those of consecutive layers become one: layers.0-3.w_x."""
     layers = collections.defaultdict[str, list[int]](list)
     for name in names:
         number = re.match(r"[^.]+\.(\d+)\.", name)
@@ -113,22 +120,22 @@ def in_ranges(names: Iterable[str]) -> list[str]:
 
 
 def _ranges(numbers: Iterable[int]) -> Iterator[str]:
-    """Whole numbers, neighbours as one: 0-3, 5."""
-    of_run = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
-    for _, run in of_run:
-        first, *others = (number for _, number in run)
+    """Whole numbers; consecutive ones become one range: 0-3, 5."""
+    groups = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    for _, group in groups:
+        first, *others = (number for _, number in group)
         yield f"{first}-{others[-1]}" if others else str(first)
 
 
-# ---- out ----
+# ---- writing files ----
 
 
 class Outgoing(NamedTuple):
     """A tensor to be written.
 
     Attributes:
-      gather: its values on the host, as `dtype` or another of its kind; called in all processes at once, and
-        process 0 uses what it gives.
+      gather: gives its values on the host, as `dtype` or another type of its kind. All processes call it at
+        once, and process 0 uses the result.
     """
 
     shape: tuple[int, ...]
@@ -137,24 +144,23 @@ class Outgoing(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """As it is written."""
+        """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def outgoing(trees: Sequence[Any], layout: Layout) -> dict[str, Outgoing]:
+def outgoing(trees: Sequence[Tree], storage: Storage) -> dict[str, Outgoing]:
     """The tensors of a model's state, by their names.
 
     Args:
-      trees: parameters and other variables, in the slots of the layout; on devices.
+      trees: parameters and other variables, in the slots of the storage; on devices.
     """
     found: dict[str, Outgoing] = {}
-    for _, leaf, names in (each for tree in trees for each in named_rows(tree, layout)):
+    for _, leaf, names in named_rows(trees, storage):
         array, is_stacked = array_of(leaf), kind_of(leaf) is not None
-        shape = array.shape[1:] if is_stacked else array.shape
         for row, name in enumerate(names):
             if name:
                 gather = functools.partial(_gather, array, row if is_stacked else None)
-                found[name] = Outgoing(shape, np.dtype(array.dtype), gather)
+                found[name] = Outgoing(array.shape[is_stacked:], np.dtype(array.dtype), gather)
     return found
 
 
@@ -169,22 +175,22 @@ def write_weights(
     A file appears whole or not at all, and of several the index appears last.
 
     Args:
-      path: of the one file, or the name that those of several begin with.
-      texts: for the metadata of each file.
-      dtype: such as "bfloat16", of all floating-point tensors; None leaves them as they are.
+      path: path of the file; if there are several, their names begin like it.
+      texts: texts for the metadata of each file.
+      dtype: type of all floating-point tensors, such as "bfloat16"; None keeps their own.
     Returns:
-      what was written, the index last.
+      the files that were written, the index last.
     Raises:
-      ValueError: a tensor is of a type that such files do not have.
+      ValueError: such files cannot hold the type of a tensor.
       OSError: a file cannot be written; in all processes.
     """
     path = Path(path).expanduser()
     wanted = {name: _as_dtype(name, tensor, dtype) for name, tensor in tensors.items()}
-    # The largest numbers first, so that each lies at a multiple of its size.
+    # The largest types come first, so that each number is at a multiple of its size.
     wanted = dict(sorted(wanted.items(), key=lambda item: -item[1].dtype.itemsize))
     files = _split(path, wanted)
     index = path.with_name(f"{path.name}.index.json")
-    if len(files) > 1:  # which would be of other files for a while
+    if len(files) > 1:  # an old index would not fit the new files
         in_process_0(lambda: index.unlink(missing_ok=True))
     for file, part in files.items():
         _write_file(file, part, texts)
@@ -210,14 +216,13 @@ def _as_dtype(name: str, tensor: Outgoing, dtype: str | None) -> Outgoing:
 
 
 def _split(path: Path, tensors: Mapping[str, Outgoing]) -> dict[Path, dict[str, Outgoing]]:
-    """Which tensors are in which file."""
-    parts, size = [dict[str, Outgoing]()], 0
+    """The tensors of each file."""
+    parts = [dict[str, Outgoing]()]
     for name, tensor in tensors.items():
-        if parts[-1] and size + tensor.num_bytes > LIMIT_BYTES:
+        size = sum(each.num_bytes for each in (*parts[-1].values(), tensor))
+        if parts[-1] and size > LIMIT_BYTES:
             parts.append({})
-            size = 0
         parts[-1][name] = tensor
-        size += tensor.num_bytes
     if len(parts) == 1:
         return {path: parts[0]}
     numbers = (f"-{n:05}-of-{len(parts):05}" for n in range(1, len(parts) + 1))
@@ -226,7 +231,7 @@ def _split(path: Path, tensors: Mapping[str, Outgoing]) -> dict[Path, dict[str, 
 
 
 def _write_file(path: Path, tensors: Mapping[str, Outgoing], texts: Mapping[str, str]) -> None:
-    """Process 0 writes; the others take part in what it gathers, and hear of its errors."""
+    """Process 0 writes; the others take part in gathering, and raise its errors."""
     opened: list[io.BufferedWriter] = []
     with contextlib.ExitStack() as stack:
 
@@ -245,15 +250,13 @@ def _write_file(path: Path, tensors: Mapping[str, Outgoing], texts: Mapping[str,
 
 
 def _header(tensors: Mapping[str, Outgoing], texts: Mapping[str, str]) -> bytes:
-    """What such a file begins with."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt", **texts}}
-    at = 0
+    """The beginning of such a file: the type, the shape and the place of each tensor."""
+    described: Json = {"__metadata__": {"format": "pt", **texts}}
+    end = 0
     for name, tensor in tensors.items():
-        end = at + tensor.num_bytes
-        described[name] = {
-            "dtype": _CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [at, end]
-        }  # fmt: skip
-        at = end
+        start, end = end, end + tensor.num_bytes
+        described[name] = {"dtype": _CODES[tensor.dtype], "shape": tensor.shape}
+        described[name]["data_offsets"] = [start, end]
     header = json.dumps(described, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     return struct.pack("<Q", len(header)) + header
@@ -271,42 +274,42 @@ def _gather(array: jax.Array, row: int | None) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames="sharding")
 def _pick(stack: jax.Array, row: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """A row of a stack, split as the stack is; no device sees more of the others' rows than that one."""
+    """A row of a stack, sharded like the stack; a device receives no other rows of other devices."""
     axes, *others = axes_of_spec(sharding.spec, stack.ndim)
 
     def pick(part: jax.Array, row: jax.Array) -> jax.Array:
         here = row - jax.lax.axis_index(axes) * len(part) if axes else row
-        mine = jax.lax.dynamic_index_in_dim(part, here, keepdims=False)  # any, if it is elsewhere
+        mine = jax.lax.dynamic_index_in_dim(part, here, keepdims=False)  # another row, if not here
         if not axes:
             return mine
         is_here = (here >= 0) & (here < len(part))
         if mine.dtype == bool:
             return jax.lax.psum((mine & is_here).astype(jnp.uint8), axes).astype(bool)
         bits = jax.lax.bitcast_convert_type(mine, f"uint{8 * mine.dtype.itemsize}")
-        bits = jax.lax.psum(jnp.where(is_here, bits, 0), axes)  # so -0.0 stays what it is
+        bits = jax.lax.psum(jnp.where(is_here, bits, 0), axes)  # a sum of numbers would lose -0.0
         return jax.lax.bitcast_convert_type(bits, mine.dtype)
 
     specs = {"in_specs": (sharding.spec, P()), "out_specs": to_spec(others)}
     return jax.shard_map(pick, mesh=sharding.mesh, **specs)(stack, row)
 
 
-# ---- in: where weights lie ----
+# ---- opening files and runs; no values are read yet ----
 
 
 def open_files(path: Path) -> Weights:
-    """The weights of a safetensors file, of an index of such files, or of a folder that has one of the two.
+    """The weights of a safetensors file, of an index of such files, or of a folder with one of the two.
 
     Raises:
       OSError: a file cannot be read.
-      ValueError: one is damaged, or not such a file; or the folder has neither or both.
+      ValueError: a file is damaged, or of another kind; or the folder has neither or both.
     """
     path = _in_folder(path) if path.is_dir() else path
     places = _read_index(path) if path.suffix == ".json" else {}
     files = sorted({path.with_name(name) for name in places.values()}) if places else [path]
     tensors, texts, found = dict[str, Tensor](), dict[str, str](), dict[str, str]()
     for file in files:
-        own, told = _open(file)
-        tensors, texts = {**tensors, **own}, {**texts, **told}
+        own, metadata = _open(file)
+        tensors, texts = {**tensors, **own}, {**texts, **metadata}
         found |= dict.fromkeys(own, file.name)
     if places and places != found:
         differ = sorted(name for name in {**places, **found} if places.get(name) != found.get(name))
@@ -329,15 +332,13 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    content = read_file(path, "the index", "give that of safetensors files")
-    places: Any = None
+    content, places = read_file(path, "the index", "give that of safetensors files"), None
     with contextlib.suppress(ValueError):
         places = read_json(content).get("weight_map")
-    is_index = isinstance(places, dict) and all(
-        isinstance(name, str) and name == Path(name).name for name in places.values()
-    )
-    message = f"{path} is not an index of safetensors files.\nFix: give one, or a safetensors file."
-    require(is_index and bool(places), message)
+    if not places or not fits(places, dict[str, str]) or any(map(os.path.dirname, places.values())):
+        raise ValueError(
+            f"{path} is not an index of safetensors files.\nFix: give one, or a safetensors file."
+        )
     return places
 
 
@@ -349,7 +350,7 @@ def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         check_file(path)
         try:
             with safetensors.safe_open(path, framework="np"):
-                pass  # its header is right
+                pass  # this checks its header
         except safetensors.SafetensorError as error:
             raise ValueError(
                 f"{path} is not a whole safetensors file: {error}.\nFix: export it again."
@@ -372,14 +373,14 @@ def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _map(path: Path, at: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A tensor in a file; what is used of it is read."""
+    """A tensor in a file; only the used part is read."""
     if 0 in shape:
         return np.zeros(shape, dtype)
     return np.memmap(path, dtype, "r", at, shape or (1,)).reshape(shape)
 
 
 def _open_run(setup: Setup, folder: RunFolder) -> Weights:
-    """The newest state of a run, its layers by their numbers."""
+    """The newest state of a run; its layers by their numbers."""
     task = folder.settings().task
     folder.check()
     require(
@@ -392,57 +393,58 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
     stack, variables = model.layers, dict(named_leaves(nnx.state(model), "/"))
     tensors: dict[str, Tensor] = {}
     for name, array in arrays.items():
-        first, *rest = name.split("/")[1:]
+        _, first, *rest = name.split("/")
         own = variables.get("/".join((first, *rest)))
         if own is not None and is_key(array_of(own)):
             continue
-        dtype = np.dtype(array.dtype.numpy_dtype)
-        if first == "layers" and rest[0] in stack.kinds:
-            kinds = enumerate(stack.kinds[kind] for kind in stack.kind_of)
-            numbers = [number for number, kind in kinds if kind == rest[0]]
-            stored = Rows(array.shape, dtype, functools.partial(_read_rows, array))
-            for row, number in enumerate(numbers):
-                tensors[".".join((first, str(number), *rest[1:]))] = Tensor(stored, row)
+        is_stacked = first == "layers" and rest[0] in stack.kinds
+        shape, dtype = array.shape, np.dtype(array.dtype.numpy_dtype)
+        shape = shape if is_stacked else (1, *shape)
+        rows = Rows(shape, dtype, functools.partial(_read_rows, array, is_stacked))
+        if is_stacked:
+            kind = stack.kinds.index(rest[0])
+            layers = [number for number, its_kind in enumerate(stack.kind_of) if its_kind == kind]
+            for row, number in enumerate(layers):
+                tensors[".".join((first, str(number), *rest[1:]))] = Tensor(rows, row)
         else:
-            stored = Rows((1, *array.shape), dtype, functools.partial(_read_one, array))
-            tensors[".".join((first, *rest))] = Tensor(stored)
+            tensors[".".join((first, *rest))] = Tensor(rows)
     texts = {name: folder.read(name) for name in folder.data()["files"]}
     return Weights(f"{folder} after step {step}", tensors, texts)
 
 
-def _read_rows(array: Any, rows: Sequence[int], index: tuple[Any, ...]) -> np.ndarray:
-    return array.oindex[rows, *index].read().result()
-
-
-def _read_one(array: Any, _: Sequence[int], index: tuple[Any, ...]) -> np.ndarray:
+def _read_rows(
+    array: "TensorStore", is_stacked: bool, rows: Sequence[int], index: tuple[Tree, ...]
+) -> np.ndarray:
+    if is_stacked:
+        return array.oindex[rows, *index].read().result()
     return array.oindex[index].read().result()[None]
 
 
-# ---- in: what a run begins with ----
+# ---- matching them with a model ----
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    r"""Weights that a run begins with, instead of drawn ones; without optimizer state, steps and data.
+    r"""Weights that a run begins with, instead of randomly initialized ones; optimizer and data begin anew.
 
     Patterns are regular expressions of Python, for whole names: r"layers\.[45]\..*".
 
     Attributes:
-      path: a safetensors file, the index of several, a folder with model.safetensors or its index; or the
-        folder of a run, of which the newest state is taken, and which may be in a bucket.
-      rename: pairs of a pattern for names of the source, and the name instead, which may have groups of the
+      path: a safetensors file, the index of several, or a folder with model.safetensors or its index; or the
+        folder of a run, which may be in a bucket, and whose newest state is taken.
+      rename: pairs of a pattern for names of the source, and the new name, which may use groups of the
         pattern: ((r"encoder\.(.*)", r"embedding.\1"),). The first pattern that matches counts.
-      leave: patterns for names of the source, before they are renamed, that are left out.
+      ignore: patterns for names of the source, before they are renamed, that are not taken.
     """
 
     path: str
     rename: tuple[tuple[str, str], ...] = ()
-    leave: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
 
     def __post_init__(self):
         check_fields(self)
         check_path("start", self.path, of_run=True)
-        for pattern, replacement in (*((pattern, "") for pattern in self.leave), *self.rename):
+        for pattern, replacement in (*((pattern, "") for pattern in self.ignore), *self.rename):
             try:
                 re.compile(pattern).sub(replacement, "")
             except (re.error, IndexError) as error:
@@ -451,34 +453,29 @@ class Start:
                     rf"Fix: write a regular expression, such as 'layers\.[45]\..*', and groups it has."
                 ) from None
 
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """All of them."""
-        return *self.leave, *(old for old, _ in self.rename)
-
     @classmethod
     def of(cls, start: "Start | str | PathLike[str] | None") -> "Start | None":
-        """What `fit` is given: a path is a start without patterns."""
+        """The start that `fit` is given; a path is a start without patterns."""
         if isinstance(start, str | PathLike):
             return cls(os.fspath(start))
         use = "a path, or jaxpar.Start(path, rename=..., leave=...)"
         require_instance("start", start, Start | None, use)
         return start
 
-    def to_json(self) -> dict[str, Any]:
-        """For the run's folder, wherever it is read from."""
+    def to_json(self) -> Json:
+        """The start for the run's folder, with an absolute path."""
         return {**dataclasses.asdict(self), "path": str(as_path(self.path).absolute())}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any] | None) -> "Start | None":
+    def from_json(cls, content: Json | None) -> "Start | None":
         """The start that `to_json` gave, if there is one."""
         if content is None:
             return None
         return cls(**{**content, "rename": tuple(map(tuple, content["rename"]))})
 
     def new_name(self, name: str) -> str | None:
-        """What a tensor of the source is called in the model; None if it is left out."""
-        if any(re.fullmatch(pattern, name) for pattern in self.leave):
+        """The name in the model of a tensor of the source; None if it is ignored."""
+        if any(re.fullmatch(pattern, name) for pattern in self.ignore):
             return None
         for pattern, replacement in self.rename:
             if found := re.fullmatch(pattern, name):
@@ -487,14 +484,14 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
-    """Weights that have their places, of which none is read yet.
+class MatchedWeights:
+    """Weights that have their places in a model; their values are not read yet.
 
     Attributes:
-      weights: those that are taken, by the model's names.
-      sources: the names that they had, where these are others.
-      new: parameters that are drawn.
-      left: names of the source that are left out.
+      weights: tensors that are taken, by the model's names.
+      sources: names that they had in the source, where these differ.
+      new: names of parameters that are randomly initialized.
+      ignored: shapes of tensors in the source that are ignored, by their names.
       variables: parameters and other variables of the model, as shapes.
     """
 
@@ -502,11 +499,11 @@ class Taken:
     weights: Weights
     sources: Mapping[str, str]
     new: tuple[str, ...]
-    left: Mapping[str, tuple[int, ...]]
+    ignored: Mapping[str, tuple[int, ...]]
     variables: Mapping[str, jax.ShapeDtypeStruct]
 
     def to_rows(self) -> list[tuple[str, str, str, str]]:
-        """What is taken, new and left out: (which of them, names, shape, what is to be said)."""
+        """Rows of a table: ("taken", "new" or "left out"; names; shape; note)."""
         groups = collections.defaultdict[tuple[str, str, str, str, bool], list[str]](list)
 
         def add(what: str, name: str, shape: tuple[int, ...], note: str = "") -> None:
@@ -520,7 +517,7 @@ class Taken:
             add("taken", name, own.shape, "; ".join(notes))
         for name in self.new:
             add("new", name, self.variables[name].shape)
-        for name, shape in self.left.items():
+        for name, shape in self.ignored.items():
             add("left out", name, shape)
         rows = []
         for (what, _, shape, note, is_renamed), names in groups.items():
@@ -538,23 +535,19 @@ class Taken:
         """
         target = abstract_state(self.setup)
         found = self.weights.tensors.keys() - self.weights.rows
-        whole = {
-            variable
-            for tree in (target.params, target.frozen)
-            for variable, _, names in named_rows(tree, self.setup.layout)
-            if found.issuperset(filter(None, names))
-        }
+        variables = named_rows((target.params, target.frozen), self.setup.storage)
+        whole = {name for name, _, names in variables if found.issuperset(filter(None, names))}
         trees = draw_variables(self.setup, without=whole)
         trees = together(lambda: [self._filled(tree) for tree in trees])
         release_freed_memory()
         return state_of(self.setup, *trees)
 
     def _filled(self, tree: nnx.State) -> nnx.State:
-        """Variables with the values that are taken; the old ones are gone."""
-        layout = self.setup.layout
+        """Variables with the values that are taken; the old values are donated."""
+        storage = self.setup.storage
 
-        def fill(name: str, leaf: Any) -> jax.Array | None:
-            names = enumerate(names_of_rows(name, leaf, layout))
+        def fill(name: str, leaf: Tree) -> jax.Array | None:
+            names = enumerate(names_of_rows(name, leaf, storage))
             taken = [(row, name) for row, name in names if name in self.weights.tensors]
             if not taken:
                 return None
@@ -562,11 +555,12 @@ class Taken:
             parts = [self._fill(shard, taken, is_stacked) for shard in array.addressable_shards]
             return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
-        return each_by_name(tree, layout, fill, ".")
+        return storage.each_by_name(tree, fill, ".")
 
-    def _fill(self, shard: Any, taken: list[tuple[int, str]], is_stacked: bool) -> jax.Array:
-        """A device's part with the tensors of these names in these rows, or as the whole of it."""
+    def _fill(self, shard: jax.Shard, taken: list[tuple[int, str]], is_stacked: bool) -> jax.Array:
+        """A device's part, with the tensors of these names in these rows, or as the whole part."""
         part, index = shard.data, shard.index
+        assert part is not None  # it is on this host
         if not is_stacked:
             part, index = part[None], (slice(None), *index)
         first = index[0].start or 0
@@ -579,9 +573,9 @@ class Taken:
         return part if is_stacked else part[0]
 
     def _read(self, part: jax.Array, names: list[str], index: tuple[slice, ...]) -> np.ndarray:
-        """What a device needs of tensors that are rows of one stored array."""
-        wanted: list[Any] = [*index]
-        into: list[Any] = [slice(None)] * len(index)
+        """The part that a device needs of tensors that are rows of one stored array."""
+        wanted: list[slice | np.ndarray] = [*index]
+        into: list[slice | np.ndarray] = [slice(None)] * len(index)
         if is_part := names[0] in self.weights.rows:
             dim, chosen = self.weights.rows[names[0]]
             mine = chosen[index[dim]]
@@ -598,12 +592,12 @@ class Taken:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(part: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """The array with other values in some rows, where it lay."""
+    """The array with other values in some rows, in the same memory."""
     return part.at[rows].set(values)
 
 
-def find_weights(setup: Setup, start: Start) -> Taken:
-    """What a run takes from a start; nothing is read but names and shapes.
+def find_weights(setup: Setup, start: Start) -> MatchedWeights:
+    """Matches the weights of a start with the model; reads only names and shapes.
 
     Raises:
       OSError: there are no such files, or no such run.
@@ -613,64 +607,62 @@ def find_weights(setup: Setup, start: Start) -> Taken:
     folder = RunFolder(start.path)
     is_run = folder.config_path.exists() or in_bucket(folder.path)
     weights = _open_run(setup, folder) if is_run else open_files(folder.path)
-    renamed, left = _new_names(start, weights)
+    renamed, ignored = _new_names(start, weights)
     tensors = {new: weights.tensors[name] for new, name in renamed.items()}
     weights = setup.task.take_weights(dataclasses.replace(weights, tensors=tensors))
     state, variables = abstract_state(setup), dict[str, jax.ShapeDtypeStruct]()
-    for _, leaf, own in (
-        each for tree in (state.params, state.frozen) for each in named_rows(tree, setup.layout)
-    ):
-        shape = leaf.shape if kind_of(leaf) is None else leaf.shape[1:]
-        variables |= dict.fromkeys(filter(None, own), jax.ShapeDtypeStruct(shape, leaf.dtype))
+    for _, leaf, own in named_rows((state.params, state.frozen), setup.storage):
+        one = jax.ShapeDtypeStruct(leaf.shape[kind_of(leaf) is not None :], leaf.dtype)
+        variables |= dict.fromkeys(filter(None, own), one)
     _check_places(weights, variables)
     tensors = {name: weights.tensors[name] for name in variables if name in weights.tensors}
-    return Taken(
+    return MatchedWeights(
         setup,
         dataclasses.replace(weights, tensors=tensors),
         {new: name for new, name in renamed.items() if new != name},
         tuple(n for n, one in variables.items() if one.size and n not in tensors),
-        left,
+        ignored,
         variables,
     )
 
 
 def _new_names(start: Start, weights: Weights) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """The names in the source by those in the model; and the shapes of what is left out.
+    """The names in the source by those in the model, and the shapes of ignored tensors.
 
     Raises:
       ValueError: a pattern matches no name, or two tensors get one.
     """
-    for pattern in start.patterns:
+    for pattern in (*start.ignore, *(old for old, _ in start.rename)):
         require(
             any(re.fullmatch(pattern, name) for name in weights.tensors),
             f"start: {pattern!r} matches no tensor of {weights.source}.\n"
             f"Fix: match some of {_some(weights.tensors)}.",
         )
-    renamed, left = dict[str, str](), dict[str, tuple[int, ...]]()
+    renamed, ignored = dict[str, str](), dict[str, tuple[int, ...]]()
     for name, tensor in weights.tensors.items():
         new = start.new_name(name)
         if new is None:
-            left[name] = tensor.shape
+            ignored[name] = tensor.shape
             continue
         require(
             new not in renamed,
             f"start: {renamed.get(new)} and {name} of {weights.source} would both be {new}.\n"
-            f"Fix: rename one of them, or leave it out.",
+            f"Fix: rename one of them, or ignore it.",
         )
         renamed[new] = name
-    return renamed, left
+    return renamed, ignored
 
 
 def _check_places(weights: Weights, variables: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises if a tensor has no place in the model, or does not fit it; or there is none."""
+    """Raises a ValueError if a tensor has no place in the model, or does not fit; or there is no tensor."""
     if homeless := [name for name in weights.tensors if name not in variables]:
         raise ValueError(
             f"{weights.source} has {_some(homeless)}, which the model lacks; it has "
-            f"{_some(variables)}.\nFix: {_LEAVE}, or rename it (--start-rename PATTERN=NAME)."
+            f"{_some(variables)}.\nFix: {_IGNORE}, or rename it (--start-rename PATTERN=NAME)."
         )
     require(
         bool(weights.tensors),
-        f"start: nothing of {weights.source} is taken.\nFix: leave out less, or drop start.",
+        f"start: nothing of {weights.source} is taken.\nFix: ignore less, or drop start.",
     )
     shapes = [
         f"{name} is {format_shape(shape)} there and {format_shape(variables[name].shape)} here"
@@ -680,7 +672,7 @@ def _check_places(weights: Weights, variables: Mapping[str, jax.ShapeDtypeStruct
     require(
         not shapes,
         f"{weights.source} has other sizes than the model: {'; '.join(shapes[:3])}.\n"
-        f"Fix: change the model's sizes, or {_LEAVE}.",
+        f"Fix: change the model's sizes, or {_IGNORE}.",
     )
     for name, tensor in weights.tensors.items():
         own = variables[name].dtype
@@ -688,10 +680,10 @@ def _check_places(weights: Weights, variables: Mapping[str, jax.ShapeDtypeStruct
         require(
             both_float or tensor.dtype == own,
             f"{name} of {weights.source} has the type {tensor.dtype}, and the model's has {own}.\n"
-            f"Fix: convert it, or {_LEAVE}.",
+            f"Fix: convert it, or {_IGNORE}.",
         )
 
 
 def _some(names: Iterable[str]) -> str:
-    """Names of tensors, of many the first."""
+    """Names of tensors; only the first of many."""
     return format_names(in_ranges(names))

@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 from jaxpar import At, Parallel
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
-from jaxpar.model.model import wrap_like
+from jaxpar.model.stack import wrap_like
 from jaxpar.model.task import Settings
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, init_state
+from jaxpar.step.state import audit
 from jaxpar.step.step import (
     batch_sharding,
     check_program,
@@ -36,7 +37,9 @@ def plainly(task):
     A layer that mixes rows is called for as many of them as it says, the next and the next.
     """
     settings = Settings(task, Parallel("dp1"), TrainConfig())
-    graphdef, state = jax.jit(lambda: nnx.split(Setup.of(task, settings.parallel).layout.make(0)))()
+    graphdef, state = jax.jit(
+        lambda: nnx.split(Setup.of(task, settings.parallel).storage.make(0))
+    )()
     key, block = jax.random.fold_in(jax.random.key(0), 0), batch_of(task)
     time = int(getattr(nnx.merge(graphdef, state), "time_major", True))
     block = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1) if time and np.ndim(a) > 1 else a, block)

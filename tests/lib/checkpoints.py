@@ -10,11 +10,11 @@ import pytest
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
-from jaxpar.partition.storage import abstract_by_layer, from_layers
+from jaxpar.partition.by_layer import abstract_by_layer, from_layers
 from jaxpar.sharding import is_variable
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import batch_sharding, make_train_step
+from jaxpar.step.step import batch_sharding
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.checkpoint import Checkpoints
@@ -63,7 +63,7 @@ def variables(state):
 
 def canonical(state, task, parallel):
     """Host copies; stacked layers in the order of the layers."""
-    [rows] = Setup.of(task, parallel).layout.slots.rows
+    [rows] = Setup.of(task, parallel).partition.slots.rows
     order = [rows.index(layer) for layer in range(task.num_layers)]
     return {
         name: value[order] if "layers" in dims else value for name, value, dims in variables(state)

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxpar.partition.storage import in_stacks
 from jaxpar.tasks.lm.sampling import sample_tokens
 
 
@@ -47,8 +46,8 @@ def assert_drawn_by_definition(setup, state, draw, lengths):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(11, size=n, dtype=np.int32) for n in lengths]
     found = sample_tokens(setup, state, prompts, draw, 7)
-    parts = (in_stacks(part, setup.layout) for part in (state.params, state.frozen))
-    model = nnx.merge(*jax.device_get(nnx.split(setup.layout.merge(*parts))))
+    parts = (setup.storage.in_stacks(part) for part in (state.params, state.frozen))
+    model = nnx.merge(*jax.device_get(nnx.split(setup.storage.merge(*parts))))
     for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
         best, ahead = by_definition(model, prompt, tokens, row, draw)
         sure = ahead > 1e-3

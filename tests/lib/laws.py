@@ -11,15 +11,11 @@ from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.task import Settings
-from jaxpar.partition.storage import in_stacks
 from jaxpar.sharding import is_variable
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, init_state
-from jaxpar.step.step import (
-    batch_sharding,
-    make_loss_and_grad,
-    make_train_step,
-)
+from jaxpar.step.state import audit
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
 
@@ -79,16 +75,16 @@ def make_batch(settings, mesh, seed=0, starts=False, length=None):
 
 def by_layer(tree, settings):
     """Plain arrays, with the rows of stacked layers put into the layers' order."""
-    layout = Setup.of(settings.task, settings.parallel).layout
+    storage = Setup.of(settings.task, settings.parallel).storage
 
     def unstack(variable):
         array, kind = np.asarray(variable.get_value()), variable.get_metadata("kind", None)
         if kind is None:
             return array
-        rows = layout.slots.rows[layout.facts.kinds.index(kind)]
+        rows = storage.partition.slots.rows[storage.facts.kinds.index(kind)]
         return array[[rows.index(layer) for layer in sorted(rows) if layer >= 0]]
 
-    leaves = jax.tree.leaves_with_path(in_stacks(tree, layout), is_leaf=is_variable)
+    leaves = jax.tree.leaves_with_path(storage.in_stacks(tree), is_leaf=is_variable)
     return {jax.tree_util.keystr(path): unstack(leaf) for path, leaf in leaves}
 
 

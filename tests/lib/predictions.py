@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.streams import line_places
 from jaxpar.training.predict import predict
@@ -27,7 +27,7 @@ def plain(task, tokens):
     """The log-likelihood of every token but the first: piece after piece, by the model called as it is."""
     setup = Setup.of(task, "dp1")
     state = init_state(setup, seed=3)
-    model = setup.layout.merge(state.params, state.frozen)
+    model = setup.storage.merge(state.params, state.frozen)
     B, T, num_steps = task.batch_size, task.seq_len, len(tokens) - 1
     bounds = np.arange(B + 1) * num_steps // B
     starts, lengths = bounds[:-1], np.diff(bounds)

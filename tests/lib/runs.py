@@ -21,7 +21,7 @@ from jaxpar import (
 )
 from jaxpar.model.task import Settings
 from jaxpar.tasks.lm import LM
-from jaxpar.training.report import Report
+from jaxpar.training.callbacks import Report
 
 NEVER = str(10**6)
 

@@ -16,9 +16,8 @@ from jaxpar import OptimizerConfig, Parallel, PipelineConfig, SeriesBatches, Sta
 from jaxpar.hosts.distributed import start_processes
 from jaxpar.planning import time_steps
 from jaxpar.planning.running import batch_of_run
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import init_state
-from jaxpar.step.step import make_train_step
 
 TURNS = (16, 48)  # of products beside each pass of a layer, in each process
 SIZE, WIDTH, ROWS, STEPS = 256, 8, 4, 8
@@ -98,7 +97,7 @@ def main():
     fitted = dataclasses.replace(even, speeds=(3, 1))
     setups = [Setup.of(task, parallel) for parallel in (even, fitted)]
     times = [min(seconds) for seconds in time_steps(setups, 2)]
-    placements = [setup.layout.placement for setup in setups]
+    placements = [setup.partition.placement for setup in setups]
     losses = [losses_of(setup) for setup in setups]
     found = {"placements": placements, "losses": losses, "times": times}
     print(json.dumps(found))

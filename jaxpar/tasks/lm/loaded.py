@@ -95,8 +95,8 @@ class TextRun(LoadedRun):
     @functools.cached_property
     def _run(self) -> Callable[..., jax.Array]:
         """(parameters, tokens) -> logits; compiled once for every length of a text."""
-        layout, frozen = self.setup.layout, self.state.frozen
-        return jax.jit(lambda params, tokens_BT: layout.merge(params, frozen)(tokens_BT))
+        storage, frozen = self.setup.storage, self.state.frozen
+        return jax.jit(lambda params, tokens_BT: storage.merge(params, frozen)(tokens_BT))
 
     def sample(
         self,

@@ -15,7 +15,8 @@ from flax import nnx
 from jaxpar.base.at import At
 from jaxpar.base.axes import EMBED, INPUT, STAGE, TENSOR, TOKENS, VOCAB
 from jaxpar.base.types import Carry, Module
-from jaxpar.model.model import Stack, Sums
+from jaxpar.model.model import Sums
+from jaxpar.model.stack import Stack
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.embedding import UNIT_VARIANCE, Embedding
 from jaxpar.nn.gated_block import GatedBlock, rms_norm

@@ -21,8 +21,8 @@ from jaxpar.base.compiler import compiler_options
 from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.data.order import check_at_least
-from jaxpar.partition.partition import Layout
-from jaxpar.partition.storage import by_layer, from_layers
+from jaxpar.partition.by_layer import by_layer, from_layers
+from jaxpar.partition.partition import Partition
 from jaxpar.step.forward import full_table, make_forward
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state, zero_carry
@@ -65,9 +65,9 @@ def sample_tokens(
     for prompt in prompts:
         check_at_least(1, num_tokens=len(prompt))
         check_tokens(prompt, task.num_words or task.known_vocab_size)
-    if setup.layout.facts.whole_window:
+    if setup.facts.whole_window:
         raise ValueError(
-            f"layer {setup.layout.facts.whole_window[0]} reads the whole window at once, and text is drawn "
+            f"layer {setup.facts.whole_window[0]} reads the whole window at once, and text is drawn "
             f"token by token.\nFix: use layers that carry state from step to step."
         )
     data = setup.parallel.mesh.data
@@ -75,7 +75,7 @@ def sample_tokens(
     fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
     fields |= {"batch_size": rows, "seq_len": 1, "num_buckets": 0, "bucket_multiple": 1}
     sampling = _sampling(type(task))(**fields | {"packed": int(draw.separator) != NOWHERE})
-    sampler = setup.keep(_setup_of, sampling, _parallel_of(setup.layout))
+    sampler = setup.cached(_setup_of, sampling, _parallel_of(setup.partition))
     given_TB = np.full((num_steps, rows), TO_DRAW, np.int32)
     for row in range(rows):
         prompt = prompts[min(row, len(prompts) - 1)]
@@ -83,9 +83,9 @@ def sample_tokens(
     target = abstract_state(sampler)
     layers = {"params": state.params, "frozen": state.frozen}
     wanted = {"params": target.params, "frozen": target.frozen}
-    placed = from_layers(wanted, sampler.layout, by_layer(layers, setup.layout))
+    placed = from_layers(wanted, sampler.storage, by_layer(layers, setup.storage))
     placed = jax.device_put(placed, jax.tree.map(lambda a: a.sharding, wanted))
-    sample = sampler.keep(_make_sampler, num_steps)
+    sample = sampler.cached(_make_sampler, num_steps)
     drawn_TB = sample(placed["params"], placed["frozen"], zero_carry(sampler), given_TB, draw)
     found_TB = np.asarray(drawn_TB.addressable_data(0))
     return np.stack(
@@ -97,21 +97,21 @@ def _setup_of(setup: Setup, task: LM, parallel: Parallel) -> Setup:
     return Setup.of(task, parallel, setup.train, setup.mesh)
 
 
-def _parallel_of(layout: Layout) -> Parallel:
-    """How devices share the work, if a layout is that of training: parts of the model stay where it has them.
+def _parallel_of(partition: Partition) -> Parallel:
+    """How devices share the work: each part of the model stays where training has it.
 
     Of several groups of layers on a stage, the sampler makes one.
     """
-    parallel, placement = layout.parallel, "balanced"
+    parallel, placement = partition.parallel, "balanced"
     if parallel.mesh.stage > 1 and parallel.num_groups == 1:
-        ends = not layout.shares_first, layout.head == "last"
-        placement = str(NamedPlacement(layout.placement, *ends))
+        ends = not partition.shares_first, partition.head == "last"
+        placement = str(NamedPlacement(partition.placement, *ends))
     return dataclasses.replace(parallel, pipeline=PipelineConfig(placement=placement), shares=None)
 
 
 def _make_sampler(setup: Setup, num_steps: int) -> jax.stages.Compiled:
     """(params, frozen, carry, given tokens [T, B], draw) -> those that are drawn, [T, B], on every device."""
-    forward = make_forward(setup.layout, setup.mesh, predicts=True)
+    forward = make_forward(setup.parts, setup.mesh, predicts=True)
     table, task = full_table(setup.parallel, backward=False), setup.task
     assert isinstance(task, LM)
 
@@ -131,9 +131,9 @@ def _make_sampler(setup: Setup, num_steps: int) -> jax.stages.Compiled:
         places = jnp.arange(num_steps, dtype=jnp.int32)
         return lax.scan(step, (carry, given_TB[0]), (places, given_TB))[1]
 
-    options = compiler_options(setup.layout.facts.platform, setup.parallel.mesh.stage)
+    options = compiler_options(setup.facts.platform, setup.parallel.mesh.stage)
     everywhere, state = NamedSharding(setup.mesh, P()), abstract_state(setup)
-    given_TB = jax.ShapeDtypeStruct((num_steps, setup.layout.facts.batch_size), jnp.int32)
+    given_TB = jax.ShapeDtypeStruct((num_steps, setup.facts.batch_size), jnp.int32)
     program = (
         jax.jit(run, compiler_options=options, out_shardings=everywhere)
         .lower(state.params, state.frozen, state.carry, given_TB, Draw.of())

@@ -1,0 +1,164 @@
+"""The parts of a model, traced once each, so that a mistake is reported with the name of its part."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend.core import ClosedJaxpr
+
+from jaxpar.base.keys import new_key
+from jaxpar.sharding import named_leaves
+from jaxpar.trace.again import difference, same_value
+from jaxpar.trace.jaxprs import equations_in, inlined, is_call
+from jaxpar.trace.mistakes import check_equations, why_refused
+from jaxpar.trace.source_lines import source_line_of_error
+
+
+def made(make: Callable[[nnx.Rngs], Any], seed: int | jax.Array) -> Any:
+    """The module that a function makes, of a seed or a key; nothing is placed yet."""
+    with nnx.use_eager_sharding(False):
+        return make(nnx.Rngs(new_key(seed) if isinstance(seed, int) else seed))
+
+
+def module_of(what: str, make: Callable[[], Any]) -> tuple[Any, ClosedJaxpr]:
+    """The module that a function makes, of shapes, and the program that gives its variables.
+
+    Args:
+      what: the module is, in messages.
+    Raises:
+      ValueError: the function makes something else when it is called again.
+    """
+
+    def trace() -> tuple[Any, dict[str, Any], ClosedJaxpr]:
+        graphdef: Any = None
+
+        def draw() -> Any:
+            nonlocal graphdef
+            graphdef, state = nnx.split(make())
+            return state
+
+        program, state = jax.make_jaxpr(draw, return_shape=True)()
+        shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(state)}
+        return nnx.merge(graphdef, state), shapes, program
+
+    (module, shapes, program), (again, other_shapes, other_program) = trace(), trace()
+    what = f"{what} {type(module).__name__}"
+    one, two = _attributes(module) | shapes, _attributes(again) | other_shapes
+    for name in {**one, **two}:
+        values = one.get(name), two.get(name)
+        if not same_value(*values):
+            raise ValueError(
+                f"{what} has {name}={values[0]!r:.40}, and {values[1]!r:.40} where the same function makes "
+                f"it again.\nFix: make it of rngs and fixed numbers, or give a function to each layer."
+            )
+    if found := difference(program, other_program):
+        place = f" ({found.source_line})" if found.source_line else ""
+        raise ValueError(
+            f"{what}{place}: {[*shapes][found.outputs[0]]} begins with other numbers each time it is made.\n"
+            f"Fix: draw it from rngs, such as jax.random.normal(rngs.params(), shape)."
+        )
+    return module, program
+
+
+def _attributes(module: Any) -> dict[str, Any]:
+    """All that a module and those within it have, by name."""
+    return {
+        ".".join(map(str, (*path, name))): value
+        for path, own in nnx.iter_modules(module)
+        for name, value in vars(own).items()
+        if not name.startswith("_pytree")
+    }
+
+
+def shapes_of(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any:
+    """The shapes that `call(module, *args)` gives; what draws is traced with draws=False as well.
+
+    Raises:
+      ValueError: as of `shapes_and_program`; or it fails where nothing is drawn, as in evaluation.
+    """
+    out, program = shapes_and_program(what, call, module, *args)
+    names = {eqn.primitive.name for eqn in equations_in(program.jaxpr)}
+    if any(name.startswith("random_") for name in names - {"random_seed"}):
+        shapes_and_program(what, functools.partial(call, draws=False), module, *args, has_key=False)
+    return out
+
+
+def shapes_and_program(
+    what: str, call: Callable[..., Any], module: Any, *args: Any, has_key: bool = True
+) -> tuple[Any, Any]:
+    """The shapes that `call(module, *args)` gives, of shapes, and its program.
+
+    Args:
+      has_key: whether the call has an `at.key`.
+    Raises:
+      ValueError: the call changes a variable of the module, or adds one, or it does what no part can do.
+    """
+    graphdef, state = nnx.split(module)
+
+    def run(state, *args):
+        own = nnx.merge(graphdef, state)
+        return call(own, *args), nnx.state(own)
+
+    program, (out, after) = program_of(what, run, state, *args, has_key=has_key)
+    check_equations(what, equations_in(program.jaxpr))
+    jaxpr = inlined(program, is_call).jaxpr
+    names, names_after = (flatten(tree)[0] for tree in (state, after))
+    before = dict(zip(names, jaxpr.invars[: len(names)], strict=True))
+    given = jaxpr.outvars[len(jaxpr.outvars) - len(names_after) :]
+    left = dict(zip(names_after, given, strict=True))
+    changed = [name for name in [*before, *left] if before.get(name) is not left.get(name)]
+    if changed:
+        name = changed[0].removesuffix("/value").replace("/", ".")
+        raise ValueError(
+            f"{what} changes its variable {name} when it is called, and that would be lost.\n"
+            f"Fix: keep state in the carry of a layer, and return what you log in the metrics of `last`."
+        )
+    return out, program
+
+
+def program_of(
+    what: str, run: Callable[..., Any], *args: Any, has_key: bool = True
+) -> tuple[Any, Any]:
+    """The program of a function, and the shapes that it gives.
+
+    Raises:
+      ValueError: as of `naming_errors`; or it is another program when it is traced again.
+    """
+
+    def trace() -> tuple[Any, Any]:  # of another function each time, or JAX remembers
+        traced = jax.make_jaxpr(lambda *own: run(*own), return_shape=True)
+        return naming_errors(what, lambda: traced(*args), has_key=has_key)
+
+    program, out = trace()
+    if has_key and (found := difference(program, trace()[0])):
+        place = f" ({found.source_line})" if found.source_line else ""
+        raise ValueError(
+            f"{what}{place} computes with other numbers each time it is traced, such as NumPy's random "
+            f"ones.\nFix: draw by at.draw(jax.random.normal, x.shape), and keep counts in a layer's carry."
+        )
+    return program, out
+
+
+def naming_errors(what: str, trace: Callable[[], Any], *, has_key: bool = True) -> Any:
+    """What a trace gives; its errors name the part of the model and its line, and where they can the remedy.
+
+    Args:
+      has_key: False if the same went well with an `at.key`.
+    """
+    try:
+        return trace()
+    except Exception as error:
+        if (why := why_refused(what, error, has_key=has_key)) is not None:
+            raise ValueError(why).with_traceback(error.__traceback__) from None
+        place = source_line_of_error(error)
+        error.add_note(f"in {what} of the model, traced by itself" + f" ({place})" * bool(place))
+        raise
+
+
+def flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:
+    """The names of a state's variables, their arrays, and what makes the state of these again."""
+    pairs, structure = jax.tree.flatten_with_path(state)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs]
+    return paths, [leaf for _, leaf in pairs], structure

@@ -1,0 +1,178 @@
+"""How a stage stores the variables of its layers: what the pipeline asks of it, and the plain answer, stacks.
+
+The pipeline reads one layer at a time, and adds to the gradients of one layer at a time, by `pick` and `put`.
+Anything that can do that will do: `Stacks` here, or what a caller brings.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.base.types import Arrays, Index, Params
+
+
+class Store(Protocol):
+    """How variables are stored: those that are trained, or others.
+
+    Attributes:
+      is_stacked: whether layers are a tuple of trees, one for each kind, with leaves [rows, ...].
+      outer_field: the field of `PipelineParams` that holds what `first` and `last` do not hold themselves.
+      arrays: data that it needs on a stage; leaves [rows, ...], sharded over `stage`.
+    """
+
+    @property
+    def is_stacked(self) -> bool: ...  # noqa: D102
+    @property
+    def outer_field(self) -> str: ...  # noqa: D102
+    @property
+    def arrays(self) -> Arrays: ...  # noqa: D102
+
+    def bind(self, arrays: Arrays) -> "Store":
+        """The store of one stage, inside of the engine's `shard_map`."""
+        ...
+
+    def of_group(self, number: Index, count: int) -> "Store":
+        """The store of one of a stage's groups of layers."""
+        ...
+
+    def pick(self, stored: Params, kind: int, place: Index) -> Params:
+        """A layer of a kind, by its row."""
+        ...
+
+    def put(self, stored: Params, kind: int, place: Index, layer: Params) -> Params:
+        """What is stored, with one layer changed; a layer without leaves changes nothing."""
+        ...
+
+    def take_group(self, stored: Params, number: Index, count: int) -> Params:
+        """What is stored of one of a stage's groups of layers."""
+        ...
+
+    def put_group(self, stored: Params, part: Params, number: Index, count: int) -> Params:
+        """What is stored, with one group changed."""
+        ...
+
+    def keep(self, stored: Params, kinds: Sequence[bool]) -> Params:
+        """What is stored, without what is only of kinds that are False."""
+        ...
+
+    def restore(self, stored: Params, kept: Params, kinds: Sequence[bool]) -> Params:
+        """What is stored, with what `keep` gave changed."""
+        ...
+
+    def has_outer(self, end: int) -> bool:
+        """Whether it holds variables of `first` (0) or `last` (1)."""
+        ...
+
+    def pick_outer(self, stored: Params, end: int, own: Params) -> Params:
+        """All variables of `first` or `last`; `own` are those that it holds itself, None for others."""
+        ...
+
+    def put_outer(
+        self, stored: Params, end: int, own: Params, values: Params
+    ) -> tuple[Params, Params]:
+        """`own` and what is stored, with other values of all of these variables."""
+        ...
+
+
+class Stacks:
+    """Layers of each kind in a stack; `first` and `last` hold their variables themselves."""
+
+    is_stacked, outer_field, arrays = True, "outer", ()
+
+    def bind(self, arrays: Arrays) -> "Stacks":
+        """Itself: it needs no data."""
+        return self
+
+    def of_group(self, number: Index, count: int) -> "Stacks":
+        """Itself: places count from where the rows of a group begin."""
+        return self
+
+    def pick(self, stored: Params, kind: int, place: Index) -> Params:
+        """A row of the stack of a kind."""
+        return pick(stored[kind], place)
+
+    def put(self, stored: Params, kind: int, place: Index, layer: Params) -> Params:
+        """The stacks with a row changed."""
+        return replaced(stored, kind, put(stored[kind], place, layer))
+
+    def take_group(self, stored: Params, number: Index, count: int) -> Params:
+        """A group's rows of every stack."""
+        return rows_of_group(stored, number, count)
+
+    def put_group(self, stored: Params, part: Params, number: Index, count: int) -> Params:
+        """The stacks with a group's rows changed."""
+        return with_rows_of_group(stored, part, number, count)
+
+    def keep(self, stored: Params, kinds: Sequence[bool]) -> Params:
+        """The stacks, () for kinds that are False."""
+        return tuple(own if keeps else () for keeps, own in zip(kinds, stored, strict=True))
+
+    def restore(self, stored: Params, kept: Params, kinds: Sequence[bool]) -> Params:
+        """The stacks, those of kinds that are True changed."""
+        each = zip(kinds, stored, kept, strict=True)
+        return tuple(new if keeps else old for keeps, old, new in each)
+
+    def has_outer(self, end: int) -> bool:
+        """It has none."""
+        return False
+
+    def pick_outer(self, stored: Params, end: int, own: Params) -> Params:
+        """What the function holds itself."""
+        return own
+
+    def put_outer(
+        self, stored: Params, end: int, own: Params, values: Params
+    ) -> tuple[Params, Params]:
+        """The values, which the function holds itself."""
+        return values, stored
+
+
+def pick(tree: Arrays, place: Index) -> Arrays:
+    """One row of stacked leaves."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, place, 0, False), tree)
+
+
+def put(tree: Arrays, place: Index, part: Arrays) -> Arrays:
+    """Stacked leaves with one row changed."""
+    return jax.tree.map(
+        lambda a, p: lax.dynamic_update_index_in_dim(a, p.astype(a.dtype), place, 0), tree, part
+    )
+
+
+def replaced(parts: tuple[Arrays, ...], number: int, part: Arrays) -> tuple[Arrays, ...]:
+    """A tuple with one of its parts changed."""
+    return (*parts[:number], part, *parts[number + 1 :])
+
+
+def rows_of_group(tree: Arrays, number: Index, count: int) -> Arrays:
+    """The rows of one of `count` groups of layers, of every stacked array."""
+    if count == 1:
+        return tree
+
+    def rows(a: jax.Array) -> jax.Array:
+        size = a.shape[0] // count
+        return lax.dynamic_slice_in_dim(a, number * size, size)
+
+    return jax.tree.map(rows, tree)
+
+
+def with_rows_of_group(tree: Arrays, part: Arrays, number: Index, count: int) -> Arrays:
+    """Stacked arrays with the rows of a group changed."""
+    if count == 1:
+        return part
+    return jax.tree.map(
+        lambda a, p: lax.dynamic_update_slice_in_dim(a, p, number * p.shape[0], 0), tree, part
+    )
+
+
+def stack(rows: Sequence[Arrays]) -> Arrays:
+    """Trees of equal structure as one, their leaves stacked."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+
+
+def unstack(tree: Arrays, num_rows: int) -> list[Arrays]:
+    """Stacked leaves as a tree for each row."""
+    return [jax.tree.map(lambda a, row=row: a[row], tree) for row in range(num_rows)]

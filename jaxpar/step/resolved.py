@@ -1,0 +1,101 @@
+"""A task on devices, with everything filled in that was left open."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxpar.base.checks import require
+from jaxpar.config import Parallel, TrainConfig
+from jaxpar.model.facts import ModelFacts
+from jaxpar.model.model import in_words
+from jaxpar.model.task import Settings, Task
+from jaxpar.partition.partition import Partition
+from jaxpar.partition.storage import Storage
+from jaxpar.step.parts import Parts
+
+Made = TypeVar("Made")
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """A task, how devices share its work, and these devices. What makes states and steps takes it.
+
+    Each part of the model is traced once for it. Make another one after a change of the code, or of what the
+    code reads.
+
+    Attributes:
+      asked: how devices were to share the work, as it was given.
+      task: resolved: with the sizes that follow from its data.
+      train: how a run proceeds.
+      parts: the task's model as pure functions, divided over the mesh.
+      mesh: of real devices, or of devices that are only compiled for.
+    """
+
+    asked: Parallel
+    task: Task
+    train: TrainConfig
+    parts: Parts
+    mesh: Mesh
+    _made: dict[Callable[..., Any], Any] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    @property
+    def storage(self) -> Storage:
+        """Where a state holds the variables of the model."""
+        return self.parts.storage
+
+    @property
+    def partition(self) -> Partition:
+        """How devices share the model."""
+        return self.parts.partition
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is known of the model, whatever the devices."""
+        return self.parts.facts
+
+    @property
+    def parallel(self) -> Parallel:
+        """How devices share a step, with no -1 left."""
+        return self.partition.parallel
+
+    @property
+    def settings(self) -> Settings:
+        """What a run is made from, with everything filled in."""
+        return Settings(self.task, self.parallel, self.train)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Of a run of `train.num_steps`; gradients are clipped before it.
+
+        Raises:
+          ValueError: the task makes something else.
+        """
+        with jax.ensure_compile_time_eval():  # it may make arrays, and be asked for within a trace
+            made = self.task.make_optimizer(self.train.num_steps)
+        require(
+            hasattr(made, "init") and hasattr(made, "update"),
+            f"make_optimizer of task {self.task.name} returns {in_words(made)}.\n"
+            f"Fix: return an optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer is none.",
+        )
+        return made
+
+    def replace(self, **changes: Any) -> Self:
+        """With other fields of `train`."""
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, **changes))
+
+    def cached(self, make: Callable[..., Made], *args: Any) -> Made:
+        """What `make(self, *args)` returns; made once for these arguments, by this object and its copies.
+
+        Args:
+          make: what it returns depends on task, partition and mesh; of `train`, on `args` alone.
+        """
+        if make not in self._made or self._made[make][0] != args:
+            self._made[make] = args, make(self, *args)
+        return self._made[make][1]
