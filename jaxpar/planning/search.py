@@ -8,8 +8,8 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterator
-from typing import Any
 
+from jaxpar.base.types import Value
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.model.task import Task
@@ -134,7 +134,7 @@ def cuts(n: int) -> list[int]:
     return cuts
 
 
-def _saves(parallel: Parallel, remat: bool, where: dict[str, Any]) -> bool:
+def _saves(parallel: Parallel, remat: bool, where: dict[str, Value]) -> bool:
     """Whether these savings of memory would save some."""
     only_over_data = where not in ({}, {"update": "host"})
     return not (remat and not parallel.runs_in_units) and not (

@@ -7,10 +7,10 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import flax
 import jax
+from jax.extend.core import JaxprEqn
 
 _PACKAGE = Path(__file__).parents[1]
 _LIBRARIES = tuple(
@@ -41,7 +41,7 @@ def source_line_of_error(error: BaseException) -> str:
     return _first_of_user([(frame.f_code.co_filename, line) for frame, line in frames][::-1])
 
 
-def source_line_of_equation(eqn: Any) -> str:
+def source_line_of_equation(eqn: JaxprEqn) -> str:
     """The line of an equation of a traced program; "" if it is not the user's."""
     found = eqn.source_info.traceback
     return _first_of_user(
