@@ -128,35 +128,35 @@ def fit(
     report: Report | Sequence[Report] | None = None,
     quiet: bool = False,
 ) -> FitResult:
-    """Trains a model as the task says, and evaluates it.
+    """Trains the model of a task, and evaluates it.
 
-    SIGINT (Ctrl-C, or a notebook's stop button) and SIGTERM end the run after the step that is
-    under way; the state is saved, and a resumed run continues with the same losses as if nothing had
-    happened. A second signal ends it at once.
+    SIGINT (Ctrl-C, or a notebook's stop button) and SIGTERM end the run after the current step. The state is
+    saved, and a resumed run continues with the same losses as an undisturbed one. A second signal ends it at
+    once.
 
     Args:
-      task: what it leaves open, such as sizes that follow from the data, is filled in.
-      parallel: the layout on devices, or its mesh, or the shape of that such as "dp2pp2tp2"; None is the
+      task: model, data and optimizer; settings that it leaves open, such as sizes of the data, are filled in.
+      parallel: layout on the devices, or its mesh, or the shape of the mesh such as "dp2pp2tp2"; None is the
         task's own.
-      train: None is the task's own; `out_dir=None` takes the next free folder of runs/0001, runs/0002...
-      start: weights to begin with, instead of drawn ones: a run, or files of safetensors; see `Start`.
+      train: settings of the run; None is the task's own. `out_dir=None` takes the next free folder of
+        runs/0001, runs/0002, ...
+      start: weights to begin with, instead of random ones: a run, or files of safetensors; see `Start`.
       resume: continue from the newest whole checkpoint in `train.out_dir` (None: of the latest numbered
-        run), or from the start if there is none yet, with the same weights; the mesh may be another one.
+        run). If there is none yet, the run begins again, with the same weights. The mesh may be another one.
       overwrite: remove the run that `train.out_dir` holds.
       profile: write a trace of a few steps into `out_dir`/profile, for Perfetto and TensorBoard.
-      report: receives what happens while it runs, or several that do; None prints it (`ConsoleReport`).
-      quiet: prints nothing.
+      report: callback, or several, for the events of the run; None prints them (`ConsoleReport`).
+      quiet: print nothing.
 
     Raises:
-      ValueError: sizes do not fit each other or the mesh, a part of the model mixes rows of the batch, a
-        split has no batches of the task's sizes, the data have changed since the run began, weights to
-        begin with do not fit the model, or a file calls it while it is loaded for the task in it.
-      FloatingPointError: a loss or gradient is not finite, and `train.nonfinite` does not allow the step to
-        be skipped, or no more of them. The state before the step has been saved: a resumed run meets the
-        same batch.
-      OSError: the data or the checkpoint cannot be read (FileNotFoundError), `train.out_dir` holds
-        a run already (FileExistsError), or another process trains there (BlockingIOError); or what a run
-        writes cannot be written, in all of its processes; the newest checkpoint is whole.
+      ValueError: sizes do not fit each other or the mesh; a part of the model mixes rows of the batch; a
+        split has no batches of the task's sizes; the data have changed since the run began; weights do not
+        fit the model; or a file calls `fit` while it is loaded for its task.
+      FloatingPointError: a loss or gradient is not finite, and `train.nonfinite` does not allow to skip the
+        step, or no more steps. The state before the step is saved: a resumed run gets the same batch.
+      OSError: the data or the checkpoint cannot be read (FileNotFoundError), `train.out_dir` holds a run
+        already (FileExistsError), or another process trains there (BlockingIOError); or a file of the run
+        cannot be written, in all of its processes. The newest checkpoint is whole.
     """
     if remedy := guard_remedy("fit"):
         raise ValueError(f"fit would train once more\nFix: {remedy}.")
@@ -243,7 +243,7 @@ def _check_holds_no_run(folder: RunFolder) -> None:
 
 
 class _Prepared(NamedTuple):
-    """What a run needs, checked.
+    """The parts of a run after all checks.
 
     Attributes:
       target: the state, as shapes.
