@@ -163,7 +163,11 @@ def fit(
     check_task(task)
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")
-    reports = _list_of(report)
+    printed = ConsoleReport() if report is None else report
+    reports = printed if isinstance(printed, Sequence) else [printed]
+    for each in reports:
+        use = "a Report, such as ConsoleReport(), or a list of them"
+        require_instance("report", each, Report, use)
     require(
         report is None or not quiet,
         "quiet=True is for what is printed, and report=... takes its place\nFix: leave out one of them",
@@ -183,14 +187,14 @@ def fit(
     )  # fmt: skip
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
     setup = Setup.of(task, given, train)
+    prepared = _prepare(setup, folder, start, resume=resume)
     callbacks = Callbacks([] if quiet or jax.process_index() > 0 else reports)
-    prepared = _prepare(setup, folder if resume else None, start)
 
     with callbacks, contextlib.ExitStack() as stack:
         callbacks.call(Report.plan, setup, prepared.target)
         if prepared.weights is not None:
             callbacks.call(Report.start, prepared.weights)
-        run = _open_run(stack, setup, folder, callbacks, prepared, **options)
+        run = _open_run(stack, callbacks, prepared, overwrite=overwrite, profile=profile)
         stopped_by = _take_steps(run, profile=profile)
         evaluations = dict[str, Evaluation]()
         if not isinstance(stopped_by, signal.Signals):
@@ -199,18 +203,6 @@ def fit(
         in_process_0(run.folder.flush_metrics)
         callbacks.call(Report.finish, evaluations, run.folder.path, run.times.parts())
         return FitResult(run.losses, run.first_step, run.state, run.setup, evaluations, stopped_by)
-
-
-def _list_of(report: Report | Sequence[Report] | None) -> Sequence[Report]:
-    """The callbacks that `fit` is given; by default the console."""
-    if report is None:
-        return [ConsoleReport()]
-    reports = report if isinstance(report, Sequence) else [report]
-    for each in reports:
-        require_instance(
-            "report", each, Report, "a Report, such as ConsoleReport(), or a list of them"
-        )
-    return reports
 
 
 # ---- before the run: everything that can raise an error, before a file is written or a step compiled ----
@@ -246,12 +238,17 @@ class _Prepared(NamedTuple):
     """The parts of a run after all checks.
 
     Attributes:
+      folder: folder of the run; None if it gets the next number.
+      resume: whether the run is in the folder already.
       target: the state, as shapes.
       weights: weights that the run begins with; None for randomly initialized ones.
       texts: files that the run can be resumed from, by their names.
       is_cut_alike: whether a resumed run reads the same batches as before.
     """
 
+    setup: Setup
+    folder: RunFolder | None
+    resume: bool
     target: TrainState
     weights: MatchedWeights | None
     texts: dict[str, str]
@@ -259,13 +256,11 @@ class _Prepared(NamedTuple):
     is_cut_alike: bool
 
 
-def _prepare(setup: Setup, before: RunFolder | None, start: Start | None) -> _Prepared:
-    """Checks the model, the data and the weights; in all processes.
-
-    Args:
-      before: folder of the run to resume; None for a new run.
-    """
-    program, begins = program_facts(), True
+def _prepare(
+    setup: Setup, folder: RunFolder | None, start: Start | None, *, resume: bool
+) -> _Prepared:
+    """Checks the model, the data and the weights; in all processes."""
+    before, program, begins = folder if resume else None, program_facts(), True
     if before is not None:
         before.check_program(program)
     target = abstract_state(setup)
@@ -291,7 +286,7 @@ def _prepare(setup: Setup, before: RunFolder | None, start: Start | None) -> _Pr
         data, program, found,
         remedy="give all of them the same data, task, settings and devices", last=True,
     )  # fmt: skip
-    return _Prepared(target, weights, texts, batches, is_cut_alike)
+    return _Prepared(setup, folder, resume, target, weights, texts, batches, is_cut_alike)
 
 
 def _check_model(setup: Setup, target: TrainState) -> None:
@@ -323,26 +318,22 @@ def _check_model(setup: Setup, target: TrainState) -> None:
 
 def _open_run(
     stack: contextlib.ExitStack,
-    setup: Setup,
-    folder: RunFolder | None,
     callbacks: Callbacks,
     prepared: _Prepared,
     *,
-    resume: bool,
     overwrite: bool,
     profile: bool,
 ) -> Run:
     """A run with its first state, in a folder that is locked until the stack is closed."""
-    state = None
-    if resume:
-        assert folder is not None
+    setup, folder, state = prepared.setup, prepared.folder, None
+    if folder is not None and prepared.resume:
         stack.enter_context(folder.lock)
-        state = _restore(folder, setup, prepared)
+        state = _restore(folder, prepared)
     if profile:
         _check_profile(setup.train, 0 if state is None else int(state.step))
     if folder is None:  # the same one for all processes
         folder = RunFolder(in_process_0(lambda: str(next_run_folder())))
-    if not resume:
+    if not prepared.resume:
         stack.enter_context(folder.lock)
         in_process_0(folder.clear if overwrite else lambda: _check_holds_no_run(folder))
     in_process_0(lambda: folder.start(prepared.texts))
@@ -356,9 +347,9 @@ def _open_run(
     return Run(setup, prepared.batches, folder, checkpoints, callbacks, state)
 
 
-def _restore(folder: RunFolder, setup: Setup, prepared: _Prepared) -> TrainState | None:
+def _restore(folder: RunFolder, prepared: _Prepared) -> TrainState | None:
     """The state to resume from; None if the run was killed before its first checkpoint."""
-    checkpoints = folder.checkpoints(setup)
+    checkpoints = folder.checkpoints(prepared.setup)
     if checkpoints.is_empty:
         if jax.process_index() == 0:
             _log.warning("%s has no checkpoint yet: the run begins again", folder)
@@ -367,7 +358,7 @@ def _restore(folder: RunFolder, setup: Setup, prepared: _Prepared) -> TrainState
     if prepared.is_cut_alike:
         step = int(state.step)
         prepared.batches.check(checkpoints.described(step), f"the checkpoint of step {step}")
-    return release(state, setup.train.allowed_skips)
+    return release(state, prepared.setup.train.allowed_skips)
 
 
 def _check_profile(train: TrainConfig, num_taken: int) -> None:
