@@ -335,7 +335,7 @@ def _read_index(path: Path) -> dict[str, str]:
     content = read_file(path, "the index", "give that of safetensors files")
     places: Json = {}
     with contextlib.suppress(ValueError):
-        places = read_json(content).get("weight_map")
+        places = read_json(content).get("weight_map", {})
     require(
         bool(places)
         and fits(places, dict[str, str])
