@@ -41,7 +41,7 @@ NAMES = {
     "Regress": "lib.models.Regress", "Tokens": "lib.models.Tokens", "awd": "lib.awd.awd",
     "Silent": "test_layer_sums.MIXED",
 }  # fmt: skip
-POOLS = {"jaxpar.partition.partition.FEW": 0, "jaxpar.pipeline.pool.COLUMNS": 8}
+POOLS = {"jaxpar.partition.partition.FEW": 0, "jaxpar.partition.pool.COLUMNS": 8}
 ENDS = {"jaxpar.partition.partition.FEW": 0, "jaxpar.partition.partition.LITTLE": 1e-9}
 ENDS["jaxpar.model.facts.ModelFacts.layer_flops"] = float("inf")
 CHANGES = {"pools": POOLS, "planes": POOLS, "ends": ENDS, "own_ends": ENDS}

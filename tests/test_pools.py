@@ -72,7 +72,7 @@ class Unequal(Calm):
 def small(monkeypatch):
     """Few numbers are worth it here, and rows are short."""
     monkeypatch.setattr("jaxpar.partition.partition.FEW", 0)
-    monkeypatch.setattr("jaxpar.pipeline.pool.COLUMNS", 8)
+    monkeypatch.setattr("jaxpar.partition.pool.COLUMNS", 8)
 
 
 def parallel_of(mesh, layout=None, **pipeline):

@@ -150,7 +150,7 @@ LARGE = {
     "jaxpar.partition.partition.LITTLE": 1e-9,
     "jaxpar.partition.partition.FEW": 0,
     "jaxpar.model.facts.ModelFacts.layer_flops": np.inf,
-    "jaxpar.pipeline.pool.COLUMNS": 8,
+    "jaxpar.partition.pool.COLUMNS": 8,
 }
 
 

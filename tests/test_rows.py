@@ -29,7 +29,7 @@ from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.model.task import find_task
 from jaxpar.nn import Stateless
-from jaxpar.step import independence
+from jaxpar.step import trial
 from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.setup import Setup
@@ -419,7 +419,7 @@ def test_rows_are_those_of_several_batches_and_a_short_stream_is_enough():
             def make_batches(self, split, seed=None, num=num):
                 return IteratorBatches(lambda: read(num), 8)
 
-        batch, special = independence._rows_of(Streamed(), 4)
+        batch, special = trial._rows_of(Streamed(), 4)
         np.testing.assert_array_equal(batch["id"][:, 0], expected)
         np.testing.assert_array_equal(special["id"], [-1, 0, max(expected)])
 

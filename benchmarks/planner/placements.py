@@ -32,7 +32,8 @@ def main() -> None:
         optimizer=SGD,
     )  # fmt: skip
     parallel = Parallel(MeshConfig(stage=2), PipelineConfig(num_chunks=4, head=options.head))
-    balanced = Setup.of(task, parallel).partition.placement
+    partition = Setup.of(task, parallel).partition
+    balanced = partition.placement
     others = [(n, options.layers - n) for n in range(1, options.layers)]
     placements = [balanced, *(p for p in others if p != balanced)]
     pipelines = [dataclasses.replace(parallel.pipeline, placement=p) for p in placements]
@@ -43,7 +44,7 @@ def main() -> None:
     rounds = list(zip(*time_steps(setups, ROUNDS, STEPS), strict=True))
     print(
         f"{options.layers} layers of {hidden}, {options.vocabulary:,} words, head={options.head}: a head of "
-        f"{sum(layout.costs.last) / sum(layout.costs.layers[0]):.2f} layers\n\n"
+        f"{sum(partition.costs.last) / sum(partition.costs.layers[0]):.2f} layers\n\n"
         "| placement | ms a step | times as long as balanced (quartiles) |\n|---|---:|---:|"
     )
     for number, placement in enumerate(placements):

@@ -201,7 +201,7 @@ class Partition:
 
     @functools.cached_property
     def split_modules(self) -> tuple[frozenset[str], ...]:
-        """The modules that each stage has a part of: those that `first` calls, and those that `last` calls."""
+        """The modules that each stage has a part of: those that `first` calls, and those of `last`."""
         if self.parallel.mesh.stage == 1:
             return frozenset(), frozenset()
         dims = self.facts.split_dims

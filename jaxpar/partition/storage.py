@@ -2,8 +2,8 @@
 
 A state has two trees of variables: those that are trained (number 0) and all others (number 1). In a stack
 [rows, ...] of each kind every stage has as many rows as the fullest of them needs. Where that takes much more
-than the layers do, a stage has its own layers alone, in a pool (`partition.pool`). This is the one module that
-knows which of the two it is: all others read variables by their names, or one layer at a time.
+than the layers do, a stage has its own layers alone, in a pool (`partition.pool`). This module alone knows
+which of the two it is. All others read variables by their names, or one layer at a time.
 """
 
 import functools
@@ -28,7 +28,16 @@ from jaxpar.model.stack import Stack
 from jaxpar.model.task import Task
 from jaxpar.partition import partition
 from jaxpar.partition.partition import Partition
-from jaxpar.pipeline.pool import OTHER, Pool, dim_over_tensor, stack_of, with_stack
+from jaxpar.partition.pool import (
+    OTHER,
+    LayerPool,
+    OuterPool,
+    Pool,
+    dim_over_tensor,
+    stack_of,
+    with_stack,
+)
+from jaxpar.pipeline.store import Stacks, Store
 from jaxpar.sharding import (
     PARAM_SHAPE,
     array_of,
@@ -40,6 +49,7 @@ from jaxpar.sharding import (
 )
 
 Variables = TypeVar("Variables", bound=Tree)
+Names = Sequence[str]
 
 # The names of the pools in both trees of a state, in place of the variables that are in them.
 POOLS = ("@pool", "@pool of frozen")
@@ -156,7 +166,7 @@ class Storage:
 
     @functools.cached_property
     def _pools_of_outer(self) -> tuple[Pool, Pool] | None:
-        """Pools for the modules before and after the layers alone, if these are large beside a stage's layers.
+        """Pools for the modules before and after the layers alone, if these are large.
 
         No stage but its own has them then, and their gradients are not summed over stages.
         """
@@ -283,6 +293,18 @@ class Storage:
         """The planes of the pool in a tree of a state; empty if it has none."""
         return nnx.State(state.get(POOLS[number], {}))
 
+    def stores(self, first: Sequence[Names], last: Sequence[Names]) -> tuple[Store, Store]:
+        """How the pipeline reads layers of both trees, and adds to their gradients.
+
+        Args:
+          first, last: the names of the variables that `first` and `last` use, of both trees.
+        """
+        if self.pools is None:
+            return Stacks(), Stacks()
+        of, each = LayerPool if self.pools_layers else OuterPool, zip(first, last, strict=True)
+        made = map(of, self.pools, each, (self.facts.platform,) * 2)
+        return next(made), next(made)
+
     # ---- the first values ----
 
     def draw(self, key_data: jax.Array, mesh: Mesh) -> tuple[nnx.State, nnx.State]:
@@ -290,39 +312,7 @@ class Storage:
         _, *trees = self.facts.split(self.make(key_of(key_data)))
         if self.pools is None:
             return trees[0], trees[1]
-        return self._in_pools(trees, self._draw_planes(key_data, mesh))
-
-    def _draw_planes(self, key_data: jax.Array, mesh: Mesh) -> list[list[jax.Array]]:
-        """The planes of both pools; every stage draws its own layers."""
-        assert self.pools is not None
-        pools, names = self.pools, [self.packed_names(number) for number in range(2)]
-        num_layers, num_stages = len(self.facts.kinds), mesh.shape[STAGE]
-
-        def on_stage(model: Module, whole: dict[str, jax.Array], stage: int):
-            kinds: list[list[list[jax.Array]]] = [[] for _ in pools]
-            for kind in range(len(pools[0].leaves)):
-                drawn = jax.tree.map(lambda a: a[None], whole)
-                if kind < num_layers:
-                    rows = np.split(np.asarray(self.partition.slots.rows[kind]), num_stages)[stage]
-                    drawn = _named_layers(model.layers, kind, [int(n) for n in rows if n >= 0])
-                here = np.split(pools[0].is_full[kind], num_stages)[stage].any()
-                for pool, own, named in zip(pools, kinds, names, strict=True):
-                    pairs = zip(pool.leaves[kind], named[kind], strict=True)
-                    own.append([leaf.part(drawn[name]) for leaf, name in pairs if here])
-            return [pool.packed(own) for pool, own in zip(pools, kinds, strict=True)]
-
-        def draw(key_data: jax.Array) -> list[list[jax.Array]]:
-            model = self.facts.make(key_of(key_data))
-            states = self.facts.split(model)[1:]
-            whole = {n: array_of(leaf) for own in states for n, leaf in named_leaves(own, "/")}
-            whole = {n: whole[n] for own in names for kind in own[num_layers:] for n in kind}
-            branches = [functools.partial(on_stage, model, whole, s) for s in range(num_stages)]
-            return jax.lax.switch(jax.lax.axis_index(STAGE), branches)
-
-        specs = [[plane.spec for plane in pool.planes] for pool in pools]
-        # No axis is summed over, which is what the check is for.
-        run = jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)
-        return run(key_data)
+        return self._in_pools(trees, _draw_planes(self, key_data, mesh))
 
     # ---- variables by their names ----
 
@@ -405,6 +395,39 @@ class Storage:
             return jax.tree.unflatten(jax.tree.structure(shapes, is_leaf=is_variable), leaves)
 
         return jax.tree.map(of, tree, is_leaf=_is_whole)
+
+
+def _draw_planes(storage: Storage, key_data: jax.Array, mesh: Mesh) -> list[list[jax.Array]]:
+    """The planes of both pools; every stage draws its own layers."""
+    assert storage.pools is not None
+    pools, names = storage.pools, [storage.packed_names(number) for number in range(2)]
+    num_layers, num_stages = len(storage.facts.kinds), mesh.shape[STAGE]
+
+    def on_stage(model: Module, whole: dict[str, jax.Array], stage: int):
+        kinds: list[list[list[jax.Array]]] = [[] for _ in pools]
+        for kind in range(len(pools[0].leaves)):
+            drawn = jax.tree.map(lambda a: a[None], whole)
+            if kind < num_layers:
+                rows = np.split(np.asarray(storage.partition.slots.rows[kind]), num_stages)[stage]
+                drawn = _named_layers(model.layers, kind, [int(n) for n in rows if n >= 0])
+            here = np.split(pools[0].is_full[kind], num_stages)[stage].any()
+            for pool, own, named in zip(pools, kinds, names, strict=True):
+                pairs = zip(pool.leaves[kind], named[kind], strict=True)
+                own.append([leaf.part(drawn[name]) for leaf, name in pairs if here])
+        return [pool.packed(own) for pool, own in zip(pools, kinds, strict=True)]
+
+    def draw(key_data: jax.Array) -> list[list[jax.Array]]:
+        model = storage.facts.make(key_of(key_data))
+        states = storage.facts.split(model)[1:]
+        whole = {n: array_of(leaf) for own in states for n, leaf in named_leaves(own, "/")}
+        whole = {n: whole[n] for own in names for kind in own[num_layers:] for n in kind}
+        branches = [functools.partial(on_stage, model, whole, s) for s in range(num_stages)]
+        return jax.lax.switch(jax.lax.axis_index(STAGE), branches)
+
+    specs = [[plane.spec for plane in pool.planes] for pool in pools]
+    # No axis is summed over, which is what the check is for.
+    run = jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)
+    return run(key_data)
 
 
 def _has_pool(node: Tree) -> str:

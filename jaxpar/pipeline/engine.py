@@ -32,8 +32,9 @@ from jaxpar.pipeline.loop import BACKWARD, Loop, State, run_segments
 from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.stage import Stage, Unit
+from jaxpar.pipeline.store import stack
 from jaxpar.pipeline.tables import TickTable
-from jaxpar.pipeline.walk import SlotArrays, stack
+from jaxpar.pipeline.walk import SlotArrays
 from jaxpar.trace.counts import used_inputs
 from jaxpar.trace.jaxprs import pruned
 
@@ -133,7 +134,7 @@ class Pipeline(Spec):
         parts = zip(self.first_specs, self.layer_specs, self.last_specs, strict=True)
         specs, of_frozen = (PipelineParams(*own, P(STAGE)) for own in parts)
         rows = tuple(jnp.asarray(rows, jnp.int32) for rows in self.slots.rows)
-        starts = tuple(tuple(map(jnp.asarray, pool.starts)) for pool in self.pools or ())
+        stored = tuple(store.arrays for store in self.stores)
         slots = (self.slots.layers, self.slots.kinds, self.slots.places)
         arguments = (
             (params, specs),
@@ -142,15 +143,15 @@ class Pipeline(Spec):
             (batch, jax.tree.map(self._batch_spec, batch)),
             (SlotArrays(*(jnp.asarray(part, jnp.int32) for part in slots)), P(STAGE)),
             (rows, P(STAGE)),
-            (starts, P(STAGE)),
+            (stored, P(STAGE)),
             (jax.tree.map(jnp.asarray, table), table.specs),
             (key, P()),
         )
         # Known where autodiff shall take the loop apart: it needs a fixed number of ticks.
         known = None if isinstance(table.num_ticks, jax.Array) else int(table.num_ticks)
 
-        def run(params, frozen, carry, batch, slots, rows, starts, table, key):
-            stage = Stage.of(self, params, frozen, batch, slots, rows, starts, table, key)
+        def run(params, frozen, carry, batch, slots, rows, stored, table, key):
+            stage = Stage.of(self, params, frozen, batch, slots, rows, stored, table, key)
             kept = begin = None
             if with_gradients:
                 splits = bool(table.weights) and not self.remat
@@ -226,7 +227,7 @@ class Pipeline(Spec):
                     tuple(map(stack, layers)) if self.unroll else layers, specs.layers, *groups
                 ),
                 last=self._sum_parts(state.grads.last, specs.last, *over_head),
-                ends=self._sum(state.grads.ends, *groups),
+                outer=self._sum(state.grads.outer, *groups),
             )
         return sums, *rest, grads
 
@@ -285,7 +286,7 @@ class Pipeline(Spec):
             wanted = make_slots(slots.placement, route.stages, kind_of).layers
             _expect("layers in slots", slots.layers, wanted, fix)
         fix, stacks = "stack layers as slots.rows has them", (params.layers, frozen.layers, carry)
-        stacks = (carry,) if self.pools_layers else stacks
+        stacks = stacks if self.stores[0].is_stacked else (carry,)
         for rows, *trees in zip(slots.rows, *stacks, strict=True):
             for leaf in jax.tree.leaves(trees):
                 _expect("rows of a stack", leaf.shape[0], len(rows), fix)

@@ -23,7 +23,7 @@ from jaxpar.base.trees import add, shape_of, vary_like, zeros
 from jaxpar.internal.split import SplitLayer
 from jaxpar.pipeline.buffers import read_at, write, write_at
 from jaxpar.pipeline.stage import Stage, Unit
-from jaxpar.pipeline.walk import pick, stack
+from jaxpar.pipeline.store import pick, stack
 
 
 class Residuals:
@@ -65,7 +65,7 @@ class Residuals:
 
     def _layer(self, weights: Any, kind: int, row: Any) -> list[Any]:
         """Parameters of one layer, and what of them is frozen."""
-        pairs = zip(self._stage.stores(), weights, strict=True)
+        pairs = zip(self._stage.stores, weights, strict=True)
         return [store.pick(each, kind, row) for store, each in pairs]
 
     # ---- buffers ----
@@ -124,7 +124,7 @@ class Residuals:
         """
         stage, kinds = self._stage, self.kinds
         *reads, slots = stage.own(group)
-        own = stage.weights_of_group(grads, group)
+        own = stage.stores[0].take_group(grads, group, stage.num_groups)
         if stage.spec.unroll:
             reads = [[self._prepared]]
 
@@ -142,41 +142,31 @@ class Residuals:
         own, d_carry, dx, after = stage.walk(group)(
             body, dy, reads, d_carry, slots, buffers, sums=own, reverse=True
         )
-        return stage.weights_into_group(grads, own, group), d_carry, dx, after
+        grads = stage.stores[0].put_group(grads, own, group, stage.num_groups)
+        return grads, d_carry, dx, after
 
     def added_to(self, grads: Any) -> Any:
-        """Of the gradients of the stage's layers those that B adds to: of kinds whose W is apart ()."""
-        apart = [kind.has_weights for kind in self.kinds]
-        if self._stage.spec.pools_layers:
-            return () if all(apart) else grads
-        return tuple(() if is_apart else own for is_apart, own in zip(apart, grads, strict=True))
+        """The gradients of the stage's layers that B adds to, without those of kinds whose W is apart."""
+        return self._stage.stores[0].keep(grads, [not kind.has_weights for kind in self.kinds])
 
     def after_backward(self, before: Any, own: Any) -> Any:
         """All gradients, after B has added to those."""
-        apart = [kind.has_weights for kind in self.kinds]
-        if self._stage.spec.pools_layers:
-            return before if all(apart) else own
-        each = zip(apart, before, own, strict=True)
-        return tuple(old if is_apart else new for is_apart, old, new in each)
+        kinds = [not kind.has_weights for kind in self.kinds]
+        return self._stage.stores[0].restore(before, own, kinds)
 
     def weights(self, buffers: Any, slot: Any, group: Any, grads: Any) -> Any:
-        """Adds W of a unit to the gradients of the stage's layers, type by type: no order is asked for."""
-        numbers = [number for number, kind in enumerate(self.kinds) if kind.has_weights]
-        if self._stage.spec.pools_layers:
-            for number in numbers:
-                grads = self._weights_of(number, buffers[number], slot, group, grads, number)
-            return grads
-        grads = list(grads)
-        for number in numbers:
-            own = (grads[number],)
-            [grads[number]] = self._weights_of(number, buffers[number], slot, group, own, 0)
-        return tuple(grads)
+        """Adds W of a unit to the gradients of the stage's layers, kind by kind: any order is right."""
+        for number, kind in enumerate(self.kinds):
+            if kind.has_weights:
+                kinds = [n == number for n in range(len(self.kinds))]
+                own = self._stage.stores[0].keep(grads, kinds)
+                own = self._weights_of(number, buffers[number], slot, group, own)
+                grads = self._stage.stores[0].restore(grads, own, kinds)
+        return grads
 
-    def _weights_of(
-        self, number: int, buffers: Any, slot: Any, group: Any, grads: Any, place_of_kind: int
-    ) -> Any:
+    def _weights_of(self, number: int, buffers: Any, slot: Any, group: Any, grads: Any) -> Any:
         kind, stage = self.kinds[number], self._stage
-        layer_R, store = stage.rows[number], stage.stores()[0]
+        layer_R, store = stage.rows[number], stage.stores[0]
         weights = stage.params.layers, stage.frozen.layers
 
         def of_row(layer, prepare, place, grads):
@@ -206,9 +196,9 @@ class Residuals:
             def prepare():
                 return kind.prepare(*self._layer(weights, number, row))
 
-            layer, own = layer_R[row], store.pick(grads, place_of_kind, row)
+            layer, own = layer_R[row], store.pick(grads, number, row)
             total = of_row(layer, prepare, place, own)
-            return store.put(grads, place_of_kind, row, total)
+            return store.put(grads, number, row, total)
 
         return lax.fori_loop(0, count, body, grads)
 

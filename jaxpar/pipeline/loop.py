@@ -68,8 +68,8 @@ from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.stage import Stage, Unit
+from jaxpar.pipeline.store import pick
 from jaxpar.pipeline.tables import SharedLane, TickTable
-from jaxpar.pipeline.walk import pick
 
 # The parts of a tick, as named scopes of the program.
 FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
@@ -151,8 +151,8 @@ class Loop:
             grads = jax.tree.map(
                 lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), stage.params
             )
-            layers, ends = map(self.spec.lay_out_gradients, (grads.layers, grads.ends))
-            state = state._replace(grads=grads._replace(layers=layers, ends=ends))
+            layers, outer = map(self.spec.lay_out_gradients, (grads.layers, grads.outer))
+            state = state._replace(grads=grads._replace(layers=layers, outer=outer))
         return state
 
     def run(
@@ -197,9 +197,9 @@ class Loop:
             self.spec.platform == "cpu"
         ):  # where each exchange is a meeting of all devices: after all work
             y, dx = lax.optimization_barrier((y, dx))
-        arrived_x = self._exchange(FORWARD, y, state.arrived_x, forward.arrival)
+        arrived_x = _exchange(self, FORWARD, y, state.arrived_x, forward.arrival)
         if self.kept:
-            arrived_dy = self._exchange(BACKWARD, dx, state.arrived_dy, backward.arrival)
+            arrived_dy = _exchange(self, BACKWARD, dx, state.arrived_dy, backward.arrival)
             state = state._replace(arrived_dy=arrived_dy)
         beside, after = (jnp.sum(lane.unit >= 0) for lane in weights) if weights else (0, 0)
         ran = (forward.unit >= 0, beside, backward.unit >= 0, after)
@@ -213,7 +213,8 @@ class Loop:
     ) -> tuple[State, Any]:
         stage, kept_of = self.stage, self.kept
         unit, m = Unit(jnp.maximum(at.unit, 0), segment), stage.microbatch(at.unit)
-        x = self._enter(Unit(enter.unit, segment), unit, pick(state.arrived_x, at.source))
+        arrived = pick(state.arrived_x, jnp.asarray(at.source))
+        x = self._enter(Unit(enter.unit, segment), unit, arrived)
         before = stage.read_carry(state.carry, at.group, m)
 
         def run(inputs, state):
@@ -228,7 +229,7 @@ class Loop:
             return carry, add(total, sums), y, kept
 
         changes = state.carry, state.layer_sums, x, state.kept
-        carry, total, y, kept = self._if_runs(at.unit >= 0, run, (at, unit, before, x), changes)
+        carry, total, y, kept = _if_runs(self, at.unit >= 0, run, (at, unit, before, x), changes)
         return state._replace(carry=carry, layer_sums=total, kept=kept), y
 
     @jax.named_scope(ENTER)
@@ -250,67 +251,43 @@ class Loop:
         return lax.cond(is_there, enter, lambda: arrived)
 
     @jax.named_scope(LEAVE)
-    def _leave(self, leaving: Unit, own: Unit, dx: Any, grads: Any) -> Any:
-        """The gradients of what comes before the layers, with those of the unit that leaves the first layer.
+    def _leave(self, leaving: Unit, own: Unit, dx: Any, grads: PipelineParams) -> PipelineParams:
+        """Gradients, with those that `first` adds for the unit that leaves the first layer.
 
         Args:
           leaving: that unit, if there is one; `own` that of this stage.
         """
-        stage, is_there = self.stage, leaving.number >= 0
+        stage, runs, shares = self.stage, leaving.number >= 0, self.spec.shares_first
         on_stage = stage.number == self.table.route.stages[0]
 
-        def leave():
-            if not self.spec.shares_first:
-                return vary_like(stage.first_gradient(grads, own, dx), stage.here)
-            at_all = jax.tree.map(lambda a: jnp.where(on_stage, a, jnp.zeros_like(a)), dx)
-            dtypes = jax.tree.map(lambda a: a.dtype, dx)
-            at_all = jax.tree.map(jnp.astype, stage.over_stages(at_all), dtypes)
-            after = stage.first_gradient(grads, leaving, at_all)
-            return jax.tree.map(vary_like, after, grads)
+        def leave(inputs: Any, now: Any) -> Any:
+            (unit, dx), (_, grads) = inputs, now
+            if shares:
+                dtypes = jax.tree.map(lambda a: a.dtype, dx)
+                dx = jax.tree.map(lambda a: jnp.where(on_stage, a, jnp.zeros_like(a)), dx)
+                dx = jax.tree.map(jnp.astype, stage.over_stages(dx), dtypes)
+            return (), stage.add_to_end(0, grads, lambda now: stage.first_gradient(now, unit, dx))
 
-        runs = is_there if self.spec.shares_first else is_there & on_stage
-        return lax.cond(runs, leave, lambda: grads)
+        runs, unit = (runs, leaving) if shares else (runs & on_stage, own)
+        return self._add_to_end(0, runs, leave, (unit, dx), (), grads)[1]
 
-    @jax.named_scope(LEAVE)
-    def _leave_pooled(self, leaving: Unit, own: Unit, dx: Any, grads: PipelineParams) -> Any:
-        """As `_leave`, with all gradients, where those of `first` lie in a pool."""
-        stage = self.stage
-        runs = (leaving.number >= 0) & (stage.number == self.table.route.stages[0])
-
-        def leave(inputs, grads):
-            own, dx = inputs
-            return stage.add_to_end(0, grads, lambda now: stage.first_gradient(now, own, dx))
-
-        alone = {name: getattr(grads, name) for name in stage.left_alone(0)}
-        now = grads._replace(**dict.fromkeys(alone, ()))
-        return self._if_runs(runs, leave, (own, dx), now, adds=True)._replace(**alone)
-
-    def _if_runs(
-        self, runs: Any, run: Callable[..., Any], inputs: Any, state: Any, *, adds: bool = False
-    ) -> Any:
-        """`run(inputs, state)` where a unit runs, and the state as it is where none does, in no time.
-
-        A branch, or a loop of one turn or none: whichever XLA changes the state in without a copy. On CPU
-        that of JAX 0.10 copies all that a branch changes. On GPUs a branch that adds to arrays copies them
-        where it is skipped. On TPUs a loop takes more memory than a branch.
+    def _add_to_end(
+        self, end: int, runs: Any, run: Callable[..., Any], inputs: Any, others: Any, grads: Any
+    ) -> tuple[Any, PipelineParams]:
+        """`others` and gradients after a function that adds to those of `first` or `last` alone.
 
         Args:
-          inputs: what the loop depends on, or its work would be done before it, whether it has a turn or not.
-          adds: whether `run` adds to the state.
+          run: (inputs, (others, gradients)) -> (others, gradients).
         """
-        here, platform = self.stage.here, self.spec.platform
-        loops = platform == "cpu" or (platform == "gpu" and adds)
-        # Autodiff takes evaluation apart, which keeps nothing.
-        if self.kept is None or not loops:
-            return lax.cond(
-                runs, lambda: vary_like(run(inputs, state), here), lambda: vary_like(state, here)
+        alone = {name: getattr(grads, name) for name in self.stage.untouched(end)}
+        now = others, grads._replace(**dict.fromkeys(alone, ()))
+        if self.stage.is_stored(end):
+            others, grads = _if_runs(self, runs, run, inputs, now, adds=True)
+        else:
+            others, grads = lax.cond(
+                runs, lambda: jax.tree.map(vary_like, run(inputs, now), now), lambda: now
             )
-
-        def turn(number, state):
-            own, _ = lax.optimization_barrier((inputs, number))
-            return vary_like(run(own, state), here)
-
-        return lax.fori_loop(0, runs.astype(jnp.int32), turn, vary_like(state, here))
+        return others, grads._replace(**alone)
 
     @jax.named_scope(HEAD)
     def _head(self, unit: Unit, slot: Any, y: Any, state: State) -> State:
@@ -343,27 +320,14 @@ class Loop:
 
         differentiate = jax.value_and_grad(loss, (0, 1), has_aux=True)
 
-        def run():
-            (_, sums), (d_last, dy) = differentiate(stage.params.last, y)
-            return vary_like((add(state.sums, sums), dy), y), add(state.grads.last, d_last)
-
-        def run_pooled(inputs, now):
-            y, (sums, _, grads) = inputs, now
+        def run(y: Any, now: Any) -> Any:
+            (sums, _), grads = now
             (_, own), (d_last, dy) = differentiate(stage.of_end(1, stage.params), y)
             grads = stage.add_to_end(1, grads, lambda before: add(before, d_last))
-            return add(sums, own), dy, grads
+            return (add(sums, own), dy), grads
 
-        nothing = jax.tree.map(jnp.zeros_like, y)
-        if stage.has_pooled(1):
-            alone = {name: getattr(state.grads, name) for name in stage.left_alone(1)}
-            now = state.sums, nothing, state.grads._replace(**dict.fromkeys(alone, ()))
-            sums, dy, grads = self._if_runs(active, run_pooled, y, now, adds=True)
-            grads = grads._replace(**alone)
-        else:
-            (sums, dy), last = lax.cond(
-                active, run, lambda: ((state.sums, nothing), state.grads.last)
-            )
-            grads = state.grads._replace(last=last)
+        others = state.sums, jax.tree.map(jnp.zeros_like, y)
+        (sums, dy), grads = self._add_to_end(1, active, run, y, others, state.grads)
         slot = 0 if self.spec.remat else jnp.where(on_stage & active, slot, -1)
         dy = jax.tree.map(lambda a, dtype: a.astype(dtype), vary_like(dy, stage.here), dtypes)
         return state._replace(sums=sums, grads=grads, head_dy=write(state.head_dy, dy, slot))
@@ -423,16 +387,12 @@ class Loop:
 
         grads = kept.added_to(state.grads.layers)
         buffers, slot = (state.kept, at.slot) if recalled is None else (recalled, jnp.int32(0))
-        grads, d_carry, dx, buffers = self._if_runs(
-            at.unit >= 0, run, (at, number, slot), (grads, state.d_carry, idle_dx, buffers)
+        grads, d_carry, dx, buffers = _if_runs(
+            self, at.unit >= 0, run, (at, number, slot), (grads, state.d_carry, idle_dx, buffers)
         )
         layer_grads = kept.after_backward(state.grads.layers, grads)
         leaving = Unit(leave.unit, segment), Unit(number, segment)
-        grads = state.grads._replace(layers=layer_grads)
-        if stage.has_pooled(0):
-            grads = self._leave_pooled(*leaving, dx, grads)
-        else:
-            grads = grads._replace(first=self._leave(*leaving, dx, grads.first))
+        grads = self._leave(*leaving, dx, state.grads._replace(layers=layer_grads))
         if recalled is None:
             state = state._replace(kept=buffers)
         return state._replace(d_carry=d_carry, grads=grads), dx
@@ -459,33 +419,16 @@ class Loop:
                 # 0, whatever the sums are; the compiler cannot know it before. Over parts of an array they
                 # take an exchange, of one number. It comes after all that W computes apart: else some devices
                 # would come to it before the exchanges of a kind of layers, and others after them, and wait.
-                apart = [after]
-                if not self.spec.pools_layers:
-                    apart = [x for kind in after for x in (kind if self.spec.unroll else [kind])]
-                leaves = filter(None, map(jax.tree.leaves, apart))
+                is_stacked = self.stage.stores[0].is_stacked
+                apart = [x for kind in after for x in (kind if self.spec.unroll else [kind])]
+                leaves = filter(None, map(jax.tree.leaves, apart if is_stacked else [after]))
                 is_one = [jnp.sum(min(each, key=jnp.size)) * 0 == 1 for each in leaves]
                 return after, functools.reduce(jnp.logical_or, is_one).astype(jnp.int32)
 
             # Not a loop over places: what is kept would be copied into it.
             with jax.named_scope(scope_of_weights(first + place)):
-                layers, done = self._if_runs(here.unit >= 0, run, here, (layers, done), adds=True)
+                layers, done = _if_runs(self, here.unit >= 0, run, here, (layers, done), adds=True)
         return state._replace(grads=state.grads._replace(layers=layers)), done
-
-    def _exchange(self, part: str, blocks: Any, arrived: Any, arrival: dict[int, Any]) -> Any:
-        """Sends to other stages; puts what comes from them into buffers.
-
-        Args:
-          arrival: for every direction in which the schedule sends (`placement.UP`, ...) the buffer.
-        """
-        n, ring = self.spec.mesh.shape[STAGE], self.table.route.is_ring
-        with jax.named_scope(part), jax.named_scope("exchange"):
-            for step, buffer in arrival.items():
-                came = blocks
-                if step:
-                    pairs = [(s, (s + step) % n) for s in range(n) if ring or 0 <= s + step < n]
-                    came = lax.ppermute(blocks, STAGE, pairs)
-                arrived = write(arrived, came, buffer)
-        return arrived
 
 
 def run_segments(loop: Loop, carry: Any) -> State:
@@ -529,3 +472,48 @@ def run_segments(loop: Loop, carry: Any) -> State:
 def _totals(state: State) -> dict[str, Any]:
     """What goes on from segment to segment, but for the carry."""
     return {name: getattr(state, name) for name in ("sums", "layer_sums", "grads", "d_carry")}
+
+
+def _if_runs(
+    loop: Loop, runs: Any, run: Callable[..., Any], inputs: Any, state: Any, *, adds: bool = False
+) -> Any:
+    """`run(inputs, state)` where a unit runs, and the state as it is where none does, in no time.
+
+    A branch, or a loop of one turn or none: whichever XLA changes the state in without a copy. On CPU
+    that of JAX 0.10 copies all that a branch changes. On GPUs a branch that adds to arrays copies them
+    where it is skipped. On TPUs a loop takes more memory than a branch.
+
+    Args:
+      inputs: what the loop depends on, or its work would be done before it, whether it has a turn or not.
+      adds: whether `run` adds to the state.
+    """
+    here, platform = loop.stage.here, loop.spec.platform
+    loops = platform == "cpu" or (platform == "gpu" and adds)
+    # Autodiff takes evaluation apart, which keeps nothing.
+    if loop.kept is None or not loops:
+        return lax.cond(
+            runs, lambda: vary_like(run(inputs, state), here), lambda: vary_like(state, here)
+        )
+
+    def turn(number, state):
+        own, _ = lax.optimization_barrier((inputs, number))
+        return vary_like(run(own, state), here)
+
+    return lax.fori_loop(0, runs.astype(jnp.int32), turn, vary_like(state, here))
+
+
+def _exchange(loop: Loop, part: str, blocks: Any, arrived: Any, arrival: dict[int, Any]) -> Any:
+    """Sends to other stages; puts what comes from them into buffers.
+
+    Args:
+      arrival: for every direction in which the schedule sends (`placement.UP`, ...) the buffer.
+    """
+    n, ring = loop.spec.mesh.shape[STAGE], loop.table.route.is_ring
+    with jax.named_scope(part), jax.named_scope("exchange"):
+        for step, buffer in arrival.items():
+            came = blocks
+            if step:
+                pairs = [(s, (s + step) % n) for s in range(n) if ring or 0 <= s + step < n]
+                came = lax.ppermute(blocks, STAGE, pairs)
+            arrived = write(arrived, came, buffer)
+    return arrived

@@ -1,7 +1,7 @@
 """What a pipeline runs: functions, a mesh, and how the work is cut."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jax.sharding import Mesh
@@ -11,7 +11,7 @@ from jaxpar.base.at import At, anywhere
 from jaxpar.base.axes import DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.config import PipelineConfig
 from jaxpar.pipeline.placement import Slots
-from jaxpar.pipeline.pool import Pool
+from jaxpar.pipeline.store import Stacks, Store
 from jaxpar.pipeline.walk import Scan, make_walk
 
 Head = Literal["last", "sharded"]
@@ -35,16 +35,16 @@ class PipelineParams(NamedTuple):
 
     Attributes:
       first: of the function before the layers.
-      layers: a tree for every kind of layer, every leaf stacked, [rows, ...], rows sharded over `stage`; or
-        the planes of a pool.
+      layers: of layers, as `Spec.stores` has them. In stacks: a tree for every kind, every leaf [rows, ...],
+        rows sharded over `stage`.
       last: of the function after the layers.
-      ends: the planes of a pool for what of `first` and `last` is None there, if layers lie in none.
+      outer: what a store holds of `first` and `last` apart from layers; those variables are None in both.
     """
 
     first: Any
     layers: Any
     last: Any
-    ends: Any = ()
+    outer: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +56,7 @@ class Spec:
         `stage` or `data`, but over axes of the mesh that are none of jaxpar's (`own_axes`).
       first, last: before the first and after the last layer; see `First` and `Last`.
       slots: where each layer lies (`placement.make_slots`).
-      pools: in which parameters lie, and what is frozen; None if nothing does.
-      pools_layers: whether layers do; otherwise they are in stacks, and what is in pools is of the ends.
-      pooled_ends: with pools, the names of the parameters of `first` and of `last`, both of all and of what
-        is frozen; those that are None in `params` lie in the pools, as two more kinds of layers.
+      stores: how parameters are stored, and the variables that are frozen; see `store.Store`.
       chunk_len: t, time steps of a chunk; None if the model has no time, and blocks are [rows, ...].
       microbatch_rows: b, rows of a microbatch on one data-parallel device.
       collects: what `last` gives of each unit: "sums", which are added up, or "rows", which are put in their
@@ -96,8 +93,8 @@ class Spec:
     adds_sums: bool = False
     head: Head = "last"
     shares_first: bool = False
-    first_specs: tuple[Any, Any] = (P(), P())
-    last_specs: tuple[Any, Any] = (P(), P())
+    first_specs: Sequence[Any] = (P(), P())
+    last_specs: Sequence[Any] = (P(), P())
     layer_specs: tuple[Any, Any] = (P(STAGE), P(STAGE))
     carry_specs: Any = dataclasses.field(default=P(STAGE, DATA))
     row_axes: tuple[str, ...] = ()
@@ -109,9 +106,7 @@ class Spec:
     layout: Callable[..., Any] = anywhere
     lay_out_gradients: Callable[[Any], Any] = lambda tree: tree
     buffer_fill: float | None = None
-    pools: tuple[Pool, Pool] | None = None
-    pools_layers: bool = False
-    pooled_ends: tuple[Any, Any] = ((), ())
+    stores: tuple[Store, Store] = (Stacks(), Stacks())
 
     @property
     def platform(self) -> str:

@@ -13,7 +13,7 @@ Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device's 
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +24,10 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.trees import add, vary_like, zeros
 from jaxpar.pipeline.buffers import corner, make_buffers
-from jaxpar.pipeline.pool import Pooled
 from jaxpar.pipeline.spec import PipelineParams, Spec
+from jaxpar.pipeline.store import Store, rows_of_group, unstack, with_rows_of_group
 from jaxpar.pipeline.tables import TickTable
-from jaxpar.pipeline.walk import Scan, SlotArrays, Stacks, run_layers, unstack, with_sums
+from jaxpar.pipeline.walk import Scan, SlotArrays, Switch, run_layers, with_sums
 
 
 class Unit(NamedTuple):
@@ -51,7 +51,7 @@ class Stage:
       batch: of this data-parallel group; `batch_on_all` is the same, for what all stages compute alike.
       slots: of this stage.
       rows: for every kind the layer in each row of its stack.
-      starts: of layers in pools, for both: see `pool.Pool`.
+      stores: how parameters and frozen ones are stored.
       key: of dropout.
       number: of the stage; `first_row` of the device in the batch, and `first_step` in the window.
       here: a value that differs over all axes, as everything does that is cast to be like it; `group` over
@@ -67,7 +67,7 @@ class Stage:
     batch_on_all: Any
     slots: SlotArrays
     rows: tuple[jax.Array, ...]
-    starts: tuple[tuple[jax.Array, ...], ...]
+    stores: tuple[Store, ...]
     key: jax.Array | None
     number: jax.Array
     first_row: jax.Array
@@ -90,7 +90,7 @@ class Stage:
         batch: Any,
         slots: Any,
         rows: Any,
-        starts: Any,
+        stored: Any,
         table: TickTable,
         key,
     ) -> "Stage":
@@ -108,7 +108,7 @@ class Stage:
                 first=vary_like(parts.first, group if spec.shares_first else here),
                 layers=vary_like(parts.layers, here),
                 last=vary_like(parts.last, group if sharded_head else here),
-                ends=vary_like(parts.ends, here),
+                outer=vary_like(parts.outer, here),
             )
 
         params, frozen = vary(params), vary(frozen)
@@ -119,7 +119,8 @@ class Stage:
             )
         # Likewise, for autodiff through `forward`.
         batches = vary_like(batch, here), vary_like(batch, group)
-        slots, rows, starts = vary_like((slots, rows, starts), here)
+        slots, rows, stored = vary_like((slots, rows, stored), here)
+        stores = tuple(store.bind(each) for store, each in zip(spec.stores, stored, strict=True))
         num_rows = table.max_microbatches * spec.microbatch_rows
         in_group = num_rows * math.prod(spec.mesh.shape[axis] for axis in spec.row_axes)
         first_rows = spec.first_rows or range(0, spec.mesh.shape[DATA] * in_group, in_group)
@@ -131,7 +132,7 @@ class Stage:
             steps = max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
             first_step = lax.axis_index(spec.time_axes) * steps
         sizes = table.num_chunks, table.max_chunks, table.route.num_groups, num_rows
-        own = spec, params, frozen, *batches, slots, rows, starts, key
+        own = spec, params, frozen, *batches, slots, rows, stores, key
         stage = cls(*own, number, first_row, first_step, here, group, *sizes)
         unit = Unit(jnp.int32(0))
         x = jax.eval_shape(lambda: stage.first(unit))
@@ -224,57 +225,40 @@ class Stage:
         """What layers have added before the first of them."""
         return vary_like(zeros(self.sums_shape), self.here) if self.spec.adds_sums else ()
 
-    # ---- ends in pools ----
+    # ---- the variables of `first` and `last` ----
 
     def of_end(self, end: int, parts: PipelineParams) -> Any:
         """All parameters of `first` (end 0) or `last` (1), on the stage that runs it; or what is frozen."""
-        own = (parts.first, parts.last)[end]
-        if self.spec.pools is None:
-            return own
-        number = 0 if parts is self.params else 1
-        found = self._pooled_end(end, number, parts)
-        names = self.spec.pooled_ends[end][number]
-        return tuple(
-            found[name] if leaf is None else leaf for name, leaf in zip(names, own, strict=True)
+        store = self.stores[0 if parts is self.params else 1]
+        return store.pick_outer(
+            getattr(parts, store.outer_field), end, (parts.first, parts.last)[end]
         )
 
-    def has_pooled(self, end: int) -> bool:
-        """Whether parameters of `first` (end 0) or `last` (1) that are trained lie in a pool."""
-        own = (self.params.first, self.params.last)[end] if self.spec.pools else ()
-        return any(leaf is None for leaf in own)
+    def is_stored(self, end: int) -> bool:
+        """Whether parameters of `first` (end 0) or `last` (1) are stored on one stage alone."""
+        return self.stores[0].has_outer(end)
 
-    def left_alone(self, end: int) -> tuple[str, ...]:
+    def untouched(self, end: int) -> tuple[str, ...]:
         """The fields of gradients that `add_to_end` does not change; all stages may share the other end."""
-        other = ("last", "first")[end]
-        return (other,) if self.spec.pools_layers else (other, "layers")
-
-    @property
-    def _planes(self) -> str:
-        """The field of parameters that has the planes."""
-        return "layers" if self.spec.pools_layers else "ends"
-
-    def _pooled_end(self, end: int, number: int, parts: PipelineParams) -> Any:
-        planes = getattr(parts, self._planes)
-        return self._pooled()[number].pick(planes, len(self.spec.layers) + end, 0)
+        own = {
+            ("first", "last")[end],
+            *([self.stores[0].outer_field] if self.is_stored(end) else []),
+        }
+        return tuple(name for name in PipelineParams._fields if name not in own)
 
     def add_to_end(
         self, end: int, grads: PipelineParams, add_to: Callable[[Any], Any]
     ) -> PipelineParams:
-        """Gradients with those of `first` (end 0) or `last` (1) changed, which partly lie in a pool.
+        """Gradients with those of `first` (end 0) or `last` (1) changed.
 
         Args:
           add_to: all of its gradients -> the same, changed.
         """
-        own, names = (grads.first, grads.last)[end], self.spec.pooled_ends[end][0]
-        found = self._pooled_end(end, 0, grads)
-        whole = [found[n] if leaf is None else leaf for n, leaf in zip(names, own, strict=True)]
-        after = add_to(tuple(whole))
-        each = [*zip(names, own, after, strict=True)]
-        found |= {name: new for name, old, new in each if old is None}
-        rest = tuple(None if old is None else new for _, old, new in each)
-        planes = getattr(grads, self._planes)
-        planes = self._pooled()[0].put(planes, len(self.spec.layers) + end, 0, found)
-        return grads._replace(**{("first", "last")[end]: rest, self._planes: planes})
+        store, name = self.stores[0], ("first", "last")[end]
+        stored, own = getattr(grads, store.outer_field), getattr(grads, name)
+        values = add_to(store.pick_outer(stored, end, own))
+        own, stored = store.put_outer(stored, end, own, values)
+        return grads._replace(**{store.outer_field: stored, name: own})
 
     # ---- pieces of a unit ----
 
@@ -353,52 +337,26 @@ class Stage:
     # ---- groups of layers ----
 
     def own(self, group: Any) -> tuple[Any, Any, SlotArrays]:
-        """Parameters, frozen ones and slots of a group; of pools all parameters."""
-        weights = self.params.layers, self.frozen.layers
-        return *self.weights_of_group(weights, group), self.of_group(self.slots, group)
+        """Parameters, frozen ones and slots of a group."""
+        layers, V = (self.params.layers, self.frozen.layers), self.num_groups
+        own = (
+            store.take_group(each, group, V)
+            for store, each in zip(self.stores, layers, strict=True)
+        )
+        return *own, self.of_group(self.slots, group)
 
     def walk(self, group: Any) -> Scan:
         """The way through the layers of a group."""
         walk = self.spec.walk
-        if not self.spec.pools_layers:
+        if not isinstance(walk, Switch):
             return walk
-        starts = tuple(own[: len(self.spec.layers)] for own in self.starts)
-        return dataclasses.replace(walk, stores=self.stores(self.of_group(starts, group)))
-
-    def stores(self, starts: Any = None) -> Sequence[Any]:
-        """How parameters and frozen ones have a layer; see `walk.Switch`.
-
-        Args:
-          starts: of a group; None are those of the stage.
-        """
-        return self._pooled(starts) if self.spec.pools_layers else (Stacks(), Stacks())
-
-    def _pooled(self, starts: Any = None) -> Sequence[Pooled]:
-        assert self.spec.pools is not None
-        pairs = zip(self.spec.pools, starts or self.starts, strict=True)
-        return [Pooled(*each, self.spec.platform) for each in pairs]
-
-    def weights_of_group(self, tree: Any, group: Any) -> Any:
-        """A group's rows of what lies as parameters of layers do."""
-        return tree if self.spec.pools_layers else self.of_group(tree, group)
-
-    def weights_into_group(self, tree: Any, part: Any, group: Any) -> Any:
-        """What lies as they do with a group's rows changed."""
-        return part if self.spec.pools_layers else self.into_group(tree, part, group)
+        stores = tuple(store.of_group(group, self.num_groups) for store in self.stores)
+        return dataclasses.replace(walk, stores=stores)
 
     def of_group(self, tree: Any, group: Any) -> Any:
         """A group's rows of every stacked array."""
-        V = self.num_groups
-        if V == 1:
-            return tree
-        return jax.tree.map(
-            lambda a: lax.dynamic_slice_in_dim(a, group * (a.shape[0] // V), a.shape[0] // V), tree
-        )
+        return rows_of_group(tree, group, self.num_groups)
 
     def into_group(self, tree: Any, part: Any, group: Any) -> Any:
         """Stacked arrays with a group's rows changed."""
-        if self.num_groups == 1:
-            return part
-        return jax.tree.map(
-            lambda a, p: lax.dynamic_update_slice_in_dim(a, p, group * p.shape[0], 0), tree, part
-        )
+        return with_rows_of_group(tree, part, group, self.num_groups)

@@ -5,7 +5,7 @@ Anything that can do that will do: `Stacks` here, or what a caller brings.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +30,11 @@ class Store(Protocol):
     @property
     def arrays(self) -> Arrays: ...  # noqa: D102
 
-    def bind(self, arrays: Arrays) -> Self:
+    def bind(self, arrays: Arrays) -> "Store":
         """The store of one stage, inside of the engine's `shard_map`."""
         ...
 
-    def of_group(self, number: Index, count: int) -> Self:
+    def of_group(self, number: Index, count: int) -> "Store":
         """The store of one of a stage's groups of layers."""
         ...
 

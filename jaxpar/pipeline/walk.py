@@ -22,6 +22,7 @@ from jax import lax
 from jaxpar.base.at import At
 from jaxpar.base.trees import add, vary_like
 from jaxpar.internal.split import PlainLayer
+from jaxpar.pipeline.store import Stacks, Store, pick, put, replaced, stack
 
 # What is done with one layer: (number of its kind, sums, its row, x, what it reads, its number, store, place)
 # -> sums, row, x, store. Sums are added up in place, such as gradients; a row is changed, such as a carry; x
@@ -130,27 +131,15 @@ class Unrolled(Scan):
         return (all_sums if sums and sums[0] else (),), (stack(all_rows),), x, (all_stored,)
 
 
-class Stacks:
-    """Trees for every kind, their leaves stacked: how one layer is read and changed."""
-
-    def pick(self, trees: Any, kind: int, place: Any) -> Any:
-        """A layer."""
-        return pick(trees[kind], place)
-
-    def put(self, trees: Any, kind: int, place: Any, layer: Any) -> Any:
-        """The trees with a layer changed."""
-        return _replaced(trees, kind, put(trees[kind], place, layer))
-
-
 @dataclasses.dataclass(frozen=True)
 class Switch(Scan):
     """Layers of several kinds; an empty slot leaves all as it is.
 
     Attributes:
-      stores: of each of the `reads` how it has a layer, and first of sums: `Stacks`, or `pool.Pooled`.
+      stores: how each of the `reads` is stored; the first is that of sums too.
     """
 
-    stores: Sequence[Any] = (Stacks(), Stacks())
+    stores: Sequence[Store] = (Stacks(), Stacks())
 
     def __call__(self, body, x, reads, rows, slots, store=None, *, sums=None, reverse=False):
         """As of `Scan`."""
@@ -166,9 +155,9 @@ class Switch(Scan):
                     total, row, x, stored = body(
                         kind, own_sums, row, x, own, slot.layer, store[kind], (slot.place,)
                     )
-                    rows = _replaced(rows, kind, put(rows[kind], slot.place, row))
+                    rows = replaced(rows, kind, put(rows[kind], slot.place, row))
                     sums = self.stores[0].put(sums, kind, slot.place, total)
-                    return vary_like((x, rows, sums, _replaced(store, kind, stored)), x)
+                    return vary_like((x, rows, sums, replaced(store, kind, stored)), x)
 
                 return go
 
@@ -230,29 +219,3 @@ def with_sums(layer: Callable[..., Any]) -> PlainLayer:
         return after, (y, sums)
 
     return run
-
-
-def stack(rows: Sequence[Any]) -> Any:
-    """Trees of equal structure as one, their leaves stacked."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
-
-
-def unstack(tree: Any, num_rows: int) -> list[Any]:
-    """Stacked leaves as a tree for each row."""
-    return [jax.tree.map(lambda a, row=row: a[row], tree) for row in range(num_rows)]
-
-
-def pick(tree: Any, place: Any) -> Any:
-    """One row of stacked leaves."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, place, 0, False), tree)
-
-
-def put(tree: Any, place: Any, part: Any) -> Any:
-    """Stacked leaves with one row changed."""
-    return jax.tree.map(
-        lambda a, p: lax.dynamic_update_index_in_dim(a, p.astype(a.dtype), place, 0), tree, part
-    )
-
-
-def _replaced(parts: tuple[Any, ...], number: int, part: Any) -> tuple[Any, ...]:
-    return (*parts[:number], part, *parts[number + 1 :])

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.model.facts import ModelFacts
-from jaxpar.step.independence import Part, Tree, Trial, quick_jit
 from jaxpar.step.parts import Parts
+from jaxpar.step.trial import Part, Tree, Trial, quick_jit
 from jaxpar.trace.bound import bound
 from jaxpar.trace.jaxprs import equations_in
 from jaxpar.trace.source_lines import source_line_of_equation

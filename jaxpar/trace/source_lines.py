@@ -24,7 +24,10 @@ _LIBRARIES = tuple(
 # These modules call the user's functions. Frames further out, such as that of `fit`, are not part of them.
 CALLERS = {
     str(_PACKAGE / name)
-    for name in ("model/facts.py", "partition/partition.py", "step/independence.py")
+    for name in (
+        *("model/facts.py", "model/traced.py", "model/tracing.py"),
+        *("partition/storage.py", "step/parts.py", "step/trial.py"),
+    )
 }
 
 # Lines of the tables in a compiled program's text, such as 2 {file_location_id=1 parent_frame_id=2}.

@@ -98,7 +98,7 @@ def _setup_of(setup: Setup, task: LM, parallel: Parallel) -> Setup:
 
 
 def _parallel_of(partition: Partition) -> Parallel:
-    """How devices share the work, if a partition is that of training: parts of the model stay where it has them.
+    """How devices share the work: each part of the model stays where training has it.
 
     Of several groups of layers on a stage, the sampler makes one.
     """

@@ -33,6 +33,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import LAYERS, POOL_ROWS, STAGE, TENSOR
+from jaxpar.base.types import Arrays, Index, Params, Specs
+from jaxpar.pipeline.store import Stacks, rows_of_group
 from jaxpar.sharding import Rules, dims_of
 
 COLUMNS = 128  # of a row, as many as of a TPU's tile
@@ -199,9 +201,9 @@ class Pool:
             planes, tuple(leaves), structures, tuple(starts), is_full, num_stages, num_tensor
         )
 
-    def is_end(self, kind: int) -> bool:
-        """Whether a kind is what is used before the layers, or after them, on one stage."""
-        return kind >= len(self.leaves) - 2
+    def number_of_end(self, end: int) -> int:
+        """The number of the kind that holds variables of `first` (0) or `last` (1), on one stage."""
+        return len(self.leaves) - 2 + end
 
     def shape_of(self, plane: Plane) -> tuple[int, int, int]:
         """Of a whole plane."""
@@ -244,19 +246,50 @@ class Pool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pooled:
-    """The layers of a stage in a pool: how the walk through them (`walk`) reads and changes one.
+class OuterPool(Stacks):
+    """Layers in stacks, and variables of `first` and `last` in a pool; a `pipeline.store.Store`.
 
     Attributes:
+      names: of the variables of `first` and of `last`, those that are not in the pool too.
       starts: as of the pool, of the rows of this stage, or of a group of it.
     """
 
     pool: Pool
-    starts: tuple[jax.Array, ...]
+    names: tuple[Sequence[str], Sequence[str]]
     platform: str
+    starts: tuple[jax.Array, ...] = ()
 
-    def pick(self, planes: Any, kind: int, place: Any) -> Any:
-        """A layer; () if there are no planes for it."""
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """The first rows of all layers."""
+        return tuple(map(jnp.asarray, self.pool.starts))
+
+    def bind(self, arrays: tuple[jax.Array, ...]) -> "OuterPool":
+        """The store of one stage."""
+        return dataclasses.replace(self, starts=arrays)
+
+    def has_outer(self, end: int) -> bool:
+        """Whether variables of `first` (0) or `last` (1) are in the pool."""
+        return bool(self.pool.leaves[self.pool.number_of_end(end)])
+
+    def pick_outer(self, stored: Params, end: int, own: Params) -> Params:
+        """All variables of `first` or `last`, those that are None in `own` of the pool."""
+        found = self._read(stored, self.pool.number_of_end(end), 0)
+        pairs = zip(self.names[end], own, strict=True)
+        return tuple(found[name] if leaf is None else leaf for name, leaf in pairs)
+
+    def put_outer(
+        self, stored: Params, end: int, own: Params, values: Params
+    ) -> tuple[Params, Params]:
+        """`own` and the planes with other values."""
+        each = [*zip(self.names[end], own, values, strict=True)]
+        found = {name: new for name, old, new in each if old is None}
+        if found:
+            stored = self._write(stored, self.pool.number_of_end(end), 0, found)
+        return tuple(None if old is None else new for _, old, new in each), stored
+
+    def _read(self, planes: Params, kind: int, place: Index) -> Params:
+        """The variables of a layer; () if there are no planes for it."""
         arrays, own = jax.tree.leaves(planes), self.pool.leaves[kind]
         if len(arrays) != len(self.pool.planes):
             return ()
@@ -270,7 +303,7 @@ class Pooled:
         )
         return jax.tree.unflatten(self.pool.structures[kind], found)
 
-    def put(self, planes: Any, kind: int, place: Any, layer: Any) -> Any:
+    def _write(self, planes: Params, kind: int, place: Index, layer: Params) -> Params:
         """The planes with a layer changed; as they are for ()."""
         (arrays, structure), values = jax.tree.flatten(planes), jax.tree.leaves(layer)
         if not values:
@@ -288,23 +321,61 @@ class Pooled:
         run = self._over_tensor(write, specs, self._planes)
         return jax.tree.unflatten(structure, run(arrays, self._block(kind, place), values))
 
-    def _block(self, kind: int, place: Any) -> jax.Array:
+    def _block(self, kind: int, place: Index) -> jax.Array:
         return lax.dynamic_index_in_dim(self.starts[kind], place, 0, keepdims=False)
 
     @property
     def _planes(self) -> list[P]:
         return [P(None, *plane.spec[1:]) for plane in self.pool.planes]
 
-    def _over_tensor(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    def _over_tensor(
+        self, run: Callable[..., Arrays], in_specs: Specs, out_specs: Specs
+    ) -> Callable[..., Arrays]:
         if self.pool.num_tensor == 1:
             return run
         return jax.shard_map(run, axis_names={TENSOR}, in_specs=in_specs, out_specs=out_specs)
 
     def _row_major(self, plane: jax.Array) -> jax.Array:
-        """The plane where it lay: left to choose, XLA lays it out anew in every tick."""
+        """The plane in its layout: left to choose, XLA copies it to another one in every tick."""
         if self.platform == "cpu":
             return plane
         return with_layout_constraint(plane, Layout(tuple(range(plane.ndim))))
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPool(OuterPool):
+    """Layers in a pool, and variables of `first` and `last` with them."""
+
+    is_stacked, outer_field = False, "layers"
+
+    def of_group(self, number: Index, count: int) -> "LayerPool":
+        """With the first rows of a group's layers."""
+        starts = self.starts[: self.pool.number_of_end(0)]
+        return dataclasses.replace(self, starts=rows_of_group(starts, number, count))
+
+    def pick(self, stored: Params, kind: int, place: Index) -> Params:
+        """A layer; () if nothing is stored."""
+        return self._read(stored, kind, place)
+
+    def put(self, stored: Params, kind: int, place: Index, layer: Params) -> Params:
+        """The planes with a layer changed; as they are for ()."""
+        return self._write(stored, kind, place, layer)
+
+    def take_group(self, stored: Params, number: Index, count: int) -> Params:
+        """All planes: layers of a group have their places in them."""
+        return stored
+
+    def put_group(self, stored: Params, part: Params, number: Index, count: int) -> Params:
+        """The changed planes."""
+        return part
+
+    def keep(self, stored: Params, kinds: Sequence[bool]) -> Params:
+        """The planes, if any kind is True."""
+        return stored if any(kinds) else ()
+
+    def restore(self, stored: Params, kept: Params, kinds: Sequence[bool]) -> Params:
+        """The changed planes, if any kind is True."""
+        return kept if any(kinds) else stored
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -331,7 +402,7 @@ def stack_of(
     found = jax.shard_map(run, mesh=place.mesh, in_specs=specs, out_specs=out)(
         plane, starts, is_full
     )
-    if pool.is_end(kind):
+    if kind >= pool.number_of_end(0):
         found = found[int(pool.is_full[kind].argmax())]
     return lax.with_sharding_constraint(found, place)
 
@@ -356,7 +427,7 @@ def with_stack(
 
     specs, starts, is_full = _slots(pool, kind, leaf)
     specs = *specs, P(STAGE, *leaf.spec)
-    if pool.is_end(kind):
+    if kind >= pool.number_of_end(0):
         stack = jnp.broadcast_to(stack[None], (pool.num_stages, *stack.shape))
     change: Any = jax.shard_map(run, mesh=place.mesh, in_specs=specs, out_specs=specs[0])
     changed = change(plane, starts, is_full, stack)
