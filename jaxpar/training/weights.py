@@ -401,9 +401,8 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
         if own is not None and is_key(array_of(own)):
             continue
         is_stacked = first == "layers" and rest[0] in stack.kinds
-        shape, dtype = array.shape, np.dtype(array.dtype.numpy_dtype)
-        shape = shape if is_stacked else (1, *shape)
-        rows = Rows(shape, dtype, functools.partial(_read_rows, array, is_stacked))
+        array, dtype = array if is_stacked else array[None], np.dtype(array.dtype.numpy_dtype)
+        rows = Rows(array.shape, dtype, functools.partial(_read_rows, array))
         if is_stacked:
             kind = stack.kinds.index(rest[0])
             layers = [number for number, its_kind in enumerate(stack.kind_of) if its_kind == kind]
@@ -415,12 +414,8 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
     return Weights(f"{folder} after step {step}", tensors, texts)
 
 
-def _read_rows(
-    array: "TensorStore", is_stacked: bool, rows: Sequence[int], index: tuple[Tree, ...]
-) -> np.ndarray:
-    if is_stacked:
-        return array.oindex[rows, *index].read().result()
-    return array.oindex[index].read().result()[None]
+def _read_rows(array: "TensorStore", rows: Sequence[int], index: tuple[Tree, ...]) -> np.ndarray:
+    return array.oindex[rows, *index].read().result()
 
 
 # ---- matching them with a model ----
