@@ -23,7 +23,6 @@ from jaxpar import (
     Sums,
     Task,
     fit,
-    rows,
 )
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch

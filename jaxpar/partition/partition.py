@@ -268,6 +268,11 @@ class Partition:
         """The stages of the first layer and of the last."""
         return self.route.stages[0], self.route.stages[-1]
 
+    @property
+    def rows_of(self) -> dict[str, tuple[int, ...]]:
+        """By kind the layer in each row of its stack, -1 in empty rows."""
+        return dict(zip(self.facts.kinds, self.slots.rows, strict=True))
+
 
 def _both(ones: Iterable[Any], others: Iterable[Any]) -> Iterator[bool]:
     return (bool(one and other) for one, other in zip(ones, others, strict=True))

@@ -17,6 +17,7 @@ from jaxpar.model.task import Settings, Task
 from jaxpar.partition.partition import Partition
 from jaxpar.partition.storage import Storage
 from jaxpar.step.parts import Parts
+from jaxpar.step.per_layer import per_layer
 
 Made = TypeVar("Made")
 
@@ -74,6 +75,9 @@ class Resolved:
     def optimizer(self) -> optax.GradientTransformation:
         """Of a run of `train.num_steps`; gradients are clipped before it.
 
+        A task's own optimizer sees each layer's own arrays. One of an `OptimizerConfig` treats each number
+        alone, and sees stacks.
+
         Raises:
           ValueError: the task makes something else.
         """
@@ -84,7 +88,8 @@ class Resolved:
             f"make_optimizer of task {self.task.name} returns {in_words(made)}.\n"
             f"Fix: return an optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer is none.",
         )
-        return made
+        has_own, rows_of = self.task.has_own_optimizer, self.partition.rows_of
+        return per_layer(made, rows_of) if has_own else made
 
     def replace(self, **changes: Any) -> Self:
         """With other fields of `train`."""

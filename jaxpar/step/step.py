@@ -231,8 +231,12 @@ class _HostStep(_GradientStep):
     def __init__(self, gradients, parts: Parts, optimizer, states: TrainState, out_shardings):
         super().__init__(gradients, parts, backward=True, out_shardings=out_shardings)
         self._host = HostOptimizer(optimizer)
+        has_own, rows_of = parts.facts.task.has_own_optimizer, parts.partition.rows_of
         self._gather = jax.jit(  # into the memory of the old parameters
-            lambda old, new: new, out_shardings=states.params, donate_argnums=0, keep_unused=True
+            lambda old, new: without_empty_rows(new, rows_of) if has_own else new,
+            out_shardings=states.params,
+            donate_argnums=0,
+            keep_unused=True,
         )
 
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

@@ -127,6 +127,11 @@ def reductions(function: Callable[..., Any], *args: Any) -> dict[str, float]:
     return found
 
 
+def draws(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether a function draws random numbers."""
+    return any(eqn.primitive.name == "random_bits" for eqn in equations_in(_traced(function, args)))
+
+
 def _amount(jaxpr: Any) -> Amount:
     whole = inlined(core.ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))).jaxpr
     held = {v for v in whole.outvars if isinstance(v, core.Var)}

@@ -36,7 +36,6 @@ from jaxpar.step.state import (
     TrainState,
     abstract_state,
     audit,
-    check_optimizer,
     check_room,
     release,
 )
@@ -299,7 +298,6 @@ def _check_model(setup: Setup, target: TrainState) -> None:
     )
     _ = setup.optimizer  # raises an error if there is none
     facts.check_gradient()
-    check_optimizer(setup)
     metrics: Mapping[str, float] = {}
     with contextlib.suppress(ArithmeticError, ValueError):  # these numbers may make no sense
         metrics = task.metrics(0.5, dict.fromkeys(facts.traces.sums.metrics, 0.5))
