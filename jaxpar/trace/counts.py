@@ -136,7 +136,7 @@ def reductions(function: Function, *args: Arrays) -> dict[str, float]:
     return found
 
 
-def draws(function: Function, *args: Tree) -> bool:
+def draws(function: Function, *args: Arrays) -> bool:
     """Whether a function draws random numbers."""
     return any(eqn.primitive.name == "random_bits" for eqn in equations_in(_traced(function, args)))
 
