@@ -43,8 +43,8 @@ Module: TypeAlias = Any
 """A Flax module, which need not be of a class of jaxpar's."""
 Atom: TypeAlias = Var | Literal
 """What an equation of a traced program reads."""
-Index: TypeAlias = int | jax.Array
-"""A whole number, which may be traced."""
+Index: TypeAlias = int | np.ndarray | jax.Array
+"""A whole number, or several, which may be traced."""
 Value: TypeAlias = Any
 """A value of any type: of a field, an argument, a parameter of an equation."""
 Number: TypeAlias = Any

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.base.checks import require
 from jaxpar.base.keys import data_of, is_key, key_as
+from jaxpar.base.types import Arrays, Shapes
 from jaxpar.partition.storage import Storage, on_device
 from jaxpar.sharding import (
     array_of,
@@ -32,7 +33,7 @@ Tree = TypeVar("Tree")
 Rows = tuple[int, ...]  # the layer in each row of a kind's stack, -1 in empty ones
 
 
-def by_layer(state: Any, storage: Storage) -> dict[str, jax.Array]:
+def by_layer(state: Tree, storage: Storage) -> dict[str, jax.Array]:
     """The arrays of a state, or a part of it, as they are stored: by name, stacked layers in their order.
 
     They stay sharded; where layers change places, over another dim than that of the layers.
@@ -58,7 +59,7 @@ def by_layer(state: Any, storage: Storage) -> dict[str, jax.Array]:
     return arrays
 
 
-def abstract_by_layer(target: Any, storage: Storage) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_by_layer(target: Shapes, storage: Storage) -> dict[str, jax.ShapeDtypeStruct]:
     """What to read for a state, or a part of it: the arrays of `by_layer`, sharded over its mesh.
 
     Raises:
@@ -95,7 +96,7 @@ def from_layers(target: Tree, storage: Storage, arrays: Mapping[str, jax.Array])
     return _each(target, storage, give)
 
 
-def _numbers(leaf: Any) -> Any:
+def _numbers(leaf: Any) -> Arrays:
     """An array, or the shape of one, as it is stored."""
     return data_of(leaf) if is_key(leaf) else leaf
 

@@ -31,7 +31,7 @@ from jaxpar.partition.pool import (
     stack_of,
     with_stack,
 )
-from jaxpar.pipeline.store import Stacks, Store
+from jaxpar.pipeline.store import Store
 from jaxpar.sharding import (
     array_of,
     axes_of_spec,
@@ -112,6 +112,11 @@ class Storage(Packing):
         """The planes of the pool in a tree of a state; empty if it has none."""
         return nnx.State(state.get(POOLS[number], {}))
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether anything is in pools."""
+        return self.pools is not None
+
     def unpacked(self, tree: Variables, mesh: Mesh) -> Variables:
         """A tree with parameters of a state in it, those in pools in stacks; in a traced program."""
 
@@ -172,7 +177,7 @@ class Storage(Packing):
           first, last: the names of the variables that `first` and `last` use, of both trees.
         """
         if self.pools is None:
-            return Stacks(), Stacks()
+            return Store(), Store()
         of, each = LayerPool if self.pools_layers else OuterPool, zip(first, last, strict=True)
         made = map(of, self.pools, each, (self.facts.platform,) * 2)
         return next(made), next(made)

@@ -21,7 +21,7 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import constants_told, same_along, vary_like
-from jaxpar.base.types import Batch, Carry, Outputs
+from jaxpar.base.types import Arrays, Batch, Carry, Function, Index, Outputs
 from jaxpar.config import Parallel
 from jaxpar.model.model import Sums, mean_loss, says
 from jaxpar.model.stack import values, wrap_like
@@ -75,7 +75,7 @@ def make_forward(
     return forward
 
 
-def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
+def _from_learned_start(layer: Function, start: Function):
     """A layer that begins the first window by itself, so that its gradient reaches the parameters."""
 
     def run(params, frozen, carry, x, at):
@@ -87,7 +87,7 @@ def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
     return run
 
 
-def _without_sums(layer: Callable[..., Any]) -> Callable[..., Any]:
+def _without_sums(layer: Function) -> Function:
     """A layer whose sums are not wanted."""
     return lambda *args: layer(*args)[:2]
 
@@ -95,7 +95,7 @@ def _without_sums(layer: Callable[..., Any]) -> Callable[..., Any]:
 def _run_at_once(parts: Parts, mesh, layers, predicts, params, frozen, carry, batch, key, table):
     """The whole batch and window as one block on every data-parallel group."""
 
-    def run(params, frozen, carry, batch, key, at_layout, time: Any = 0, row: Any = 0):
+    def run(params, frozen, carry, batch, key, at_layout, time: Index = 0, row: Index = 0):
         at = parts.facts.at(parts.facts.to_block(batch), draws=False)
         at = at._replace(time=jnp.int32(time), row=jnp.int32(row), key=key, layout=at_layout)
         return run_block(parts, layers, params, frozen, carry, at, predicts=predicts)
@@ -149,7 +149,7 @@ def _run_at_once(parts: Parts, mesh, layers, predicts, params, frozen, carry, ba
     )(params, frozen, carry, batch, key)
 
 
-def _carry_specs(parts: Parts, carry: Any, *axes: str) -> Any:
+def _carry_specs(parts: Parts, carry: Carry, *axes: str) -> Arrays:
     """Partition specs of a carry as the engine takes it."""
     known = parts.carry_specs(*axes)
     pairs = zip(carry, known, strict=True)

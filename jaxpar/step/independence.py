@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.base.parts import LENGTHS, PARTS, RESETS, part_of, with_part
+from jaxpar.base.types import Arrays
 from jaxpar.step.parts import Parts
 from jaxpar.step.trial import NOWHERE, Part, Tree, Trial, name_of
 
@@ -192,8 +193,8 @@ class IndependenceCheck(Trial):
           ValueError: these change.
         """
 
-        def padded(tree: Tree, name: str, other: Callable[[Any], Any]) -> Any:
-            def of(path: Any, a: Any, row: int, time: int) -> Any:
+        def padded(tree: Tree, name: str, other: Callable[[Arrays], Arrays]) -> Arrays:
+            def of(path: Any, a: Any, row: int, time: int) -> Arrays:
                 has_meaning = name == "batch" and (name_of(path) in PARTS or a.dtype == bool)
                 if NOWHERE in (row, time) or has_meaning:
                     return a
@@ -203,7 +204,7 @@ class IndependenceCheck(Trial):
             dims = (part.dims[along][name] for along in ("row", "time"))
             return jax.tree.map_with_path(of, tree[name], *dims)
 
-        def other(a: Any) -> Any:
+        def other(a: Any) -> Arrays:
             if jnp.issubdtype(a.dtype, jnp.floating):
                 return (FAR * self.random(a)).astype(a.dtype)
             return self.rng.choice(np.ravel(a), np.shape(a))
@@ -288,7 +289,7 @@ class IndependenceCheck(Trial):
     def with_special(self, inputs: Tree, row: int) -> Tree:
         """Inputs with special whole numbers in a row of the batch, in another row with another one first."""
 
-        def fill(array: Any, special: np.ndarray) -> Any:
+        def fill(array: Any, special: np.ndarray) -> Arrays:
             if not special.size:
                 return array
             filled = np.array(array)
@@ -298,7 +299,7 @@ class IndependenceCheck(Trial):
         return inputs | {"batch": jax.tree.map(fill, inputs["batch"], self.special)}
 
 
-def _replace(dim: int, array: Any, row: int, by_nan: bool) -> Any:
+def _replace(dim: int, array: Any, row: int, by_nan: bool) -> Arrays:
     """With another row in place of one; or NaN if it is of floating-point numbers."""
     rows = np.moveaxis(np.array(array), dim, 0)
     is_nan = by_nan and jnp.issubdtype(rows.dtype, jnp.floating)

@@ -69,7 +69,7 @@ def per_layer(
 def without_empty_rows(params: Params, rows_of: RowsOf) -> Params:
     """Parameters with zeros in the empty rows of stacks, after an update of parts of them."""
 
-    def clear(leaf: Any) -> Any:
+    def clear(leaf: Any) -> Arrays:
         if (kind := leaf.get_metadata(KIND, None)) is None:
             return leaf
         return leaf.replace(_cleared(leaf.get_value(), np.array(rows_of[kind]) >= 0))
@@ -114,7 +114,7 @@ class Own(tuple[Any, ...]):
         own.names = names
         return own
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Arrays:
         return getattr(self[0], name)
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[str, str]]:
@@ -127,7 +127,7 @@ class Own(tuple[Any, ...]):
 def _own(tree: Params, rows_of: RowsOf) -> Shapes:
     """The shapes of a tree, with each layer's own variables in the place of a stack."""
 
-    def of(path: Any, leaf: Any) -> Any:
+    def of(path: Any, leaf: Any) -> Arrays:
         kind = leaf.get_metadata(KIND, None) if is_variable(leaf) else None
         if kind is None:
             return leaf
@@ -138,7 +138,7 @@ def _own(tree: Params, rows_of: RowsOf) -> Shapes:
     return jax.tree.map_with_path(of, tree, is_leaf=is_variable)
 
 
-def _is_own(node: Any) -> bool:
+def _is_own(node: Tree) -> bool:
     return isinstance(node, Own)
 
 
@@ -158,7 +158,7 @@ def _with_stacks(tree: Tree, arrays: Sequence[jax.Array]) -> Arrays:
     """A tree with these arrays in order, and in the place of `Own` stacks: variables of their kind."""
     left = iter(arrays)
 
-    def of(node: Any) -> Any:
+    def of(node: Tree) -> Arrays:
         if not _is_own(node):
             return next(left)
         stacks = jax.tree.map(lambda _: next(left), node[0])
@@ -171,7 +171,7 @@ def _with_stacks(tree: Tree, arrays: Sequence[jax.Array]) -> Arrays:
         if is_variable(stack) and stack.get_metadata(PARAM_SHAPE, array.shape) == array.shape:
             return stack
         dims = (LAYERS, *[None] * (stack.ndim - 1))
-        metadata: dict[str, Any] = {"out_sharding": dims, KIND: kind, "eager_sharding": False}
+        metadata: dict[str, Arrays] = {"out_sharding": dims, KIND: kind, "eager_sharding": False}
         return nnx.Variable(array, **metadata)
 
     return jax.tree.map(of, tree, is_leaf=_is_own)
@@ -279,11 +279,11 @@ class _Interpreter:
             for kind, size in sizes.items()
         }
 
-    def key(self, *parts: Any) -> int:
+    def key(self, *parts: Params) -> int:
         """A number that is equal for equal parts."""
         return self._keys.setdefault(parts, len(self._keys))
 
-    def rows(self, value: _Value, layer: Place | None, *, clear: bool = False) -> Any:
+    def rows(self, value: _Value, layer: Place | None, *, clear: bool = False) -> Arrays:
         """The data of a value as data of a layer; with `clear`, empty rows are zeros."""
         stack = value.data
         if layer is None:
@@ -339,7 +339,7 @@ class _Interpreter:
         made = [None] * len(eqn.outvars) if is_left_out else _computed(jaxpr, eqn, inputs)
         return [_Value(self.key(key, n), layer, data, terms) for n, data in enumerate(made)]
 
-    def _described(self, part: Any) -> Any:
+    def _described(self, part: Any) -> Arrays:
         """Parameters of an equation as something hashable, equal for equal programs."""
         if isinstance(part, ClosedJaxpr):
             inputs = range(len(part.jaxpr.invars))
@@ -365,7 +365,7 @@ class _Interpreter:
         index, *operands = inputs
         results, layers = list[list[_Value]](), list[Place | None]()
 
-        def branch(program: ClosedJaxpr, data: list[Any]) -> list[Any]:
+        def branch(program: ClosedJaxpr, data: list[Any]) -> list[Arrays]:
             given = [v._replace(data=a) for v, a in zip(operands, data, strict=True)]
             results.append(self.program(program, given))
             return [*map(self.rows, results[-1], layers)]
@@ -389,7 +389,7 @@ def _layers(values: Iterable[_Value]) -> set[Place]:
     return {v.layer for v in values if v.layer is not None}
 
 
-def _computed(jaxpr: Jaxpr, eqn: Any, inputs: Sequence[_Value]) -> list[Any]:
+def _computed(jaxpr: Jaxpr, eqn: Any, inputs: Sequence[_Value]) -> list[Arrays]:
     """The data of the results of an equation."""
     given = {v: x for v, x in zip(eqn.invars, inputs, strict=True) if isinstance(v, Var)}
     run = function_of(jaxpr, [*given], [eqn], eqn.outvars)

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpar.base.checks import require
-from jaxpar.base.types import OptState, Params
+from jaxpar.base.types import Function, OptState, Params, Tree
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.model import in_words
@@ -43,9 +43,7 @@ class Resolved:
     train: TrainConfig
     parts: Parts
     mesh: Mesh
-    _made: dict[Callable[..., Any], Any] = dataclasses.field(
-        default_factory=dict, repr=False, compare=False
-    )
+    _made: dict[Function, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
     def storage(self) -> Storage:
@@ -94,7 +92,7 @@ class Resolved:
             return made
         return _of_stored(per_layer(made, rows_of), self.storage, self.mesh)
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: Tree) -> Self:
         """With other fields of `train`."""
         return dataclasses.replace(self, train=dataclasses.replace(self.train, **changes))
 
@@ -113,7 +111,7 @@ def _of_stored(
     optimizer: optax.GradientTransformation, storage: Storage, mesh: Mesh
 ) -> optax.GradientTransformation:
     """An optimizer of parameters as a state has them, which gives them to another one in stacks."""
-    if storage.pools is None:
+    if not storage.is_packed:
         return optimizer
 
     def init(params: Params) -> OptState:

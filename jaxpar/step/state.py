@@ -17,6 +17,7 @@ from jaxpar.base.display import Shown, format_bytes, format_count
 from jaxpar.base.keys import new_key
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes, placed, zeros
+from jaxpar.base.types import Arrays, Function, Tree
 from jaxpar.sharding import (
     Rules,
     annotated,
@@ -40,9 +41,8 @@ class TrainState(Shown):
       step: int32 scalar, steps taken.
       skipped: int32 scalar, how many of them were skipped because their loss or gradient was not finite.
         One more than the settings allow halts the state: it stays as it was before that step.
-      params: `nnx.State` of what is trained; variables carry the names of their dims. Layers, and what
-        is used before and after them, may be in pools (`Layout.pools`): `training.by_layer` has them by their
-        names.
+      params: `nnx.State` of what is trained; variables carry the names of their dims. Those
+        of layers may be packed (`partition.storage`): `partition.by_layer` has them by their names.
       frozen: `nnx.State` of all other variables of the model, likewise.
       opt_state: of optax; what mirrors a parameter carries its named dims too. Empty if the task has no
         optimizer.
@@ -50,7 +50,7 @@ class TrainState(Shown):
       param_rules, opt_rules, carry_rules: what parameters, optimizer state and carry are laid out by.
       opt_memory: kind of memory that holds the optimizer state; None for the devices' own.
       model_size: how many numbers the model has in `params` and `frozen`, and their bytes. Each layer counts
-        once, on every mesh; empty rows of stacks and the padding of pools do not count.
+        once, on every mesh; empty rows and padding do not count.
     """
 
     step: jax.Array
@@ -58,7 +58,7 @@ class TrainState(Shown):
     params: nnx.State
     frozen: nnx.State
     opt_state: optax.OptState
-    carry: dict[str, Any]
+    carry: dict[str, Arrays]
     param_rules: Rules = dataclasses.field(metadata={"static": True})
     opt_rules: Rules = dataclasses.field(metadata={"static": True})
     carry_rules: Rules = dataclasses.field(metadata={"static": True})
@@ -76,7 +76,7 @@ def abstract_state(setup: Resolved) -> TrainState:
     return setup.cached(_abstract_state, setup.train.num_steps)
 
 
-def zero_carry(setup: Resolved) -> dict[str, Any]:
+def zero_carry(setup: Resolved) -> dict[str, Arrays]:
     """Zeros for what layers carry on, laid out as in the state."""
     carry = abstract_state(setup).carry
     where = jax.tree.map(lambda leaf: leaf.sharding, carry)
@@ -151,9 +151,7 @@ def _initializer(setup: Resolved, _: int) -> Callable[[Any], TrainState]:
     return _begin(setup, lambda key_data: setup.storage.draw(key_data, setup.mesh))
 
 
-def _begin(
-    setup: Resolved, make_variables: Callable[..., Any], **options: Any
-) -> Callable[..., TrainState]:
+def _begin(setup: Resolved, make_variables: Function, **options: Any) -> Callable[..., TrainState]:
     """What makes a state of variables, without the optimizer's where that is kept on the host."""
     target, on_host = abstract_state(setup), setup.parallel.update == "host"
     made = dataclasses.replace(target, opt_state=()) if on_host else target
@@ -165,7 +163,7 @@ def _begin(
     return jax.jit(make, out_shardings=_places(made), **options)
 
 
-def _places(tree: Any) -> Any:
+def _places(tree: Tree) -> Arrays:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.keys import new_key
 from jaxpar.base.parts import LENGTHS, PARTS, part_of
+from jaxpar.base.types import Arrays, Batch, Function
 from jaxpar.data.batches import EndOfStreamError
 from jaxpar.model.model import checked_sums
 from jaxpar.model.task import Task
@@ -21,7 +22,7 @@ from jaxpar.step.parts import Outer, Parts
 BATCHES = 4  # from whose first rows they are taken
 NOWHERE = -1  # the dim of rows, or of time, of an array that has none
 
-Tree = dict[str, Any]
+Tree = dict[str, Arrays]
 
 
 class Part(NamedTuple):
@@ -46,7 +47,7 @@ class Part(NamedTuple):
     piece: Callable[..., Tree]
     mixes: bool = False
 
-    def map(self, along: str, change: Callable[..., Any], *trees: Tree) -> Tree:
+    def map(self, along: str, change: Function, *trees: Tree) -> Tree:
         """Inputs or outputs, but sums, with all arrays changed that have such a dim.
 
         Args:
@@ -54,7 +55,7 @@ class Part(NamedTuple):
             is taken.
         """
 
-        def of(dim: int, *arrays: Any) -> Any:
+        def of(dim: int, *arrays: Arrays) -> Arrays:
             return arrays[-1] if dim == NOWHERE else change(dim, *arrays)
 
         names = [name for name in trees[0] if name != "sums"]
@@ -96,7 +97,7 @@ class Trial:
         variables, run = draw_outer(parts, self.outer.first), self.placed(first)
         twice = jax.tree.map(lambda a: np.concatenate([a, a]) if np.ndim(a) else a, batch)
 
-        def shape_of_x(batch: Any) -> Any:
+        def shape_of_x(batch: Batch) -> Arrays:
             args = variables, {"batch": batch}, 0, 0, None
             return naming_errors("first", lambda: jax.eval_shape(self.jitted(run), *args)["output"])
 
@@ -249,7 +250,7 @@ class Trial:
 
         return run
 
-    def random_x(self) -> Any:
+    def random_x(self) -> Arrays:
         """Rows that differ in their means, too: statistics of many equal places would hardly differ."""
 
         def draw(shape: Any, dim: int) -> np.ndarray:
@@ -264,7 +265,7 @@ class Trial:
         return self.rng.standard_normal(shape.shape).astype(shape.dtype)
 
 
-def quick_jit(parts: Parts, function: Callable[..., Any]) -> Callable[..., Any]:
+def quick_jit(parts: Parts, function: Function) -> Function:
     """`jax.jit` of a function of arrays, for what runs a few times: a CPU compiles good code far longer."""
     if axes := parts.facts.task.axes:  # which a layer may use by their names: of size 1
         mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.local_devices()[:1])
@@ -276,10 +277,10 @@ def quick_jit(parts: Parts, function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, compiler_options=quick if is_cpu else None)
 
 
-def draw_outer(parts: Parts, numbers: Sequence[Sequence[int]]) -> Any:
+def draw_outer(parts: Parts, numbers: Sequence[Sequence[int]]) -> Arrays:
     """Variables outside of the layers, by their numbers; the compiler leaves out all others."""
 
-    def draw() -> Any:
+    def draw() -> Arrays:
         _, *states = parts.facts.split(parts.storage.make(0))
         leaves = map(jax.tree.leaves, states)
         return [[own[n] for n in of] for own, of in zip(leaves, numbers, strict=True)]
@@ -287,7 +288,7 @@ def draw_outer(parts: Parts, numbers: Sequence[Sequence[int]]) -> Any:
     return quick_jit(parts, draw)()
 
 
-def _rows_of(task: Task, num_rows: int) -> tuple[Any, Any]:
+def _rows_of(task: Task, num_rows: int) -> tuple[Arrays, Arrays]:
     """So many rows, one after the other from the first batches of training; and special whole numbers.
 
     A task that makes its own example is not asked for its data.
@@ -304,12 +305,12 @@ def _rows_of(task: Task, num_rows: int) -> tuple[Any, Any]:
     shapes = [jax.tree.map(lambda a: np.shape(a)[1:], batch) for batch in found]
     found = [own for own, shape in zip(found, shapes, strict=True) if shape == shapes[0]]
 
-    def rows(*arrays: Any) -> Any:
+    def rows(*arrays: Arrays) -> Arrays:
         if not np.ndim(arrays[0]):
             return arrays[0]
         return np.stack([arrays[row % len(arrays)][row] for row in range(num_rows)])
 
-    def special(path: Any, *arrays: Any) -> np.ndarray:
+    def special(path: Any, *arrays: Arrays) -> np.ndarray:
         dtype, name = np.asarray(arrays[0]).dtype, name_of(path)
         if (
             dtype.kind not in "iub"
@@ -333,7 +334,7 @@ def _first_batches(batches: Any) -> Iterator[Any]:
         yield jax.tree.map(np.array, batch)
 
 
-def _padded_first(batch: Any) -> Any:
+def _padded_first(batch: Batch) -> Arrays:
     """A batch whose first rows are those that end with padding, if it says which do."""
     lengths_B = part_of(batch, LENGTHS)
     if lengths_B is None:

@@ -101,10 +101,10 @@ def _ends(storage: Storage) -> tuple[str, list[str], dict[int, list[str]]]:
     partition, parts, whole = storage.partition, dict[str, None](), dict[str, None]()
     variables, alone = [], {stage: dict[str, None]() for stage in partition.outer_stages}
     for number, state in enumerate((storage.params, storage.frozen)):
-        pooled = storage.packed_names(number)[-2:]
-        for stage, names in zip(partition.outer_stages, pooled, strict=False):
+        apart = storage.packed_names(number)[-2:]
+        for stage, names in zip(partition.outer_stages, apart, strict=False):
             alone[stage] |= dict.fromkeys(owner(name) or name for name in names)
-        rest = {name for names in pooled for name in names}
+        rest = {name for names in apart for name in names}
         variables += [each for each in named_leaves(state, "/") if each[0] not in rest]
     for path, variable in variables:
         name, dims = owner(path) or path, dims_of(variable)
