@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxpar import __version__
+from jaxpar.base.checks import require
 from jaxpar.base.output import PROGRAM
 from jaxpar.cli import commands
 from jaxpar.cli.command import Command
@@ -94,11 +95,8 @@ def _check_names(task: Task, command: type[TaskOptions], name: str) -> None:
     """Raises if a field of the task cannot be an option of the command, as it has one of that name."""
     taken = {field.name for field in dataclasses.fields(command)} | {"config", "help"}
     for field in dataclasses.fields(task):
-        if field.name in taken:
-            raise ValueError(
-                f"field {field.name!r} of {type(task).__name__} has the name of an option of {name}\n"
-                f"Fix: give it another name."
-            )
+        fact = f"field {field.name!r} of {type(task).__name__} has the name of an option of {name}"
+        require(field.name not in taken, f"{fact}\nFix: give it another name.")
 
 
 def _help(known: dict[str, type[Command]]) -> str:

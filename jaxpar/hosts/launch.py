@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, Literal
 
 from jaxpar.base import output
+from jaxpar.base.checks import require
 from jaxpar.base.display import format_count
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID, SECRET
 
@@ -173,20 +174,15 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
 
 def check_command(command: Sequence[str], num_processes: int, devices_per_process: int) -> None:
     """Raises a ValueError if a number is not positive, or the command not one for several processes."""
-    if num_processes < 1 or devices_per_process < 1:
-        raise ValueError(
-            f"processes={num_processes}, devices_per_process={devices_per_process}: nothing to start\n"
-            f"Fix: use 1 or more of each."
-        )
+    fact = f"processes={num_processes}, devices_per_process={devices_per_process}: nothing to start"
+    require(num_processes >= 1 and devices_per_process >= 1, f"{fact}\nFix: use 1 or more of each.")
     if not command or command[0] not in COMMANDS:
         raise ValueError(
             f"launch starts {', '.join(COMMANDS)}; got {command[0] if command else 'no command'}\n"
             f"Fix: write one and its arguments after --, such as launch -- train lm --mesh dp2."
         )
-    if "--simulate" in options_of(command):
-        raise ValueError(
-            "--simulate after --: launch gives each process its devices\nFix: use --devices-per-process."
-        )
+    fact = "--simulate after --: launch gives each process its devices"
+    require("--simulate" not in options_of(command), f"{fact}\nFix: use --devices-per-process.")
 
 
 def options_of(command: Sequence[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxpar.base.checks import require
 from jaxpar.base.display import format_bytes, format_count, format_shape, show
 from jaxpar.base.trees import device_bytes
 from jaxpar.mesh import MeshConfig
@@ -112,11 +113,8 @@ def show_array(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
       ValueError: it has no sharding.
     """
     shape, sharding = tuple(array.shape), array.sharding
-    if sharding is None:
-        raise ValueError(
-            f"abstract array of shape {shape} has no sharding\n"
-            f"Fix: give jax.ShapeDtypeStruct(..., sharding=...)."
-        )
+    fact = f"abstract array of shape {shape} has no sharding"
+    require(sharding is not None, f"{fact}\nFix: give jax.ShapeDtypeStruct(..., sharding=...).")
     bounds = {
         device.id: tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
         for device, index in sharding.devices_indices_map(shape).items()
