@@ -195,10 +195,8 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
     # Other processes' devices are not among them; then JAX compiles for the mesh's order.
     if places and len(devices) == len(places):
         if set(devices) != set(places):
-            raise ValueError(
-                f"mesh has the devices {places}, the program was compiled for {devices}\n"
-                f"Fix: give the mesh that it was compiled for."
-            )
+            fact = f"mesh has the devices {places}, the program was compiled for {devices}"
+            raise ValueError(f"{fact}\nFix: give the mesh that it was compiled for.")
         order = [*map(places.index, devices)]
     costs: Any = compiled.cost_analysis() or {}
     stats: Any = compiled.memory_analysis()

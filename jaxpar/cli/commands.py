@@ -127,9 +127,8 @@ class Train(RunOptions):
 
         if self.start is None:
             if self.start_rename or self.start_ignore:
-                raise ValueError(
-                    "--start-rename and --start-ignore lack weights\nFix: add --start PATH."
-                )
+                fact = "--start-rename and --start-ignore lack weights"
+                raise ValueError(f"{fact}\nFix: add --start PATH.")
             return None
         if wrong := [pair for pair in self.start_rename if "=" not in pair]:
             raise ValueError(f"--start-rename {wrong[0]} has no =\nFix: write PATTERN=NAME.")

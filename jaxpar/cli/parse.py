@@ -49,9 +49,8 @@ def read_command(argv: Sequence[str]) -> Command:
             command = PlotRuns
         elif kind not in (*PICTURES, "KIND"):
             kinds = ", ".join((*PICTURES, *PICTURES_OF_RUNS))
-            raise ValueError(
-                f"no picture {kind!r}\nFix: write plot KIND TASK, with a KIND of {kinds}."
-            )
+            fact = f"no picture {kind!r}"
+            raise ValueError(f"{fact}\nFix: write plot KIND TASK, with a KIND of {kinds}.")
         words.append(kind)
     if not issubclass(command, TaskOptions):
         return read_options(command, words, arguments, known=fields)

@@ -96,9 +96,8 @@ class IteratorBatches:
             self._open(state, number)
         except Exception as error:
             self._iterator = None
-            raise ValueError(
-                f"{type(error).__name__}: {error}\nFix: read the stream from its beginning."
-            ) from error
+            fact = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{fact}\nFix: read the stream from its beginning.") from error
 
     def restart(self) -> None:
         """Forgets what is read: the next batch is read from the beginning."""
@@ -166,10 +165,8 @@ class IteratorBatches:
         check_parts(arrays, "of the stream")
         sizes = {len(array) for array in arrays.values() if array.ndim}
         if len(sizes) != 1 or not 0 < (size := max(sizes)) <= B:
-            raise ValueError(
-                f"batch {number} of the stream has {sorted(sizes)} rows, and batch_size={B}.\n"
-                f"Fix: give all of its arrays {B} rows."
-            )
+            fact = f"batch {number} of the stream has {sorted(sizes)} rows, and batch_size={B}."
+            raise ValueError(f"{fact}\nFix: give all of its arrays {B} rows.")
         arrays.setdefault(WEIGHT, np.ones(size, np.float32))
         kinds = {name: f"{a.dtype}{list(a.shape[1:])}" for name, a in arrays.items()}
         self._kinds = self._kinds or kinds

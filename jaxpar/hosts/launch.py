@@ -111,9 +111,8 @@ def launch(
     if elastic:
         command = elastic_command(command, num_processes, min_processes)
     elif min_processes != 1:
-        raise ValueError(
-            f"min_processes={min_processes} needs elastic\nFix: use --elastic, or leave it out."
-        )
+        fact = f"min_processes={min_processes} needs elastic"
+        raise ValueError(f"{fact}\nFix: use --elastic, or leave it out.")
     least, most, code = min_processes if elastic else num_processes, num_processes, 0
     where = launcher or Launcher()
     with _receive_signals() as signals:
@@ -155,18 +154,16 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
     """
     options = options_of(command)
     if command[0] != "train" or not options.get(OUT_DIR):
-        raise ValueError(
-            f"--elastic continues a run in its folder\nFix: write train and {OUT_DIR} FOLDER after --."
-        )
+        fact = "--elastic continues a run in its folder"
+        raise ValueError(f"{fact}\nFix: write train and {OUT_DIR} FOLDER after --.")
     if "--overwrite" in options:
         raise ValueError(
             "--overwrite would remove an elastic run at every start\n"
             "Fix: remove the folder by hand, or name another --train.out-dir."
         )
     if not 1 <= min_processes <= num_processes:
-        raise ValueError(
-            f"min_processes={min_processes} is out of range\nFix: use 1 to processes={num_processes}."
-        )
+        fact = f"min_processes={min_processes} is out of range"
+        raise ValueError(f"{fact}\nFix: use 1 to processes={num_processes}.")
     more = ["--elastic"] * ("--elastic" not in options)
     more += ["--resume-or-begin"] * options.keys().isdisjoint({"--resume", "--resume-or-begin"})
     return [*command, *more]

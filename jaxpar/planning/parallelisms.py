@@ -150,9 +150,8 @@ def compare_parallelisms(
             left_out[name] = str(error)
     if not drawn:
         why, _, _ = [*left_out.values()][-1].partition("\n")
-        raise ValueError(
-            f"no way to share the step among {n} devices: {why}\nFix: use another number of devices."
-        )
+        fact = f"no way to share the step among {n} devices: {why}"
+        raise ValueError(f"{fact}\nFix: use another number of devices.")
     return Parallelisms(counts.facts.task, machine, n, tuple(drawn), left_out)
 
 

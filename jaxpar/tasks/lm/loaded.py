@@ -58,9 +58,8 @@ class TextRun(LoadedRun):
         if data in SPLITS:
             return super().batches(data)
         if not Path(data).expanduser().exists():
-            raise FileNotFoundError(
-                f"{data} is neither a split ({', '.join(SPLITS)}) nor a file.\nFix: give one of these."
-            )
+            fact = f"{data} is neither a split ({', '.join(SPLITS)}) nor a file."
+            raise FileNotFoundError(f"{fact}\nFix: give one of these.")
         tokens = self.vocabulary.encode(read_text(Path(data).expanduser()))
         num_unknown = int((tokens == self.vocabulary.words.index(UNK)).sum())
         if num_unknown and jax.process_index() == 0:

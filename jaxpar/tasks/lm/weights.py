@@ -84,10 +84,8 @@ def _words_of(weights: Weights) -> Sequence[str]:
         words = read_json(weights.texts[WORDS], list)
         if all(isinstance(word, str) for word in words):
             return words
-    raise ValueError(
-        f"{weights.source}: {WORDS!r} in its metadata is not a JSON list of strings.\n"
-        f"Fix: export it again."
-    )
+    fact = f"{weights.source}: {WORDS!r} in its metadata is not a JSON list of strings."
+    raise ValueError(f"{fact}\nFix: export it again.")
 
 
 def _from_torch(weights: Weights, task: Sizes) -> dict[str, Tensor]:
