@@ -76,11 +76,9 @@ class Module:
         Raises:
           ValueError: it is not the text of an HLO module.
         """
-        self.computations: dict[str, list[Instruction]] = {}
-        self._entry = ""
-        self._roots: dict[str, str] = {}  # computation -> its result
-        self._named: dict[str, Instruction] = {}
-        self.beside: dict[str, list[Instruction]] = {}
+        self.computations, self.beside = (dict[str, list[Instruction]]() for _ in range(2))
+        self._entry, self._named = "", dict[str, Instruction]()
+        self._roots = dict[str, str]()  # computation -> its result
         found = re.match(r"HloModule .*?(?:num_partitions=(\d+)|$)", text, re.MULTILINE)
         if found is None or "replica_count=" in found[0]:
             raise ValueError(
@@ -246,10 +244,8 @@ def groups(instruction: Instruction, num_partitions: int) -> Groups:
     if found := re.search(r"replica_groups=\[([\d,]+)\]<=(\S+?),? ", attributes + " "):
         shape, order = _numbers(found[1]), _iota(found[2])
         return order.reshape(shape).tolist()
-    found = re.search(
-        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? *\{(.*?)\}", attributes
-    )
-    if found is None:
+    notation = r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? *\{(.*?)\}"
+    if (found := re.search(notation, attributes)) is None:
         groups = attributes[:300]
         raise ValueError(f"unknown groups of a collective: {groups}\nFix: use another JAX.")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}

@@ -172,19 +172,15 @@ def measure_step(
         operations = read_trace(folder)
     ticks, num_stages = slice(int(table.num_ticks)), mesh.shape[STAGE]
     # Every stage has its part of a sharded head; otherwise the last stage has all of it.
-    has_head_S = np.arange(num_stages) >= (
-        0 if setup.partition.head == "sharded" else num_stages - 1
-    )
+    first = 0 if setup.partition.head == "sharded" else num_stages - 1
     busy = {part: busy[0, ticks] for part, busy in busy_of(table).items()}
-    busy[HEAD] = busy[HEAD] & has_head_S
+    busy[HEAD] = busy[HEAD] & (np.arange(num_stages) >= first)
     branches = _find_branches(compiled.as_text())
     by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE), 0).reshape(num_stages, -1)
     stages = [device.id for device in by_stage[:, 0]]
-    steps: dict[int, list[Operation]] = defaultdict(list)
-    for operation in operations:
-        if operation.device in stages:
-            steps[operation.run].append(operation)
-    measured = [_measure(each, branches, stages, busy) for each in steps.values()]
+    own = [each for each in operations if each.device in stages]
+    steps = ([op for op in own if op.run == run] for run in dict.fromkeys(op.run for op in own))
+    measured = [_measure(each, branches, stages, busy) for each in steps]
     quickest = min(measured, key=lambda each: each[1])
     schedule = step_schedule(parallel, parallel.group_shares[0])
     if not any(part.startswith(WEIGHTS) for _, part in branches.values()):
@@ -197,15 +193,17 @@ def measure_step(
 
 
 def _check(parallel: Parallel, mesh: Mesh, num_steps: int) -> None:
-    platform, stages, update = mesh.devices.flat[0].platform, mesh.shape[STAGE], parallel.update
+    platform, on_host = mesh.devices.flat[0].platform, parallel.update == "host"
     mistakes = {
-        "mesh: no pipeline to measure\nFix: give a mesh with stages, such as pp4.": stages == 1,
+        "mesh: no pipeline to measure\nFix: give a mesh with stages, such as pp4.": mesh.shape[
+            STAGE
+        ]
+        == 1,
         f"devices: on {platform} the profiler does not show where a unit begins\n"
         f"Fix: use simulated devices, or look at the trace of train --profile.": platform != "cpu",
         "remat_keeps='carries' runs several loops over ticks\n"
         "Fix: measure it with remat_keeps='device'.": parallel.num_segments > 1,
-        "update='host' is not one program\nFix: measure it with update='replicated'.": update
-        == "host",
+        "update='host' is not one program\nFix: measure it with update='replicated'.": on_host,
         f"num_steps={num_steps} is too small\nFix: use 1 or more.": num_steps < 1,
     }
     if made := [mistake for mistake, is_made in mistakes.items() if is_made]:

@@ -1,9 +1,8 @@
 """Reports on compiled programs, the training step or any other: collectives, FLOPs and memory."""
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 
 import jax
 import numpy as np
@@ -27,7 +26,7 @@ _WIDE = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Memory:
     """Bytes on one device, by XLA's buffer assignment.
 
@@ -44,7 +43,7 @@ class Memory:
     aliased: int
     temporary: int
     code: int = 0
-    purposes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    purposes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -67,7 +66,7 @@ class Memory:
         return f"{format_bytes(self.total)}: {', '.join(parts)}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Total:
     """Sums over all runs of the collectives along the same axes.
 
@@ -86,7 +85,7 @@ class Total:
     unknown: int
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class ProgramReport(Printed):
     """What one device does when a compiled program runs once. `print` it, or read its attributes.
 
@@ -119,10 +118,8 @@ class ProgramReport(Printed):
 
     def to_dict(self) -> Json:
         """Everything in dicts, lists, numbers and strings, as `json.dumps` takes them."""
-        collectives = [
-            {**asdict(c), "count": c.count, "in_loop": c.in_loop, "waits": c.waits}
-            for c in self.collectives
-        ]
+        names = "count", "in_loop", "waits"
+        collectives = [asdict(c) | {n: getattr(c, n) for n in names} for c in self.collectives]
         totals = [*map(asdict, self.totals)]
         return {**asdict(self), "collectives": collectives, "totals": totals}
 
@@ -157,14 +154,12 @@ def lower_step(setup: Setup) -> jax.stages.Lowered:
 
 def inspect_lowered(setup: Setup, lowered: jax.stages.Lowered) -> ProgramReport:
     """The report of the program of a setup's training step, which is compiled now; see `inspect_step`."""
-    report = inspect_compiled(lowered.compile(), setup.mesh)
+    report, table = inspect_compiled(lowered.compile(), setup.mesh), setup.train_step().full_table
     memory = report.memory and _with_purposes(report.memory, abstract_state(setup))
-    report = dataclasses.replace(report, memory=memory)
-    table = setup.train_step().full_table
-    if table is None:
-        return report
-    collectives = tuple(_with_units(each, table) for each in report.collectives)
-    return dataclasses.replace(report, collectives=collectives)
+    collectives = report.collectives
+    if table is not None:
+        collectives = tuple(_with_units(each, table) for each in collectives)
+    return replace(report, memory=memory, collectives=collectives)
 
 
 def inspect_function(
@@ -200,10 +195,8 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
     # Other processes' devices are not among them; then JAX compiles for the mesh's order.
     if places and len(devices) == len(places):
         if set(devices) != set(places):
-            raise ValueError(
-                f"mesh has the devices {places}, the program was compiled for {devices}\n"
-                f"Fix: give the mesh that it was compiled for."
-            )
+            fact = f"mesh has the devices {places}, the program was compiled for {devices}"
+            raise ValueError(f"{fact}\nFix: give the mesh that it was compiled for.")
         order = [*map(places.index, devices)]
     costs: Value = compiled.cost_analysis() or {}
     stats: Value = compiled.memory_analysis()
@@ -238,7 +231,7 @@ def _with_purposes(memory: Memory, state: TrainState) -> Memory:
         "carried state": device_bytes(state.carry),
     }
     purposes["batch and schedule"] = memory.arguments - sum(purposes.values())
-    return dataclasses.replace(memory, purposes=purposes)
+    return replace(memory, purposes=purposes)
 
 
 def _mesh_of(compiled: jax.stages.Compiled) -> Mesh | None:
@@ -275,4 +268,4 @@ def _with_units(collective: Collective, table: TickTable) -> Collective:
     part = next((part for part in parts if part in ends), parts[0])
     busy_T = units[part][group, :, -1] if in_branch else np.bool_(True)
     trips = int((busy_T & runs_T).sum()), *collective.trip_counts[1 + is_turn :]
-    return dataclasses.replace(collective, trip_counts=trips, conditional=in_branch)
+    return replace(collective, trip_counts=trips, conditional=in_branch)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Fixed, Positional, arg
 
+from jaxpar.base.checks import require
 from jaxpar.cli.command import Command, Options, Switch, TrainedOptions
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
@@ -105,10 +106,8 @@ class Train(RunOptions):
 
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
-        if self.resume_or_begin and self.overwrite:
-            raise ValueError(
-                "--resume-or-begin and --overwrite exclude each other\nFix: leave one out."
-            )
+        fact = "--resume-or-begin and --overwrite exclude each other"
+        require(not (self.resume_or_begin and self.overwrite), f"{fact}\nFix: leave one out.")
         from jaxpar.training.callbacks import TRACKERS, ConsoleReport
         from jaxpar.training.fit import choose_folder, fit
 
@@ -128,9 +127,8 @@ class Train(RunOptions):
 
         if self.start is None:
             if self.start_rename or self.start_ignore:
-                raise ValueError(
-                    "--start-rename and --start-ignore lack weights\nFix: add --start PATH."
-                )
+                fact = "--start-rename and --start-ignore lack weights"
+                raise ValueError(f"{fact}\nFix: add --start PATH.")
             return None
         if wrong := [pair for pair in self.start_rename if "=" not in pair]:
             raise ValueError(f"--start-rename {wrong[0]} has no =\nFix: write PATTERN=NAME.")
@@ -507,9 +505,8 @@ def _num_bytes(size: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B", size)
     if match is None:
-        raise ValueError(
-            f"--memory {size} is no size\nFix: write a number and its unit, such as 16GB."
-        )
+        fact = f"--memory {size} is no size"
+        raise ValueError(f"{fact}\nFix: write a number and its unit, such as 16GB.")
     return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 

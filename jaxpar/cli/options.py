@@ -138,9 +138,8 @@ def read_settings(
             )
     if settings is None:
         what = " ".join(words)
-        raise ValueError(
-            f"{what} needs a task\nFix: write {what} lm, or {what} path/to/file.py:Name."
-        )
+        fact = f"{what} needs a task"
+        raise ValueError(f"{fact}\nFix: write {what} lm, or {what} path/to/file.py:Name.")
     if task is not None and type(settings.task) is not task:
         raise ValueError(
             f"settings of {source}: expected task {spec_of(task())}, got {spec_of(settings.task)}\n"
@@ -155,9 +154,8 @@ def _folder_to_resume(given: Mapping[str, str]) -> "RunFolder | None":
 
     out_dir = given.get(OUT_DIR)
     if "--resume-or-begin" in given and out_dir is None:
-        raise ValueError(
-            "--resume-or-begin needs a folder\nFix: add one, such as --train.out-dir runs/large."
-        )
+        fact = "--resume-or-begin needs a folder"
+        raise ValueError(f"{fact}\nFix: add one, such as --train.out-dir runs/large.")
     folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
     return folder if "--resume" in given or folder.holds_run else None
 

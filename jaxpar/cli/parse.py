@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxpar import __version__
+from jaxpar.base.checks import require
 from jaxpar.base.output import PROGRAM
 from jaxpar.cli import commands
 from jaxpar.cli.command import Command
@@ -48,9 +49,8 @@ def read_command(argv: Sequence[str]) -> Command:
             command = PlotRuns
         elif kind not in (*PICTURES, "KIND"):
             kinds = ", ".join((*PICTURES, *PICTURES_OF_RUNS))
-            raise ValueError(
-                f"no picture {kind!r}\nFix: write plot KIND TASK, with a KIND of {kinds}."
-            )
+            fact = f"no picture {kind!r}"
+            raise ValueError(f"{fact}\nFix: write plot KIND TASK, with a KIND of {kinds}.")
         words.append(kind)
     if not issubclass(command, TaskOptions):
         return read_options(command, words, arguments, known=fields)
@@ -94,11 +94,8 @@ def _check_names(task: Task, command: type[TaskOptions], name: str) -> None:
     """Raises if a field of the task cannot be an option of the command, as it has one of that name."""
     taken = {field.name for field in dataclasses.fields(command)} | {"config", "help"}
     for field in dataclasses.fields(task):
-        if field.name in taken:
-            raise ValueError(
-                f"field {field.name!r} of {type(task).__name__} has the name of an option of {name}\n"
-                f"Fix: give it another name."
-            )
+        fact = f"field {field.name!r} of {type(task).__name__} has the name of an option of {name}"
+        require(field.name not in taken, f"{fact}\nFix: give it another name.")
 
 
 def _help(known: dict[str, type[Command]]) -> str:

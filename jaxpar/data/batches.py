@@ -85,11 +85,9 @@ def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Batch:
         return batch
 
     # Devices that differ on other axes share rows; those of other processes are not read.
-    mine = [
-        index[0].indices(B)[:2] if index else (0, B)
-        for index in sharding.addressable_devices_indices_map((B,)).values()
-    ]
-    leaves, structure = jax.tree.flatten(read(*mine[0]))
+    [index, *_] = sharding.addressable_devices_indices_map((B,)).values()
+    start, stop, _ = index[0].indices(B) if index else (0, B, 1)
+    leaves, structure = jax.tree.flatten(read(start, stop))
 
     def place(number: int, leaf: np.ndarray) -> np.ndarray | jax.Array:
         if not np.ndim(leaf):

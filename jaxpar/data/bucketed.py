@@ -48,11 +48,10 @@ def choose_edges(
     Raises:
       ValueError: a number is out of range, or no sequence has a step.
     """
-    check_at_least(
-        1, num_buckets=num_buckets, multiple=multiple, max_len=max_len, batch_size=batch_size
-    )
+    check_at_least(1, num_buckets=num_buckets, multiple=multiple)
+    check_at_least(1, max_len=max_len, batch_size=batch_size)
     check_divides("max_len", max_len, {"multiple": multiple})
-    lengths_P = _cut(check_lengths(lengths_S), max_len).lengths_P
+    lengths_P = _cut(check_lengths(lengths_S), max_len)[2]
     edges, counts = np.unique(-(-lengths_P // multiple) * multiple, return_counts=True)
     seen = np.append(0, np.cumsum(counts))  # seen[i]: sequences below candidate i
     # steps[k, i]: T of all batches, for the sequences below candidate i in exactly k buckets.
@@ -146,12 +145,9 @@ class BucketedBatches(SequenceBatches):
     def to_text(self) -> str:
         """The buckets as a table, their total, and what was cut or left out."""
         total = sum(bucket.num_sequences for bucket in self.buckets)
-        lines = ["length  sequences  batches  padding"]
-        for length, num_sequences, num_batches, padding in (
-            *self.buckets,
-            ("total", total, self.num_windows, self.padding),
-        ):
-            lines.append(f"{length:>6}  {num_sequences:>9,}  {num_batches:>7,}  {padding:>7.1%}")
+        rows = (*self.buckets, ("total", total, self.num_windows, self.padding))
+        line = "{:>6}  {:>9,}  {:>7,}  {:>7.1%}"
+        lines = ["length  sequences  batches  padding", *(line.format(*row) for row in rows)]
         if self.num_cut:
             lines.append(f"cut into pieces, longer than {self.edges[-1]}: {self.num_cut:,}")
         if self.num_left_out:
@@ -191,16 +187,14 @@ class BucketedBatches(SequenceBatches):
         return Bucket(self.edges[i], len(lengths_P), num_batches, padding)
 
 
-class _Pieces(NamedTuple):
-    sequence_P: np.ndarray
-    first_P: np.ndarray  # step of the sequence with which the piece begins
-    lengths_P: np.ndarray
+def _cut(lengths_S: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cuts sequences into pieces, each as long as allowed; a sequence without a step has none.
 
-
-def _cut(lengths_S: np.ndarray, longest: int) -> _Pieces:
-    """The pieces of sequences, each as long as allowed; a sequence without a step has none."""
+    Returns:
+      Of each piece: its sequence, the step of the sequence with which it begins, and its steps.
+    """
     counts_S = -(-lengths_S // longest)
     sequence_P = np.repeat(np.arange(len(lengths_S)), counts_S)
     before_S = np.cumsum(counts_S) - counts_S
     first_P = (np.arange(len(sequence_P)) - before_S[sequence_P]) * longest
-    return _Pieces(sequence_P, first_P, np.minimum(lengths_S[sequence_P] - first_P, longest))
+    return sequence_P, first_P, np.minimum(lengths_S[sequence_P] - first_P, longest)

@@ -96,9 +96,8 @@ class IteratorBatches:
             self._open(state, number)
         except Exception as error:
             self._iterator = None
-            raise ValueError(
-                f"{type(error).__name__}: {error}\nFix: read the stream from its beginning."
-            ) from error
+            fact = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{fact}\nFix: read the stream from its beginning.") from error
 
     def restart(self) -> None:
         """Forgets what is read: the next batch is read from the beginning."""
@@ -111,10 +110,8 @@ class IteratorBatches:
         self._source, self._next = self._make(), number
         if state is not None and hasattr(self._source, "load_state_dict"):
             self._source.load_state_dict(state)
-        require(
-            isinstance(self._source, Iterable),
-            f"make gives a {type(self._source).__name__}, which is no iterable.\nFix: {_USE}",
-        )
+        fact = f"make gives a {type(self._source).__name__}, which is no iterable."
+        require(isinstance(self._source, Iterable), f"{fact}\nFix: {_USE}")
         self._iterator = iter(self._source)
         if state is not None and not hasattr(self._source, "load_state_dict"):
             self._iterator.set_state(state)
@@ -135,12 +132,11 @@ class IteratorBatches:
 
     def _tell(self) -> str | None:
         """The source's position, if it has one that can be written."""
+        state = None
         if hasattr(self._source, "load_state_dict"):
             state = self._source.state_dict()
         elif hasattr(self._iterator, "set_state"):
             state = self._iterator.get_state()
-        else:
-            return None
         with contextlib.suppress(TypeError):
             return None if state is None else json.dumps([self._next, state])
         return None
@@ -161,26 +157,21 @@ class IteratorBatches:
         )
         arrays = {str(name): np.array(leaf) for name, leaf in batch.items()}
         for name, array in arrays.items():
+            fact = f"batch[{name!r}] of the stream has the type {array.dtype}."
             require(
                 array.dtype.kind not in "OSUM",
-                f"batch[{name!r}] of the stream has the type {array.dtype}.\n"
-                f"Fix: leave out what is no array of numbers.",
+                f"{fact}\nFix: leave out what is no array of numbers.",
             )
         check_parts(arrays, "of the stream")
         sizes = {len(array) for array in arrays.values() if array.ndim}
         if len(sizes) != 1 or not 0 < (size := max(sizes)) <= B:
-            raise ValueError(
-                f"batch {number} of the stream has {sorted(sizes)} rows, and batch_size={B}.\n"
-                f"Fix: give all of its arrays {B} rows."
-            )
+            fact = f"batch {number} of the stream has {sorted(sizes)} rows, and batch_size={B}."
+            raise ValueError(f"{fact}\nFix: give all of its arrays {B} rows.")
         arrays.setdefault(WEIGHT, np.ones(size, np.float32))
         kinds = {name: f"{a.dtype}{list(a.shape[1:])}" for name, a in arrays.items()}
         self._kinds = self._kinds or kinds
-        require(
-            kinds == self._kinds,
-            f"batch {number} of the stream has rows of {kinds}, the first had {self._kinds}.\n"
-            f"Fix: give all batches the same arrays.",
-        )
+        fact = f"batch {number} of the stream has rows of {kinds}, the first had {self._kinds}."
+        require(kinds == self._kinds, f"{fact}\nFix: give all batches the same arrays.")
         if size == B:
             return arrays
         require(

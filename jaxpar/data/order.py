@@ -105,9 +105,8 @@ def checked_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: these are no arrays by name, they differ in their rows, or rows of one in their shapes.
     """
-    require_instance(
-        "arrays", arrays, Mapping, 'a dict of arrays by name, such as {"x": x, "y": y}'
-    )
+    use = 'a dict of arrays by name, such as {"x": x, "y": y}'
+    require_instance("arrays", arrays, Mapping, use)
     found = {name: _as_array(name, array) for name, array in arrays.items()}
     lengths = {name: len(array) for name, array in found.items()}
     are_alike = len(set(lengths.values())) == 1

@@ -130,8 +130,7 @@ def _first_fit(lengths_S: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray, n
         fits_Q = room_Q // length
         missing = max(count - int(fits_Q.sum()), 0)
         num_new = -(-missing // (T // length))
-        room_Q = np.concatenate([room_Q, np.full(num_new, T)])
-        end_Q = np.concatenate([end_Q, np.full(num_new, T)])
+        room_Q, end_Q = (np.concatenate([a, np.full(num_new, T)]) for a in (room_Q, end_Q))
         windows.append(np.ones(num_new, np.int64))
         fits_Q = np.concatenate([fits_Q, np.full(num_new, T // length)])
         before_Q = np.cumsum(fits_Q) - fits_Q
@@ -152,9 +151,7 @@ def _spread(windows_Q: np.ndarray, num_rows: int) -> tuple[np.ndarray, int]:
         load, row = heapq.heappop(loads)
         rows_long[strip] = row
         heapq.heappush(loads, (load + int(windows_Q[strip]), row))
-    load_B = np.zeros(num_rows, np.int64)
-    for load, row in loads:
-        load_B[row] = load
+    load_B = np.asarray([load for load, _ in sorted(loads, key=lambda pair: pair[1])])
     # Strips of one window fill the rows from below.
     num_short = len(windows_Q) - num_long
     depth = np.arange(int(load_B.max()) + -(-num_short // num_rows))
@@ -163,9 +160,7 @@ def _spread(windows_Q: np.ndarray, num_rows: int) -> tuple[np.ndarray, int]:
     return np.concatenate([rows_long, cells[:, 1]]), int(load_B.max())
 
 
-def _shuffle_equal(
-    rng: np.random.Generator, values: np.ndarray, falling_keys: np.ndarray
-) -> np.ndarray:
-    """The values in another order, among those of equal keys."""
+def _shuffle_equal(rng: np.random.Generator, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """The values in another order, among those of equal keys; the keys fall."""
     order = rng.permutation(len(values))
-    return values[order[np.argsort(-falling_keys[order], kind="stable")]]
+    return values[order[np.argsort(-keys[order], kind="stable")]]

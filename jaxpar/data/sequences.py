@@ -36,10 +36,8 @@ class SequenceBatches(DrawnBatches):
             total = f"arrays of {self.length} steps for sequences of {lengths_S.sum()} steps in all"
             require(lengths_S.sum() == self.length, f"{total}.\nFix: give as many in each.")
         self.starts_S = starts_S = np.asarray(starts)
-        require(
-            len(starts_S) == len(lengths_S),
-            f"{len(starts_S)} starts for {len(lengths_S)} lengths.\nFix: give one for every sequence.",
-        )
+        fact = f"{len(starts_S)} starts for {len(lengths_S)} lengths."
+        require(len(starts_S) == len(lengths_S), f"{fact}\nFix: give one for every sequence.")
         ends_S = starts_S + lengths_S + self.lookahead
         outside_S = (lengths_S > 0) & ((starts_S < 0) | (ends_S > self.length))
         if outside_S.any():

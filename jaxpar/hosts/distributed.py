@@ -271,7 +271,6 @@ def _start_seconds() -> float:
     """How long processes wait for each other."""
     text = os.environ.get(START_SECONDS, "300")
     if not text.isdecimal() or not int(text):
-        raise ValueError(
-            f"{START_SECONDS}={text!r} is no time\nFix: use a whole number of seconds, such as 300."
-        )
+        fact = f"{START_SECONDS}={text!r} is no time"
+        raise ValueError(f"{fact}\nFix: use a whole number of seconds, such as 300.")
     return float(text)

@@ -49,17 +49,15 @@ def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
     """
     address = environ.get(COORDINATOR_ADDRESS)
     if address is not None and not address.rpartition(":")[2].isdecimal():
-        raise ValueError(
-            f"{COORDINATOR_ADDRESS}={address!r} has no port\nFix: write host:port, such as host:8476."
-        )
+        fact = f"{COORDINATOR_ADDRESS}={address!r} has no port"
+        raise ValueError(f"{fact}\nFix: write host:port, such as host:8476.")
     if environ.get(NUM_PROCESSES) == "1":
         return None
     if NUM_PROCESSES in environ or PROCESS_ID in environ:
         names = (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID)
         if missing := [name for name in names if name not in environ]:
-            raise ValueError(
-                f"{' and '.join(missing)} not set\nFix: set {', '.join(names)} in every process, or {ALONE}."
-            )
+            fact = f"{' and '.join(missing)} not set"
+            raise ValueError(f"{fact}\nFix: set {', '.join(names)} in every process, or {ALONE}.")
         return _numbered("hand", environ, NUM_PROCESSES, PROCESS_ID)
     if "OMPI_COMM_WORLD_SIZE" in environ:
         group = _numbered("Open MPI", environ, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
@@ -78,9 +76,8 @@ def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
         return ProcessGroup("Kubernetes", coordinator_address=address)
     if address is not None:
-        raise ValueError(
-            f"{NUM_PROCESSES} not set\nFix: set it and {PROCESS_ID} as well, or {ALONE}."
-        )
+        fact = f"{NUM_PROCESSES} not set"
+        raise ValueError(f"{fact}\nFix: set it and {PROCESS_ID} as well, or {ALONE}.")
     return None
 
 
@@ -94,9 +91,7 @@ def _numbered(launcher: str, environ: Mapping[str, str], count: str, index: str)
     """The group whose two numbers have these names."""
     values = environ[count], environ.get(index, "")
     if not all(map(str.isdecimal, values)) or not int(values[1]) < int(values[0]):
-        raise ValueError(
-            f"{count}={values[0]!r} and {index}={values[1]!r} name no process\n"
-            f"Fix: set the number of processes, and an id from 0 below it."
-        )
+        fact = f"{count}={values[0]!r} and {index}={values[1]!r} name no process"
+        raise ValueError(f"{fact}\nFix: set the number of processes, and an id from 0 below it.")
     num_processes, process_id = map(int, values)
     return ProcessGroup(launcher, num_processes, process_id, environ.get(COORDINATOR_ADDRESS))

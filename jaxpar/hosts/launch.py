@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, Literal
 
 from jaxpar.base import output
+from jaxpar.base.checks import require
 from jaxpar.base.display import format_count
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID, SECRET
 
@@ -110,9 +111,8 @@ def launch(
     if elastic:
         command = elastic_command(command, num_processes, min_processes)
     elif min_processes != 1:
-        raise ValueError(
-            f"min_processes={min_processes} needs elastic\nFix: use --elastic, or leave it out."
-        )
+        fact = f"min_processes={min_processes} needs elastic"
+        raise ValueError(f"{fact}\nFix: use --elastic, or leave it out.")
     least, most, code = min_processes if elastic else num_processes, num_processes, 0
     where = launcher or Launcher()
     with _receive_signals() as signals:
@@ -154,18 +154,16 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
     """
     options = options_of(command)
     if command[0] != "train" or not options.get(OUT_DIR):
-        raise ValueError(
-            f"--elastic continues a run in its folder\nFix: write train and {OUT_DIR} FOLDER after --."
-        )
+        fact = "--elastic continues a run in its folder"
+        raise ValueError(f"{fact}\nFix: write train and {OUT_DIR} FOLDER after --.")
     if "--overwrite" in options:
         raise ValueError(
             "--overwrite would remove an elastic run at every start\n"
             "Fix: remove the folder by hand, or name another --train.out-dir."
         )
     if not 1 <= min_processes <= num_processes:
-        raise ValueError(
-            f"min_processes={min_processes} is out of range\nFix: use 1 to processes={num_processes}."
-        )
+        fact = f"min_processes={min_processes} is out of range"
+        raise ValueError(f"{fact}\nFix: use 1 to processes={num_processes}.")
     more = ["--elastic"] * ("--elastic" not in options)
     more += ["--resume-or-begin"] * options.keys().isdisjoint({"--resume", "--resume-or-begin"})
     return [*command, *more]
@@ -173,20 +171,15 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
 
 def check_command(command: Sequence[str], num_processes: int, devices_per_process: int) -> None:
     """Raises a ValueError if a number is not positive, or the command not one for several processes."""
-    if num_processes < 1 or devices_per_process < 1:
-        raise ValueError(
-            f"processes={num_processes}, devices_per_process={devices_per_process}: nothing to start\n"
-            f"Fix: use 1 or more of each."
-        )
+    fact = f"processes={num_processes}, devices_per_process={devices_per_process}: nothing to start"
+    require(num_processes >= 1 and devices_per_process >= 1, f"{fact}\nFix: use 1 or more of each.")
     if not command or command[0] not in COMMANDS:
         raise ValueError(
             f"launch starts {', '.join(COMMANDS)}; got {command[0] if command else 'no command'}\n"
             f"Fix: write one and its arguments after --, such as launch -- train lm --mesh dp2."
         )
-    if "--simulate" in options_of(command):
-        raise ValueError(
-            "--simulate after --: launch gives each process its devices\nFix: use --devices-per-process."
-        )
+    fact = "--simulate after --: launch gives each process its devices"
+    require("--simulate" not in options_of(command), f"{fact}\nFix: use --devices-per-process.")
 
 
 def options_of(command: Sequence[str]) -> dict[str, str]:

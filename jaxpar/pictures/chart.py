@@ -99,10 +99,8 @@ def draw(chart: Chart) -> tuple[str, float, float]:
     for row in chart.rows:
         y = high * row.top
         elements.append(_text(left - 8, y + high / 2 + 4, row.name, 'class="row"', "end"))
-        elements += [
-            _rect(left + start * scale, y + 1, (end - start) * scale, high - 2, IDLE)
-            for start, end in row.spans
-        ]
+        spans = ((left + start * scale, (end - start) * scale) for start, end in row.spans)
+        elements += [_rect(x, y + 1, width, high - 2, IDLE) for x, width in spans]
     for place, label in chart.marks_with_room():
         x = left + place * scale
         y = bottom * bool(chart.heads)  # no line through text
@@ -111,10 +109,8 @@ def draw(chart: Chart) -> tuple[str, float, float]:
     elements += [_block(chart, b, high * row.top) for row in chart.rows for b in row.blocks]
     elements += _covers(chart) if chart.seconds else ()
     elements += [_head(high * (place + 1), line) for place, line in chart.heads]
-    lines = [
-        TEXT * len(line)
-        for line in (*chart.caption.splitlines(), *(head for _, head in chart.heads))
-    ]
+    texts = (*chart.caption.splitlines(), *(head for _, head in chart.heads))
+    lines = [TEXT * len(text) for text in texts]
     width = max(left + chart.width + 16, 620.0 * (bool(chart.legend) and not chart.heads), *lines)
     legend, height = draw_legend(chart.legend, chart.caption, width, bottom + 30)
     return "".join(elements) + legend, width, height
@@ -166,20 +162,15 @@ def draw_legend(
 def _block(chart: Chart, block: Block, y: float) -> str:
     x, width = chart.left + block.start * chart.scale, block.cost * chart.scale
     colors, gap = chart.colors[block.unit], 1 if width > 8 else min(0.3, width / 10)
-    high, inside = (chart.row - 2) / len(colors), (x + gap, width - 2 * gap)
-    bands = [
-        _rect(inside[0], y + 1 + i * high, inside[1], high, color, block.label)
-        for i, color in enumerate(colors)
-    ]
-    text = ""
+    high, left, wide = (chart.row - 2) / len(colors), x + gap, width - 2 * gap
+    tops = (y + 1 + i * high for i in range(len(colors)))
+    bands = zip(tops, colors, strict=True)
+    elements = [_rect(left, top, wide, high, color, block.label) for top, color in bands]
+    elements.append(_foot(left, y + chart.row - 6, wide, 5, FEET[block.letter]))
     if chart.fits(block):
         style = f'style="fill:{text_color_on(colors[0])}"'
-        text = _text(x + width / 2, y + chart.row / 2 + 3, block.label, style, "middle")
-    return (
-        "".join(bands)
-        + _foot(inside[0], y + chart.row - 6, inside[1], 5, FEET[block.letter])
-        + text
-    )
+        elements.append(_text(x + width / 2, y + chart.row / 2 + 3, block.label, style, "middle"))
+    return "".join(elements)
 
 
 def _foot(x: float, y: float, width: float, height: float, darkness: float) -> str:

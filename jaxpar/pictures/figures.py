@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from jaxpar.analysis.program import ProgramReport
+from jaxpar.base.checks import require
 from jaxpar.base.display import format_bytes, format_count
 from jaxpar.base.files import whole_file
 from jaxpar.base.types import Json
@@ -70,10 +71,8 @@ def draw_curves(runs: Mapping[str, Sequence[Json]]) -> Figure:
     figure, axes = _figure()
     for i, (name, lines) in enumerate(runs.items()):
         points = Curves(0).add(*lines).points
-        if not points["train"]:
-            raise ValueError(
-                f"{name} has no line of training in its metrics.jsonl\nFix: train it first."
-            )
+        fact = f"{name} has no line of training in its metrics.jsonl"
+        require(bool(points["train"]), f"{fact}\nFix: train it first.")
         for split, style in (("train", "-"), ("valid", "D--")):
             if points[split]:
                 steps, losses = zip(*points[split], strict=True)

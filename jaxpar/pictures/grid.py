@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxpar.base.checks import require
 from jaxpar.base.display import format_bytes, format_count, format_shape, show
 from jaxpar.base.trees import device_bytes
 from jaxpar.mesh import MeshConfig
@@ -79,11 +80,10 @@ def _chips(devices: list[int]) -> Text:
 def show_mesh_config(config: MeshConfig) -> Grid:
     """The devices of a mesh by their numbers; a size that is to be inferred counts as one."""
     shape = tuple(max(size, 1) for size in config.sizes.values())
-    numbers = config.devices or range(math.prod(shape))
+    numbers, count = config.devices or (), math.prod(shape)
     inferred = [axis for axis, size in config.sizes.items() if size == -1]
     note = f"; {inferred[0]} takes as many more as there are" if inferred else ""
-    if len(numbers) != math.prod(shape):  # of which resolve() complains
-        numbers = range(math.prod(shape))
+    numbers = numbers if len(numbers) == count else range(count)  # resolve() raises an error
     return _mesh_grid(np.reshape(numbers, shape), tuple(config.sizes), note)
 
 
@@ -113,11 +113,8 @@ def show_array(array: jax.Array, names: tuple[str | None, ...] = ()) -> Grid:
       ValueError: it has no sharding.
     """
     shape, sharding = tuple(array.shape), array.sharding
-    if sharding is None:
-        raise ValueError(
-            f"abstract array of shape {shape} has no sharding\n"
-            f"Fix: give jax.ShapeDtypeStruct(..., sharding=...)."
-        )
+    fact = f"abstract array of shape {shape} has no sharding"
+    require(sharding is not None, f"{fact}\nFix: give jax.ShapeDtypeStruct(..., sharding=...).")
     bounds = {
         device.id: tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
         for device, index in sharding.devices_indices_map(shape).items()
@@ -125,10 +122,8 @@ def show_array(array: jax.Array, names: tuple[str | None, ...] = ()) -> Grid:
     split = [d for d, ranges in enumerate(zip(*bounds.values(), strict=True)) if len({*ranges}) > 1]
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
     axes_of = axes_of_spec(spec or (), len(shape))
-    heads = {}
-    for dim in split:
-        name = base_of(names[dim] if names else None)
-        heads[dim] = "/".join([f"dim {dim} {name}".strip(), *axes_of[dim]])
+    known = [base_of(name) for name in names or (None,) * len(shape)]
+    heads = {d: "/".join([f"dim {d} {known[d]}".strip(), *axes_of[d]]) for d in split}
     devices: dict[tuple[str, ...], list[int]] = {}
     for device, ranges in sorted(bounds.items(), key=lambda item: item[::-1]):
         place = tuple(f"{heads[dim]} [{ranges[dim][0]}:{ranges[dim][1]}]" for dim in split)

@@ -35,9 +35,8 @@ def _table(step: MeasuredStep) -> Table:
 
 def _caption(step: MeasuredStep) -> str:
     named = zip(("forward", "backward", "W", "head"), step.unit_seconds, strict=True)
-    units = ", ".join(
-        f"{1000 * each_S.max():.2f} ms {name}" for name, each_S in named if each_S.any()
-    )
+    most = ((1000 * seconds_S.max(), name) for name, seconds_S in named if seconds_S.any())
+    units = ", ".join(f"{ms:.2f} ms {name}" for ms, name in most)
     traced, plain = 1000 * step.traced_seconds, 1000 * step.plain_seconds
     cost = f"With the profiler a step takes {traced:.1f} ms, without it {plain:.1f} ms."
     devices, cores = format_count(step.num_devices, "device"), format_count(step.num_cores, "core")
@@ -61,15 +60,12 @@ def _title(step: MeasuredStep) -> str:
 
 def _chart(step: MeasuredStep, caption: str) -> Chart:
     schedule, costs = step.schedule, [1000 * seconds_S for seconds_S in step.unit_seconds]
-    units, end = schedule.blocks(costs), float(schedule.half_times(costs)[-1])
+    end, blocks = float(schedule.half_times(costs)[-1]), schedule.blocks(costs)
+    units = [b._replace(label="H", unit=-1) if b.letter == "H" else b for b in blocks]
     rows, loop_end = [], 1000 * step.loop_seconds
     for stage in range(schedule.num_stages):
         top = 2.3 * stage
-        predicted = [
-            block._replace(label="H", unit=-1) if block.letter == "H" else block
-            for block in units
-            if block.stage == stage
-        ]
+        predicted = [block for block in units if block.stage == stage]
         measured = [_block(span, schedule) for span in step.spans if span.stage == stage]
         rows.append(Row(f"stage {stage} predicted", top, [(0, end)], predicted))
         rows.append(Row("measured", top + 1, [(0, loop_end)], measured))

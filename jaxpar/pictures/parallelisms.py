@@ -21,11 +21,7 @@ from jaxpar.planning.search import describe
 WIDTH, ROW, LETTERS, NAME, SECONDS = 340, 15, 90, 44, 8
 COLORS = [color_of(n) for n in (0, 1, 5, 6, 3, 2)]  # of `WORK`
 # What is sent, by the axis along which it is.
-_SENT = {
-    "data": "gradients",
-    "tensor": "activations and gradients",
-    "stage": "activations and gradients",
-}
+_SENT = {"data": "gradients", **dict.fromkeys(("tensor", "stage"), "activations and gradients")}
 
 
 @show.register
@@ -42,27 +38,14 @@ def show_parallelisms(found: Parallelisms) -> Drawing:
 
 
 def _table(found: Parallelisms) -> Table:
-    table = make_table(
-        "parallelism", "config", ">step", ">memory", ">weights", "sent by a device", "idle"
-    )
+    columns = "parallelism", "config", ">step", ">memory", ">weights", "sent by a device", "idle"
+    table = make_table(*columns)
     for each in found.drawn:
-        idle = [f"~{each.idle_of(d):.0%}" for d in range(len(each.holds))]
-        table.add_row(
-            each.name,
-            describe(each.cost.parallel),
-            each.cost.seconds_text,
-            _memory(each),
-            format_bytes(each.weight_bytes),
-            _sent(_totals(each)),
-            " ".join(idle if len({*idle}) > 1 else idle[:1]),
-        )
+        idle, cost = [f"~{each.idle_of(d):.0%}" for d in range(len(each.holds))], each.cost
+        row = each.name, describe(cost.parallel), cost.seconds_text, cost.memory_text
+        moved = format_bytes(each.weight_bytes), _sent(_totals(each))
+        table.add_row(*row, *moved, " ".join(idle if len({*idle}) > 1 else idle[:1]))
     return table
-
-
-def _memory(parallelism: Parallelism) -> str:
-    """What the compiled step needs on a device; "" if that is unknown."""
-    program = parallelism.cost.program
-    return format_bytes(program.memory.total) if program and program.memory else ""
 
 
 def _totals(parallelism: Parallelism) -> list[Total]:
@@ -72,11 +55,9 @@ def _totals(parallelism: Parallelism) -> list[Total]:
 
 
 def _sent(totals: Sequence[Total]) -> str:
-    return ", ".join(
-        "at least " * bool(total.unknown)
-        + f"{format_bytes(total.sent_bytes)} along {' '.join(total.axes)}"
-        for total in totals
-    )
+    sizes = ("at least " * bool(each.unknown) + format_bytes(each.sent_bytes) for each in totals)
+    pairs = zip(sizes, totals, strict=True)
+    return ", ".join(f"{size} along {' '.join(total.axes)}" for size, total in pairs)
 
 
 def _chart(found: Parallelisms, notes: list[str]) -> Chart:
@@ -88,9 +69,8 @@ def _chart(found: Parallelisms, notes: list[str]) -> Chart:
             top += 1.1
         end = 1000 * each.cost.seconds
         for device, holds in enumerate(each.holds):
-            blocks = [
-                b._replace(start=1000 * b.start, cost=1000 * b.cost) for b in each.blocks_of(device)
-            ]
+            own = each.blocks_of(device)
+            blocks = [b._replace(start=1000 * b.start, cost=1000 * b.cost) for b in own]
             name = _shorten(f"{device}: {holds}")
             rows.append(Row(name, top + 0.4, [(0.0, end)], blocks))
             top += 1
@@ -115,13 +95,10 @@ def _head(parallelism: Parallelism) -> list[str]:
     cost, idle = parallelism.cost, [parallelism.idle_of(d) for d in range(len(parallelism.holds))]
     units = cost.parallel.num_units
     of = f" of {units} units" * (cost.parallel.mesh.stage > 1 and units > 1)
-    memory = f", {_memory(parallelism)} on a device" * bool(_memory(parallelism))
+    memory = f", {cost.memory_text} on a device" * bool(cost.memory_text)
     head = f"{parallelism.name}: {cost.seconds_text} a step{of}{memory}, idle ~{sum(idle) / len(idle):.0%}"
-    line, totals = (
-        f"each holds {format_bytes(parallelism.weight_bytes)} of weights",
-        _totals(parallelism),
-    )
-    if totals:
+    line = f"each holds {format_bytes(parallelism.weight_bytes)} of weights"
+    if totals := _totals(parallelism):
         axes = {axis for total in totals for axis in total.axes}
         words = dict.fromkeys(what for axis, what in _SENT.items() if axis in axes)
         line += f", sends {_sent(totals)} ({'; '.join(words)})"

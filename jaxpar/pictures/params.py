@@ -84,9 +84,6 @@ def _bytes_of(state: TrainState) -> str:
         "carried state": state.carry,
     }
     count, num_bytes = state.model_size
-    on_device = ", ".join(
-        f"{name} {format_bytes(device_bytes(tree))}"
-        for name, tree in trees.items()
-        if jax.tree.leaves(tree)
-    )
+    sizes = {name: device_bytes(tree) for name, tree in trees.items() if jax.tree.leaves(tree)}
+    on_device = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
     return f"{count:,} parameters, {format_bytes(num_bytes)}; per device: {on_device}"

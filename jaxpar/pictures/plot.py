@@ -8,6 +8,7 @@ from types import ModuleType
 
 from jaxpar.analysis.measured import measure_step
 from jaxpar.analysis.program import ProgramReport, inspect_step
+from jaxpar.base.checks import require
 from jaxpar.base.files import check_output, whole_file
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.facts import ModelFacts
@@ -87,8 +88,7 @@ def plot_runs(runs: Sequence[str] = (), output: str | Path | None = None) -> Pat
       OSError: no such run or folder.
     """
     path, figures = _path_of("curves", output, FIGURES), _figures()
-    if not runs:
-        raise ValueError("plot curves needs runs\nFix: name their folders, such as runs/0001.")
+    require(bool(runs), "plot curves needs runs\nFix: name their folders, such as runs/0001.")
     folders = {str(run): RunFolder(run) for run in runs}
     for folder in folders.values():
         folder.check()
@@ -101,10 +101,8 @@ def _path_of(kind: str, output: str | Path | None, ends: Sequence[str]) -> Path:
     if output is None:
         raise ValueError(f"plot {kind} needs a file\nFix: add one, such as -o {kind}{ends[0]}.")
     path = Path(output).expanduser()
-    if path.suffix not in ends:
-        raise ValueError(
-            f"cannot draw {kind} into {str(path)!r}\nFix: end it in {', '.join(ends)}."
-        )
+    fact = f"cannot draw {kind} into {str(path)!r}"
+    require(path.suffix in ends, f"{fact}\nFix: end it in {', '.join(ends)}.")
     check_output(path)
     return path
 

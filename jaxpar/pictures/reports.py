@@ -46,7 +46,7 @@ def show_cost(cost: StepCost) -> Picture:
     Bytes over `tensor` depend on the whole program and its compiler: there is no estimate worth showing.
     Memory is the compiler's.
     """
-    program = cost.program
+    program, notes = cost.program, cost.program.notes if cost.program else ()
     table = make_table("", "axes", ">estimated", ">compiled", ">measured")
     sums = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for part in cost.sent:
@@ -64,9 +64,7 @@ def show_cost(cost: StepCost) -> Picture:
     facts = Table.grid(padding=(0, 2))
     parts = (f"{name} {format_seconds(seconds)}" for name, seconds in cost.parts.items())
     facts.add_row("estimated step", ", ".join(parts))
-    return Picture(
-        describe(cost.parallel), "", table, "", facts, *(program.notes if program else ())
-    )
+    return Picture(describe(cost.parallel), "", table, "", facts, *notes)
 
 
 @show.register
@@ -76,23 +74,19 @@ def show_ranking(ranking: Ranking) -> Picture:
     for cost in ranking.fitting[:NUM_SHOWN]:
         known = "running it" if cost.measured else "compiling it" if cost.program else "an estimate"
         waits = format_seconds(cost.waiting) if cost.program else ""
-        words = describe(cost.parallel), cost.seconds_text, waits, cost.memory_text
-        table.add_row(*words, known)
+        table.add_row(describe(cost.parallel), cost.seconds_text, waits, cost.memory_text, known)
     compiled = [cost for cost in ranking.refused if cost.program or cost.refusal]
     for cost in compiled[:NUM_REFUSED]:
-        why = cost.refusal or "too large"
-        table.add_row(describe(cost.parallel), "", "", cost.memory_text, why)
+        table.add_row(
+            describe(cost.parallel), "", "", cost.memory_text, cost.refusal or "too large"
+        )
     number, machine = len(ranking.fitting) + len(ranking.refused), ranking.machine
     notes = [f"~: estimated from a data sheet; {ESTIMATE_ERROR}"]
     if any(cost.program for cost in ranking.fitting):
         notes.append("waits: for transfers with nothing beside them in the program, an estimate")
-    return Picture(
-        f"{machine.name}, {format_count(machine.num_devices, 'device')}: {number:,} configs, the first of "
-        f"them:\n",
-        table,
-        *notes,
-        f"\n{ranking.explain()}",
-    )
+    devices = format_count(machine.num_devices, "device")
+    heading = f"{machine.name}, {devices}: {number:,} configs, the first of them:\n"
+    return Picture(heading, table, *notes, f"\n{ranking.explain()}")
 
 
 def _collectives_table(collectives: Sequence[Collective]) -> Table:
@@ -103,17 +97,13 @@ def _collectives_table(collectives: Sequence[Collective]) -> Table:
         dims = format_shape(c.shapes[0])
         more = f" +{len(c.shapes) - 1}" if len(c.shapes) > 1 else ""
         loops = "x".join("?" if trips is None else str(trips) for trips in c.trip_counts)
+        runs = "?" if c.count is None else f"{c.count:,}"
+        sent = "?" if c.count is None else format_bytes(c.count * c.sent_bytes)
+        where = re.sub(rf"^{c.phase}(/|$)", "", c.module) or c.source
+        payload = " ".join(c.axes), f"{c.dtypes[0]} {dims}{more}", format_bytes(c.bytes)
         table.add_row(
-            c.op.removeprefix("collective-"),
-            " ".join(c.axes),
-            f"{c.dtypes[0]} {dims}{more}",
-            format_bytes(c.bytes),
-            "?" if c.count is None else f"{c.count:,}",
-            loops + " if" * c.conditional,
-            "?" if c.count is None else format_bytes(c.count * c.sent_bytes),
-            c.phase if c.phase != "neither" else "",
-            re.sub(rf"^{c.phase}(/|$)", "", c.module) or c.source,
-            *[_beside(c)] * overlap,
+            *(c.op.removeprefix("collective-"), *payload, runs, loops + " if" * c.conditional),
+            *(sent, c.phase if c.phase != "neither" else "", where, *[_beside(c)] * overlap),
         )
     return table
 
@@ -128,11 +118,7 @@ def _beside(collective: Collective) -> str:
 def _totals_table(totals: Sequence[Total]) -> Table:
     table = make_table("axes", ">collectives", ">runs", ">payload in all", ">sent by a device")
     for total in totals:
-        table.add_row(
-            " ".join(total.axes),
-            str(total.collectives),
-            f"{total.count:,}" + f" + {total.unknown} x ?" * bool(total.unknown),
-            format_bytes(total.bytes),
-            format_bytes(total.sent_bytes),
-        )
+        runs = f"{total.count:,}" + f" + {total.unknown} x ?" * bool(total.unknown)
+        sizes = format_bytes(total.bytes), format_bytes(total.sent_bytes)
+        table.add_row(" ".join(total.axes), str(total.collectives), runs, *sizes)
     return table

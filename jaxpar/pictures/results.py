@@ -35,10 +35,8 @@ class CurvesPicture(Picture):
 
     def __init__(self, curves: Curves):
         self.curves = curves
-        points = {
-            name: thinned(points, MOST_POINTS) for name, points in curves.points.items() if points
-        }
-        self.points = points
+        known = ((name, points) for name, points in curves.points.items() if points)
+        self.points = points = {name: thinned(each, MOST_POINTS) for name, each in known}
         super().__init__(*(f"{sparkline(p, NUM_BARS)} {NAMES[name]}" for name, p in points.items()))
 
     def to_html(self) -> str:
@@ -113,12 +111,8 @@ def show_result(result: FitResult) -> Picture:
     for row in ways_on(result):
         table.add_row(*map(Text, row))
     evaluations = [*result.evaluations.values()]
-    return Picture(
-        result.describe(),
-        *([evaluation_table(evaluations)] if evaluations else []),
-        show(result.curves),
-        table,
-    )
+    tables = [evaluation_table(evaluations)] if evaluations else []
+    return Picture(result.describe(), *tables, show(result.curves), table)
 
 
 def ways_on(result: FitResult) -> Iterator[tuple[str, str]]:

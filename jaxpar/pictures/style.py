@@ -11,11 +11,8 @@ PALETTE = (
 
 # A picture brings its background along. In HTML it also heeds the theme of a notebook, which need not be the
 # system's, and whose own style of tables it undoes.
-STYLE, _NOTEBOOK = (
-    Path(__file__).with_name(name).read_text("utf-8").strip()
-    for name in ("style.css", "notebook.css")
-)
-HTML_STYLE = f"{STYLE}\n{_NOTEBOOK}"
+STYLE = Path(__file__).with_name("style.css").read_text("utf-8").strip()
+HTML_STYLE = f"{STYLE}\n{Path(__file__).with_name('notebook.css').read_text('utf-8').strip()}"
 
 HEAD = "dim"  # style of a column whose cells are headers of their rows
 

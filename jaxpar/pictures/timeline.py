@@ -134,19 +134,12 @@ def _chart(s: Schedule) -> Chart:
     scale = LETTER * max(len(b.label) for b in blocks) + 6
     shown = int(np.searchsorted(times * scale, MAX_WIDTH, "right")) - 1  # whole ticks in that width
     end, left_out = float(times[shown]), s.num_ticks - shown
-    live = " ".join(map(str, s.live_units))
+    live, stages = " ".join(map(str, s.live_units)), range(s.num_stages)
+    shown_blocks = [[b for b in blocks if b.stage == n and b.start < end] for n in stages]
     return Chart(
         title=f"{s.title}: bubble {s.bubble:.1%}"
         + f"; the first {shown} of {s.num_ticks} ticks" * bool(left_out),
-        rows=[
-            Row(
-                f"stage {stage}",
-                stage,
-                [(0.0, end)],
-                [b for b in blocks if b.stage == stage and b.start < end],
-            )
-            for stage in range(s.num_stages)
-        ],
+        rows=[Row(f"stage {n}", n, [(0.0, end)], shown_blocks[n]) for n in stages],
         colors=unit_colors(s),
         marks=[(float(times[tick]), str(tick)) for tick in range(shown)],
         unit="tick",

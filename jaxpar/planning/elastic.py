@@ -4,6 +4,7 @@ import contextlib
 
 import jax
 
+from jaxpar.base.checks import require
 from jaxpar.base.sheets import SHEETS, sheet_of
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig, short_name
@@ -33,11 +34,8 @@ def fit_devices(
       ValueError: no layout fits the sizes, or the mesh names devices.
     """
     asked, num_devices = parallel.mesh, jax.device_count()
-    if asked.devices is not None:
-        raise ValueError(
-            f"--elastic takes all devices, and devices={asked.devices} names some\n"
-            f"Fix: give only one of the two."
-        )
+    fact = f"--elastic takes all devices, and devices={asked.devices} names some"
+    require(asked.devices is None, f"{fact}\nFix: give only one of the two.")
     if keep:
         with contextlib.suppress(ValueError):
             kept = parallel.resolve(num_devices)

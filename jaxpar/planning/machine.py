@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import jax
 
+from jaxpar.base.checks import require
 from jaxpar.base.memory import device_memory
 from jaxpar.base.sheets import SHEETS, Link, sheet_of
 from jaxpar.mesh import find_devices, split_machine
@@ -83,10 +84,8 @@ def find_machine(name: Machine | str | None = None, memory_bytes: float | None =
       ValueError: there is no such machine, or `memory_bytes` is not positive and finite.
     """
     if memory_bytes is not None:
-        if not 0 < memory_bytes < math.inf:
-            raise ValueError(
-                f"memory_bytes={memory_bytes} is not positive and finite\nFix: use a number such as 16e9."
-            )
+        fact = f"memory_bytes={memory_bytes} is not positive and finite"
+        require(0 < memory_bytes < math.inf, f"{fact}\nFix: use a number such as 16e9.")
         return dataclasses.replace(find_machine(name), memory_bytes=memory_bytes)
     if isinstance(name, Machine):
         return name

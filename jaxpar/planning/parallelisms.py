@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 
 from jaxpar.analysis.program import ProgramReport
 from jaxpar.base.axes import DATA, STAGE, TENSOR
+from jaxpar.base.checks import require
 from jaxpar.base.display import Printed, format_count
 from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.base.trees import device_bytes, placed
@@ -116,10 +117,8 @@ def compare_parallelisms(
     given = given.resolve(machine.num_devices)
     mesh, counts = given.mesh, counts_of(task, train.num_steps, machine.platform)
     n = mesh.data * mesh.stage * mesh.tensor
-    if n == 1:
-        raise ValueError(
-            "mesh: one device cannot share a step\nFix: use two or more devices, such as --simulate 4."
-        )
+    fact = "mesh: one device cannot share a step"
+    require(n != 1, f"{fact}\nFix: use two or more devices, such as --simulate 4.")
     cut = given.pipeline
     has_groups = cut.num_groups > 1 or cut.schedule == "v"
     placement = "balanced" if has_groups else cut.placement
@@ -151,9 +150,8 @@ def compare_parallelisms(
             left_out[name] = str(error)
     if not drawn:
         why, _, _ = [*left_out.values()][-1].partition("\n")
-        raise ValueError(
-            f"no way to share the step among {n} devices: {why}\nFix: use another number of devices."
-        )
+        fact = f"no way to share the step among {n} devices: {why}"
+        raise ValueError(f"{fact}\nFix: use another number of devices.")
     return Parallelisms(counts.facts.task, machine, n, tuple(drawn), left_out)
 
 

@@ -59,10 +59,8 @@ def rank(
     if not found:
         layers, rows = len(counts.facts.kind_of), counts.facts.batch_size
         reason = refused or f"{layers} layers and batches of {rows} rows do not split over any"
-        raise ValueError(
-            f"no mesh of {machine.num_devices} devices fits: {reason}\n"
-            f"Fix: use another number of devices, or another batch size."
-        )
+        fact = f"no mesh of {machine.num_devices} devices fits: {reason}"
+        raise ValueError(f"{fact}\nFix: use another number of devices, or another batch size.")
     return sorted(found, key=lambda cost: cost.seconds)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from jaxpar.base.checks import require
 from jaxpar.base.files import read_text
 from jaxpar.cli.command import Command, TrainedOptions
 
@@ -37,13 +38,10 @@ class Sample(TrainedOptions):
 
         prompts = [self.prompt]
         if self.prompts is not None:
-            if self.prompt:
-                raise ValueError(
-                    "--prompt and --prompts exclude each other\nFix: leave one of them out."
-                )
+            fact = "--prompt and --prompts exclude each other"
+            require(not self.prompt, f"{fact}\nFix: leave one of them out.")
             prompts = read_text(Path(self.prompts).expanduser()).splitlines()
-            if not prompts:
-                raise ValueError(f"{self.prompts} has no prompts\nFix: write one in each line.")
+            require(bool(prompts), f"{self.prompts} has no prompts\nFix: write one in each line.")
         names = ("length", "temperature", "top_k", "top_p", "end", "seed", "mesh", "best")
         options = {name: getattr(self, name) for name in names}
         for text in sample(self.run_dir, prompts, **options):

@@ -145,9 +145,8 @@ def _source_paragraphs() -> Iterator[str]:
             num_chars += len(text)
             yield from (part.strip("\n") + "\n\n" for part in text.split("\n\n") if part.strip())
     if not num_chars:
-        raise FileNotFoundError(
-            f"{folder} holds no source of the standard library.\nFix: use python-docs, or your own text."
-        )
+        fact = f"{folder} holds no source of the standard library."
+        raise FileNotFoundError(f"{fact}\nFix: use python-docs, or your own text.")
 
 
 def _user_texts(name: str) -> dict[str, str]:
@@ -188,10 +187,8 @@ def _split_files(folder: Path) -> dict[str, Path]:
         if len(missing) < len(files):
             found.append(f"it lacks {' and '.join(missing)}")
     wanted = " or ".join(layout.format("{train,valid,test}") for layout in LAYOUTS)
-    raise FileNotFoundError(
-        f"{folder} is not a corpus: {'; '.join(found) or 'none of its files is known'}.\n"
-        f"Fix: name its files {wanted}."
-    )
+    fact = f"{folder} is not a corpus: {'; '.join(found) or 'none of its files is known'}."
+    raise FileNotFoundError(f"{fact}\nFix: name its files {wanted}.")
 
 
 def _read_text(path: Path) -> str:

@@ -63,14 +63,10 @@ class Draw(NamedTuple):
         check_at_least(0, seed=seed, top_k=top_k)
         require(seed < 2**31, f"seed={seed} is too large.\nFix: use less than {2**31}.")
         require_instance("temperature", temperature, int | float | np.number, "a number")
-        require(
-            math.isfinite(temperature) and temperature >= 0,
-            f"temperature={temperature} must be finite, and not negative.\nFix: use 1, or 0.",
-        )
-        require(
-            0 < top_p <= 1,
-            f"top_p={top_p} is not a probability above 0.\nFix: use 1 for all words.",
-        )
+        fact = f"temperature={temperature} must be finite, and not negative."
+        require(math.isfinite(temperature) and temperature >= 0, f"{fact}\nFix: use 1, or 0.")
+        fact = f"top_p={top_p} is not a probability above 0."
+        require(0 < top_p <= 1, f"{fact}\nFix: use 1 for all words.")
         own = np.int32(seed), np.float32(temperature), np.int32(top_k), np.float32(top_p)
         return cls(*own, np.int32(NOWHERE if separator is None else separator), np.int32(0))
 

@@ -58,9 +58,8 @@ class TextRun(LoadedRun):
         if data in SPLITS:
             return super().batches(data)
         if not Path(data).expanduser().exists():
-            raise FileNotFoundError(
-                f"{data} is neither a split ({', '.join(SPLITS)}) nor a file.\nFix: give one of these."
-            )
+            fact = f"{data} is neither a split ({', '.join(SPLITS)}) nor a file."
+            raise FileNotFoundError(f"{fact}\nFix: give one of these.")
         tokens = self.vocabulary.encode(read_text(Path(data).expanduser()))
         num_unknown = int((tokens == self.vocabulary.words.index(UNK)).sum())
         if num_unknown and jax.process_index() == 0:
@@ -115,10 +114,8 @@ class TextRun(LoadedRun):
         prompts = [prompt] if isinstance(prompt, str) else [*prompt]
         separator = self.vocabulary.separator if self.setup.task.reads_lines else None
         ends = [] if end is None else self.vocabulary.encode(end, strict=True)
-        require(
-            end is None or len(ends) == 1,
-            f"end={end!r} is {len(ends)} tokens of the run's vocabulary\nFix: use one, such as '<eos>'",
-        )
+        fact = f"end={end!r} is {len(ends)} tokens of the run's vocabulary"
+        require(end is None or len(ends) == 1, f"{fact}\nFix: use one, such as '<eos>'")
         draw = Draw.of(seed, temperature, top_k, top_p, separator)
         known = [self._read(each) for each in prompts]
         found = sample_tokens(self.setup, self.state, known, draw, length)
@@ -163,9 +160,7 @@ def sample(
       FileNotFoundError: no run, or no checkpoint in it.
     """
     task = RunFolder(run_dir).settings().task
-    if not isinstance(task, LM):
-        raise ValueError(
-            f"the run in {run_dir} is of the task {spec_of(task)}.\nFix: give a run of the task lm."
-        )
+    fact = f"the run in {run_dir} is of the task {spec_of(task)}."
+    require(isinstance(task, LM), f"{fact}\nFix: give a run of the task lm.")
     run: Any = load_run(run_dir, mesh, best=best)
     return run.sample(prompt, **options)

@@ -153,10 +153,8 @@ def line_places(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndar
     tokens = check_text(tokens)
     separators = np.flatnonzero(tokens == separator)
     if not separators.size:
-        raise ValueError(
-            f"separator={separator} is not one of the {len(tokens)} tokens.\n"
-            f"Fix: give the token that ends a line, such as the id of <eos>."
-        )
+        fact = f"separator={separator} is not one of the {len(tokens)} tokens."
+        raise ValueError(f"{fact}\nFix: give the token that ends a line, such as the id of <eos>.")
     bounds = np.unique(np.concatenate([[0], separators, [len(tokens) - 1]]))
     return bounds[:-1], np.diff(bounds)
 
@@ -169,14 +167,10 @@ def check_text(tokens: np.ndarray) -> np.ndarray:
     """
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(
-            f"tokens of shape {tokens.shape} and type {tokens.dtype} are not text.\n"
-            f"Fix: give integers in one dim."
-        )
+        fact = f"tokens of shape {tokens.shape} and type {tokens.dtype} are not text."
+        raise ValueError(f"{fact}\nFix: give integers in one dim.")
     if tokens.size and tokens.min() < 0:
         position = int(np.argmax(tokens < 0))
-        raise ValueError(
-            f"token {tokens[position]} at position {position} is negative.\n"
-            f"Fix: encode the text with a vocabulary."
-        )
+        fact = f"token {tokens[position]} at position {position} is negative."
+        raise ValueError(f"{fact}\nFix: encode the text with a vocabulary.")
     return tokens

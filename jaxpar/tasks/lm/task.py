@@ -163,20 +163,15 @@ class LM(Task):
             f"Fix: use vocab_size={self.num_words} or more, or leave it out.",
         )
         first, *_, last = self.widths
-        require(
-            self.embed_size <= first,
-            f"embed_size={self.embed_size} is larger than hidden_size={first}.\n"
-            f"Fix: use embed_size={first} or less.",
-        )
+        fact = f"embed_size={self.embed_size} is larger than hidden_size={first}."
+        require(self.embed_size <= first, f"{fact}\nFix: use embed_size={first} or less.")
         require(
             not self.tie_embedding or self.embed_size == last,
             f"tie_embedding needs embed_size={self.embed_size} equal to hidden_size={last}.\n"
             f"Fix: use embed_size={last}, or leave tie_embedding out.",
         )
-        require(
-            self.corpus != "",
-            "corpus='' names no text.\nFix: use python-docs, or a file or folder.",
-        )
+        fact = "corpus='' names no text."
+        require(self.corpus != "", f"{fact}\nFix: use python-docs, or a file or folder.")
         require_not_negative(self, "num_buckets")
         require(
             self.num_buckets == 0 or self.seq_len % self.bucket_multiple == 0,
@@ -311,10 +306,9 @@ class LM(Task):
         corpus = self._corpus
         found, room = len(corpus.vocabulary), self.num_words or self.vocab_size
         name = "vocab_size" if self.num_words is None else "num_words"
+        fact = f"{name}={room} is less than the {found} words of corpus {corpus.name!r}."
         require(
-            room is None or found <= room,
-            f"{name}={room} is less than the {found} words of corpus {corpus.name!r}.\n"
-            f"Fix: leave it out, or use a smaller max_vocab.",
+            room is None or found <= room, f"{fact}\nFix: leave it out, or use a smaller max_vocab."
         )
         require(
             self.num_words is not None or room in (None, found),

@@ -111,10 +111,8 @@ class Vocabulary:
         try:
             return _tokenizers().Tokenizer.from_str(self.pieces)
         except Exception as error:  # the package has no error of its own
-            raise ValueError(
-                f"the pieces of the vocabulary are no tokenizer: {error}\n"
-                f"Fix: give the vocabulary.json of a run."
-            ) from error
+            fact = f"the pieces of the vocabulary are no tokenizer: {error}"
+            raise ValueError(f"{fact}\nFix: give the vocabulary.json of a run.") from error
 
     @property
     def separator(self) -> int:
@@ -174,10 +172,8 @@ class Vocabulary:
         content = read_json(text)
         words, *texts = (content.get(name, "") for name in ("words", "tokenizer", "pieces"))
         if not (isinstance(words, list) and {str}.issuperset(map(type, [*texts, *words]))):
-            raise ValueError(
-                "a vocabulary lacks words or tokenizer, or has some that are no strings\n"
-                "Fix: give the vocabulary.json of a run."
-            )
+            fact = "a vocabulary lacks words or tokenizer, or has some that are no strings"
+            raise ValueError(f"{fact}\nFix: give the vocabulary.json of a run.")
         return cls(tuple(words), *texts)
 
     def _known(self, word: str) -> str:

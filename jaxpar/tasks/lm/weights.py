@@ -84,10 +84,8 @@ def _words_of(weights: Weights) -> Sequence[str]:
         words = read_json(weights.texts[WORDS], list)
         if all(isinstance(word, str) for word in words):
             return words
-    raise ValueError(
-        f"{weights.source}: {WORDS!r} in its metadata is not a JSON list of strings.\n"
-        f"Fix: export it again."
-    )
+    fact = f"{weights.source}: {WORDS!r} in its metadata is not a JSON list of strings."
+    raise ValueError(f"{fact}\nFix: export it again.")
 
 
 def _from_torch(weights: Weights, task: Sizes) -> dict[str, Tensor]:
@@ -101,10 +99,8 @@ def _from_torch(weights: Weights, task: Sizes) -> dict[str, Tensor]:
     if not layers and "embedding.weight" not in theirs:
         return theirs
     for other, _ in layers:
-        require(
-            other == kind,
-            f"layer={kind!r}: {weights.source} holds layer={other!r}.\nFix: use --layer {other}.",
-        )
+        fact = f"layer={kind!r}: {weights.source} holds layer={other!r}."
+        require(other == kind, f"{fact}\nFix: use --layer {other}.")
     own: dict[str, Tensor] = {}
 
     def move(old: str, new: str, make: Callable[[np.ndarray], np.ndarray] = np.asarray) -> None:
@@ -118,10 +114,8 @@ def _from_torch(weights: Weights, task: Sizes) -> dict[str, Tensor]:
     tied = task.tie_embedding
     if tied and "head.weight" in theirs and "embedding.table" in own:
         head = theirs.pop("head.weight").whole()
-        require(
-            np.array_equal(head, own["embedding.table"].whole()),
-            f"tie_embedding=True: {weights.source} has a head.weight of its own.\nFix: leave it off.",
-        )
+        fact = f"tie_embedding=True: {weights.source} has a head.weight of its own."
+        require(np.array_equal(head, own["embedding.table"].whole()), f"{fact}\nFix: leave it off.")
     move("head.weight", "head.kernel", np.transpose)
     move("head.bias", "head_bias" if tied else "head.bias")
     for _, layer in layers:
