@@ -21,14 +21,7 @@ from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
 from jaxpar.base.trees import check_floats, check_same, shape_of, whole_bytes
 from jaxpar.data.batches import check_numbers
 from jaxpar.data.order import DrawnBatches
-from jaxpar.model.model import (
-    Sums,
-    check_variables,
-    checked_outputs,
-    checked_sums,
-    run_layer,
-    says,
-)
+from jaxpar.model.model import Sums, check_variables, checked_outputs, checked_sums, run_layer, says
 from jaxpar.model.outer import LAYERS_OF_MODEL
 from jaxpar.model.stack import Stack, check_rows_of_carry
 from jaxpar.model.task import Task

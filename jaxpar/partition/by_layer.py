@@ -22,12 +22,7 @@ from jaxpar.base.checks import require
 from jaxpar.base.keys import data_of, is_key, key_as
 from jaxpar.base.types import Arrays, Shapes
 from jaxpar.partition.storage import Storage, on_device
-from jaxpar.sharding import (
-    array_of,
-    axes_of_spec,
-    is_variable,
-    to_spec,
-)
+from jaxpar.sharding import array_of, axes_of_spec, is_variable, to_spec
 
 Tree = TypeVar("Tree")
 Rows = tuple[int, ...]  # the layer in each row of a kind's stack, -1 in empty ones

@@ -24,13 +24,7 @@ from jaxpar.base.types import Arrays, Module, Tree
 from jaxpar.model.outer import LAYERS_OF_MODEL
 from jaxpar.model.stack import Stack
 from jaxpar.partition.packing import Packing
-from jaxpar.partition.pool import (
-    LayerPool,
-    Leaf,
-    OuterPool,
-    stack_of,
-    with_stack,
-)
+from jaxpar.partition.pool import LayerPool, Leaf, OuterPool, stack_of, with_stack
 from jaxpar.pipeline.store import Store
 from jaxpar.sharding import (
     array_of,

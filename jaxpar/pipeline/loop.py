@@ -196,9 +196,8 @@ class Loop:
             state, dx = self._backward(backward, leave, segment, recalled, y, state)
             if weights:
                 state, _ = self._weights(weights[1], state, 1)
-        if (
-            self.spec.platform == "cpu"
-        ):  # where each exchange is a meeting of all devices: after all work
+        # On CPU each exchange is a meeting of all devices: it comes after all work.
+        if self.spec.platform == "cpu":
             y, dx = lax.optimization_barrier((y, dx))
         arrived_x = _exchange(self, FORWARD, y, state.arrived_x, forward.arrival)
         if self.kept:
@@ -277,13 +276,7 @@ class Loop:
         return self._add_to_end(0, runs, leave, (unit, dx), (), grads)[1]
 
     def _add_to_end(
-        self,
-        end: int,
-        runs: Index,
-        run: Function,
-        inputs: Tree,
-        others: Tree,
-        grads: Cotangents,
+        self, end: int, runs: Index, run: Function, inputs: Tree, others: Tree, grads: Cotangents
     ) -> tuple[Any, PipelineParams]:
         """`others` and gradients after a function that adds to those of `first` or `last` alone.
 
@@ -486,13 +479,7 @@ def _totals(state: State) -> dict[str, Arrays]:
 
 
 def _if_runs(
-    loop: Loop,
-    runs: Index,
-    run: Function,
-    inputs: Tree,
-    state: Tree,
-    *,
-    adds: bool = False,
+    loop: Loop, runs: Index, run: Function, inputs: Tree, state: Tree, *, adds: bool = False
 ) -> Arrays:
     """`run(inputs, state)` where a unit runs, and the state as it is where none does, in no time.
 

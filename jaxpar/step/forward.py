@@ -331,11 +331,7 @@ def _deal(parts: Parts, mesh: Mesh):
 
 
 def step_schedule(
-    parallel: Parallel,
-    share: int = 1,
-    num_chunks: int | None = None,
-    *,
-    backward: bool = True,
+    parallel: Parallel, share: int = 1, num_chunks: int | None = None, *, backward: bool = True
 ) -> Schedule:
     """The schedule that a step follows.
 

@@ -32,13 +32,7 @@ from jaxpar.step.custom_backward import check_custom_backward
 from jaxpar.step.functions import init_state
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import (
-    TrainState,
-    abstract_state,
-    audit,
-    check_room,
-    release,
-)
+from jaxpar.step.state import TrainState, abstract_state, audit, check_room, release
 from jaxpar.training import profiler
 from jaxpar.training.callbacks import Callbacks, ConsoleReport, Report, describe_stop
 from jaxpar.training.checkpoint import check_storable
