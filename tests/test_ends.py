@@ -33,7 +33,7 @@ from jaxpar.sharding import named_leaves
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state, audit
 from jaxpar.tasks.lm.task import LM
-from jaxpar.training.summary import describe_ends
+from jaxpar.training.summary import describe_outer_modules
 
 run = checkpoints.run  # a fixture
 
@@ -177,7 +177,7 @@ def test_ids_that_no_word_has_are_what_they_are_to_a_whole_table(layer):
 @pytest.mark.slow
 def test_what_costs_less_is_chosen_and_said():
     def said(task, parallel):
-        [(what, text)] = describe_ends(Setup.of(task, parallel).storage)
+        [(what, text)] = describe_outer_modules(Setup.of(task, parallel).storage)
         assert what == "on a stage"
         return text
 

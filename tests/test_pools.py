@@ -28,7 +28,7 @@ from jaxpar.step.state import abstract_state, audit
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.nonfinite import find_origin
-from jaxpar.training.summary import describe_ends
+from jaxpar.training.summary import describe_outer_modules
 from jaxpar.training.weights import Start, find_weights
 
 TRAIN = TrainConfig(num_steps=9, clip_norm=0.5)
@@ -301,7 +301,7 @@ def test_a_device_has_room_for_its_own_stage():
     [(what, text)] = setup.storage.describe()
     assert what == "layers in"
     assert text.startswith("pools, ")
-    [(_, text)] = describe_ends(setup.storage)
+    [(_, text)] = describe_outer_modules(setup.storage)
     expected = "inputs, mix on stage 0 alone; outputs, unmix on stage 3 alone; all of scale"
     assert text == expected
 
@@ -352,7 +352,7 @@ def test_layers_of_one_kind_stay_in_a_stack_and_only_ends_are_in_pools():
     )
     assert set(state.params) == {"layers", "@pool", "scale"}
     assert setup.storage.describe() == []
-    [(_, text)] = describe_ends(setup.storage)
+    [(_, text)] = describe_outer_modules(setup.storage)
     assert text == "inputs, mix on stage 0 alone; outputs, unmix on stage 3 alone; all of scale"
     of_ends = [
         4 * sum(a.size for a in jax.tree.leaves(both))

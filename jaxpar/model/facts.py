@@ -16,8 +16,16 @@ from flax import nnx
 from jaxpar.base.axes import BATCH, DATA, STAGE, TIME
 from jaxpar.base.checks import require
 from jaxpar.base.trees import zeros
-from jaxpar.model.model import says
-from jaxpar.model.outer import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
+from jaxpar.model.model import overrides
+from jaxpar.model.outer import (
+    LAYERS_OF_MODEL,
+    OuterModule,
+    Uses,
+    modules,
+    outer_modules,
+    split_params,
+    uses,
+)
 from jaxpar.model.traced import TracedModel, own_axes
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of
@@ -36,7 +44,7 @@ class ModelFacts(TracedModel):
         for name, module in modules(self.model):
             key, dim = next(iter(split_params(module).items()))
             of_rules[name] = dims_of(getattr(module, key))[dim] or ""
-        own = {name: end.dim for name, end in self.ends.items()}
+        own = {name: end.dim for name, end in self.outer_modules.items()}
         return {name: dim for name, dim in {**of_rules, **own}.items() if dim}
 
     @functools.cached_property
@@ -49,7 +57,7 @@ class ModelFacts(TracedModel):
     def reads(self) -> tuple[frozenset[str], frozenset[str]]:
         """The variables that `first` reads, and those that `last` or `predict` does."""
         first, last = (own.read for own in self.uses)
-        if says(self.model, "predict"):
+        if overrides(self.model, "predict"):
             y, batch = self.traces.y, self.block
             at = self.at(zeros(batch))
             last |= uses(self.model, lambda m: m.predict(zeros(y), zeros(batch), at)).read
@@ -185,12 +193,12 @@ class ModelFacts(TracedModel):
         return uses(model, lambda own: own.first(batch, at)), of_last
 
     @functools.cached_property
-    def ends(self) -> dict[str, End]:
+    def outer_modules(self) -> dict[str, OuterModule]:
         """What comes before and after the layers and can be in parts, by name.
 
         Where the model has `last_part`, what it uses is its own affair.
         """
-        found = ends(self.model, self.uses)
+        found = outer_modules(self.model, self.uses)
         return {
             name: end
             for name, end in found.items()

@@ -61,13 +61,13 @@ def checked_sums(sums: Any, what: str) -> Sums:
     """
     if not isinstance(sums, Sums) or not isinstance(sums.metrics, Mapping):
         raise ValueError(
-            f"{what} returns {in_words(sums)}.\nFix: return jaxpar.Sums(loss, weight, metrics), of sums over "
-            f"the block, not means."
+            f"{what} returns {describe_value(sums)}.\n"
+            "Fix: return jaxpar.Sums(loss, weight, metrics), of sums over the block, not means."
         )
     for key, number in sums.by_name.items():
         if not isinstance(number, float | int | np.generic | jax.Array) or jnp.ndim(number):
             raise ValueError(
-                f"{what} returns {in_words(number)} as {key!r} of its Sums.\nFix: use jnp.sum({key})."
+                f"{what} returns {describe_value(number)} as {key!r} of its Sums.\nFix: use jnp.sum({key})."
             )
         require(
             not jnp.iscomplexobj(number),
@@ -90,13 +90,13 @@ def checked_outputs(outputs: Any, model: str) -> dict[str, jax.Array]:
     wrong = [a for a in found if not (is_dict and isinstance(a, np.ndarray | jax.Array))]
     if wrong:
         raise ValueError(
-            f"`predict` of {model} returns {in_words(wrong[0])}{' in its dict' * is_dict}.\n"
+            f"`predict` of {model} returns {describe_value(wrong[0])}{' in its dict' * is_dict}.\n"
             f"Fix: return a dict of arrays by name."
         )
     return {name: jnp.asarray(own) for name, own in outputs.items()}
 
 
-def in_words(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """What a function of the user's returned: "a list", "an array of shape [3]", "nothing"."""
     if isinstance(value, np.ndarray | jax.Array):
         return f"an array of shape {list(value.shape)}"
@@ -202,7 +202,7 @@ class Model(nnx.Module):
         """Optional: `last` on every stage of a pipeline at once (head="sharded").
 
         Each stage has its part of the parameters whose dims the rules map to `stage`, and combines what the
-        parts give by collectives over `stage`. Without it, what `last` calls can be in parts (`ends`).
+        parts give by collectives over `stage`. Without it, what `last` calls can be split (`outer_modules`).
 
         Args:
           y: all of it, in float32.
@@ -217,7 +217,7 @@ class Model(nnx.Module):
         raise NotImplementedError
 
 
-def says(model: Any, name: str) -> bool:
+def overrides(model: Any, name: str) -> bool:
     """Whether a model has an optional method: not that of `Model`."""
     method = getattr(model, name, None)
     return method is not None and getattr(method, "__func__", None) is not getattr(Model, name)
@@ -236,8 +236,8 @@ def run_layer(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, .
         out = layer(carry, x, at)
         if not isinstance(out, tuple) or len(out) not in (2, 3):
             raise ValueError(
-                f"layer {name} returns {in_words(out)}.\nFix: return (carry, y) or (carry, y, sums), or wrap "
-                f"a module that returns y alone: jaxpar.nn.Stateless(module)."
+                f"layer {name} returns {describe_value(out)}.\nFix: return (carry, y) or (carry, y, sums), "
+                "or wrap a module that returns y alone: jaxpar.nn.Stateless(module)."
             )
         return (*out[:2], *(checked_sums(sums, f"layer {name}") for sums in out[2:]))
 

@@ -43,7 +43,7 @@ LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
 Call = Callable[..., Any]
 
 
-class End(NamedTuple):
+class OuterModule(NamedTuple):
     """A module before or after the layers that can be in parts.
 
     Attributes:
@@ -225,7 +225,7 @@ def owner(path: str) -> str:
     return path.removesuffix("/value").rpartition("/")[0]
 
 
-def ends(model: Any, of: tuple[Uses, Uses]) -> dict[str, End]:
+def outer_modules(model: Any, of: tuple[Uses, Uses]) -> dict[str, OuterModule]:
     """The modules of a model that can be in parts, if their dims have names or none that are split so.
 
     Args:
@@ -246,7 +246,7 @@ def ends(model: Any, of: tuple[Uses, Uses]) -> dict[str, End]:
             continue
         base = str(*dims)
         key, dim = next(iter(split_params(module).items()))
-        found[name] = End(
+        found[name] = OuterModule(
             name=name,
             dim=f"{base}{OF}{name}",
             what="rows" if type(module) in _TABLES else "columns",
@@ -257,7 +257,7 @@ def ends(model: Any, of: tuple[Uses, Uses]) -> dict[str, End]:
     return found
 
 
-def name_dims(model: Any, of: Mapping[str, End]) -> None:
+def name_dims(model: Any, of: Mapping[str, OuterModule]) -> None:
     """Gives the dims of modules that can be split names of their own."""
     for name, module in modules(model):
         for key, dim in split_params(module).items() if name in of else ():

@@ -21,7 +21,14 @@ from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
 from jaxpar.base.trees import check_floats, check_same, shape_of, whole_bytes
 from jaxpar.data.batches import check_numbers
 from jaxpar.data.order import DrawnBatches
-from jaxpar.model.model import Sums, check_variables, checked_outputs, checked_sums, run_layer, says
+from jaxpar.model.model import (
+    Sums,
+    check_variables,
+    checked_outputs,
+    checked_sums,
+    overrides,
+    run_layer,
+)
 from jaxpar.model.outer import LAYERS_OF_MODEL
 from jaxpar.model.stack import Stack, check_rows_of_carry
 from jaxpar.model.task import Task
@@ -171,7 +178,7 @@ class TracedModel:
     @property
     def has_last_part(self) -> bool:
         """Whether the model itself says how all stages have a part of what follows the layers."""
-        return says(self.model, "last_part")
+        return overrides(self.model, "last_part")
 
     @functools.cached_property
     def layer_stacks(self) -> tuple[tuple[nnx.State, ...], ...]:
@@ -268,7 +275,7 @@ class TracedModel:
             return checked_sums(sums, f"`last` of {type(model).__name__}")
 
         sums = shapes_of("last", last, self.model, shapes[-1], self.block)
-        if says(self.model, "draw"):
+        if overrides(self.model, "draw"):
             graphdef, state = nnx.split(self.model)
             key = new_key(0)
             program_of("draw", lambda own: nnx.state(nnx.merge(graphdef, own).draw(key)), state)
@@ -315,7 +322,7 @@ class TracedModel:
           ValueError: the model has no such method, or it returns something else.
         """
         name = type(self.model).__name__
-        if not says(self.model, "predict"):
+        if not overrides(self.model, "predict"):
             raise ValueError(
                 f"model {name} has no method predict.\n"
                 f'Fix: write predict(self, y, batch, at) that returns arrays by name: {{"y": self.out(y)}}.'
@@ -389,7 +396,7 @@ def _example_of(task: Task) -> Any:
 def _check_model(task: Task, model: Any) -> None:
     what = f"the model of task {task.name}, a {type(model).__name__}"
     for name, *arguments in (("first", "batch", "at"), ("last", "y", "batch", "at")):
-        if not says(model, name):
+        if not overrides(model, name):
             raise ValueError(
                 f"{what}, has no method {name}.\n"
                 f"Fix: write first(batch, at), layers (a Stack) and last(y, batch, at)."

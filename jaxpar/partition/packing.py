@@ -10,7 +10,7 @@ from jaxpar.base.axes import STAGE, TENSOR
 from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Module, Shapes
-from jaxpar.model.model import says
+from jaxpar.model.model import overrides
 from jaxpar.model.outer import LAYERS_OF_MODEL, name_dims
 from jaxpar.model.task import Task
 from jaxpar.partition import partition
@@ -38,7 +38,7 @@ class Packing:
         for _, variable in nnx.iter_graph(model):
             if is_variable(variable):
                 variable.set_metadata(PARAM_SHAPE, tuple(variable.shape))
-        name_dims(model, self.facts.ends)
+        name_dims(model, self.facts.outer_modules)
         return model
 
     @functools.cached_property
@@ -95,7 +95,9 @@ class Packing:
         """The variables that the model's `draw` and `prepare` change or depend on."""
         sizes = tuple(self.partition.parallel.mesh.sizes.items())
         asked = {"draw": None, "prepare": sizes}
-        found = (self.facts.looked_at(*a) for a in asked.items() if says(self.facts.model, a[0]))
+        found = (
+            self.facts.looked_at(*a) for a in asked.items() if overrides(self.facts.model, a[0])
+        )
         return frozenset().union(*found)
 
     @functools.cached_property

@@ -17,7 +17,7 @@ from jaxpar.base.axes import BATCH, DATA, POOL_ROWS, STAGE, TENSOR
 from jaxpar.base.types import Arrays, Tree
 from jaxpar.config import Parallel
 from jaxpar.model.facts import ModelFacts
-from jaxpar.model.outer import End as OuterModule
+from jaxpar.model.outer import OuterModule
 from jaxpar.model.stack import NO_SLOTS
 from jaxpar.model.task import Task
 from jaxpar.partition.checks import check_fit
@@ -172,7 +172,7 @@ class Partition:
             return ()
         return tuple(
             end
-            for end in self.facts.ends.values()
+            for end in self.facts.outer_modules.values()
             if not self.why_whole(end)
             or (any(_both(self._asked, end.num_outputs)) and not end.size % self.num_parts(end))
         )

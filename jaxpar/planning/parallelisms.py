@@ -30,7 +30,7 @@ from jaxpar.planning.counts import Counts, counts_of
 from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.planning.search import cuts
 from jaxpar.sharding import shardings
-from jaxpar.training.summary import ends_by_stage
+from jaxpar.training.summary import outer_modules_by_stage
 
 # What a device does in a block, by `Block.unit`.
 WORK = ("forward", "backward", "gradients of weights, where apart")
@@ -231,7 +231,7 @@ def _places(storage: Storage) -> list[str]:
     on = [*zip(partition.route.stages, words, strict=True)]
     stages = range(partition.parallel.mesh.stage)
     layers = ["; ".join(w for s, w in on if s == d) for d in stages]
-    pairs = zip(layers, ends_by_stage(storage), strict=True)
+    pairs = zip(layers, outer_modules_by_stage(storage), strict=True)
     return [", ".join(filter(None, (own, *more))) for own, more in pairs]
 
 

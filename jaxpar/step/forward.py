@@ -23,7 +23,7 @@ from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import constants_told, same_along, vary_like
 from jaxpar.base.types import Arrays, Batch, Carry, Function, Index, Outputs
 from jaxpar.config import Parallel
-from jaxpar.model.model import Sums, mean_loss, says
+from jaxpar.model.model import Sums, mean_loss, overrides
 from jaxpar.model.stack import values, wrap_like
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
@@ -209,7 +209,7 @@ def _run_in_units(
 ) -> tuple[Sequence[Carry], Outputs]:
     """The model's three parts on the pipeline engine."""
     model, facts = parts.storage.merge(params, frozen), parts.facts
-    if says(model, "prepare"):
+    if overrides(model, "prepare"):
         model = model.prepare(mesh.shape)
     outer = Outer(parts, model, predicts=predicts)
     pipeline = _pipeline(parts, mesh, layers, outer, carry, predicts=predicts)
@@ -260,7 +260,7 @@ def _pipeline(
     sharded = partition.head == "sharded" and mesh.shape[STAGE] > 1
     is_part = sharded and facts.has_last_part
     # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
-    sharded = sharded and (not predicts or (is_part and says(facts.model, "predict_part")))
+    sharded = sharded and (not predicts or (is_part and overrides(facts.model, "predict_part")))
     in_parts = [
         names.intersection(uses.called)
         for names, uses in zip(partition.split_modules, outer.uses, strict=True)

@@ -29,7 +29,7 @@ from jaxpar.base.types import (
     Shapes,
 )
 from jaxpar.model.facts import ModelFacts
-from jaxpar.model.model import Sums, checked_outputs, checked_sums, run_layer, says
+from jaxpar.model.model import Sums, checked_outputs, checked_sums, overrides, run_layer
 from jaxpar.model.outer import (
     LAYERS_OF_MODEL,
     Call,
@@ -76,7 +76,7 @@ class Parts:
     def drawn(self, params: nnx.State, frozen: nnx.State, key: jax.Array) -> nnx.State:
         """The parameters with what the model draws of them for a step; see `Model.draw`."""
         model = self.storage.merge(params, frozen)
-        if not says(model, "draw"):
+        if not overrides(model, "draw"):
             return params
         return self.storage.replaced(params, self.facts.split(model.draw(key))[1])
 

@@ -13,7 +13,7 @@ from jaxpar.base.checks import require
 from jaxpar.base.types import Function, OptState, Params, Tree
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.model.facts import ModelFacts
-from jaxpar.model.model import in_words
+from jaxpar.model.model import describe_value
 from jaxpar.model.task import Settings, Task
 from jaxpar.partition.partition import Partition
 from jaxpar.partition.storage import Storage
@@ -84,7 +84,7 @@ class Resolved:
             made = self.task.make_optimizer(self.train.num_steps)
         require(
             hasattr(made, "init") and hasattr(made, "update"),
-            f"make_optimizer of task {self.task.name} returns {in_words(made)}.\n"
+            f"make_optimizer of task {self.task.name} returns {describe_value(made)}.\n"
             f"Fix: return an optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer is none.",
         )
         has_own, rows_of = self.task.has_own_optimizer, self.partition.rows_of

@@ -20,7 +20,7 @@ from jaxpar.base.types import Arrays, Batch, Carry, Function, Tree
 from jaxpar.data.batches import check_numbers, owned
 from jaxpar.mesh import release_freed_memory
 from jaxpar.model.facts import ModelFacts
-from jaxpar.model.model import Sums, in_words, mean_loss
+from jaxpar.model.model import Sums, describe_value, mean_loss
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.sharding import constrain, shardings
 from jaxpar.step.custom_backward import check_custom_backward
@@ -198,7 +198,7 @@ def check_arrays(facts: ModelFacts, batch: Batch) -> None:
     def describe(tree: Tree) -> str:
         paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
-        return in_words(tree) + f" of {', '.join(names)}" * any(names)
+        return describe_value(tree) + f" of {', '.join(names)}" * any(names)
 
     example = facts.batch
     if jax.tree.structure(batch) != jax.tree.structure(example):

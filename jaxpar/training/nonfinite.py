@@ -25,7 +25,7 @@ from jaxpar.base.keys import is_key, key_as
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import add, in_float32, vary_like
 from jaxpar.base.types import Activations, Arrays, Batch, Carry, Cotangents, Index, Params
-from jaxpar.model.model import Sums, mean_loss, says
+from jaxpar.model.model import Sums, mean_loss, overrides
 from jaxpar.model.stack import values
 from jaxpar.partition.by_layer import by_layer, kind_of
 from jaxpar.sharding import Constraint, array_of, is_variable, named_leaves, off_stages
@@ -230,7 +230,7 @@ class _Repeat:
         """The output of a part, and its loss and weight."""
         facts, parts, (params, frozen, carry, batch, _) = self._facts, self._setup.parts, step
         number, row = place
-        if says(facts.model, "draw"):
+        if overrides(facts.model, "draw"):
             drawn = nnx.merge(facts.graphdef, params, frozen).draw(step.key)
             params = facts.split(drawn)[1]
         if isinstance(kind, str):

@@ -26,7 +26,7 @@ def summarize(setup: Setup) -> Rows:
     task, parallel, train = setup.settings
     yield from _describe_mesh(setup)
     yield from _describe_layers(setup.partition)
-    yield from describe_ends(setup.storage)
+    yield from describe_outer_modules(setup.storage)
     yield from setup.storage.describe()
     yield from describe_balance(setup.partition)
     yield from _describe_tensor(setup.storage)
@@ -71,24 +71,24 @@ def _describe_layers(partition: Partition) -> Rows:
         yield "layers", "; ".join(parts)
 
 
-def describe_ends(storage: Storage) -> Rows:
+def describe_outer_modules(storage: Storage) -> Rows:
     """The modules outside of the layers that a stage stores in part, those that it stores whole, and why."""
     partition = storage.partition
     if partition.parallel.mesh.stage == 1:
         return
-    (shared, whole, alone), ends = _ends(storage), partition.facts.ends
+    (shared, whole, alone), outer = _outer_modules(storage), partition.facts.outer_modules
     parts = [shared] * bool(shared)
     parts += [f"{', '.join(own)} on stage {stage} alone" for stage, own in alone.items() if own]
     for name in whole:
-        why = partition.why_whole(ends[name]) if name in ends else ""
+        why = partition.why_whole(outer[name]) if name in outer else ""
         parts.append(f"all of {name}" + f" ({why})" * bool(why))
     if parts:
         yield "on a stage", "; ".join(parts)
 
 
-def ends_by_stage(storage: Storage) -> list[list[str]]:
+def outer_modules_by_stage(storage: Storage) -> list[list[str]]:
     """The modules outside of the layers that each stage stores."""
-    parts, whole, alone = _ends(storage)
+    parts, whole, alone = _outer_modules(storage)
     shared = [parts, f"all of {', '.join(whole)}" * bool(whole)]
     return [
         [f"all of {', '.join(own)}" * bool(own), *shared]
@@ -96,7 +96,7 @@ def ends_by_stage(storage: Storage) -> list[list[str]]:
     ]
 
 
-def _ends(storage: Storage) -> tuple[str, list[str], dict[int, list[str]]]:
+def _outer_modules(storage: Storage) -> tuple[str, list[str], dict[int, list[str]]]:
     """The modules outside of the layers: in parts on all stages, whole on all stages, on one stage alone."""
     partition, parts, whole = storage.partition, dict[str, None](), dict[str, None]()
     variables, alone = [], {stage: dict[str, None]() for stage in partition.outer_stages}
