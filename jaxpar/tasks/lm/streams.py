@@ -99,11 +99,7 @@ class TokenStreams(TextBatches, SeriesBatches):
     unit = "tokens"
 
     def __init__(
-        self,
-        tokens: np.ndarray,
-        batch_size: int,
-        seq_len: int,
-        seed: int | None = None,
+        self, tokens: np.ndarray, batch_size: int, seq_len: int, seed: int | None = None
     ) -> None:
         tokens = check_text(tokens)
         super().__init__({TOKENS: tokens}, batch_size, seq_len, seed)
