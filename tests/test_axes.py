@@ -16,15 +16,18 @@ from lib.models import FEATURES, MAKERS, SGD, WIDTH, Regress
 
 import jaxpar
 from jaxpar import At, MeshConfig, Parallel, PipelineConfig, Stack, Sums, TrainConfig, nn
+from jaxpar.data.batches import place_batch
 from jaxpar.mesh import short_name
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings, find_task
+from jaxpar.partition.by_layer import by_layer, from_layers
 from jaxpar.partition.partition import Partition
 from jaxpar.planning import estimate_step, plan
 from jaxpar.step.functions import init_state, make_eval_step, make_predict_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_loss_and_grad
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.training.config_file import read_config, to_toml
+from jaxpar.training.nonfinite import find_origin
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -118,6 +121,25 @@ def test_time_in_parts_equals_the_plain_model(mesh, pipeline):
 )
 def test_experts_over_an_axis_equal_the_plain_model(mesh, pipeline):
     assert_same(Mixture(), laid_out(mesh, **pipeline))
+
+
+@pytest.mark.rows(1)
+@pytest.mark.parametrize(("task", "mesh"), [(Mixture(), "pp2expert2"), (Context(), "dp2context2")])
+def test_a_number_that_is_not_finite_is_found_in_layers_with_axes_of_their_own(task, mesh):
+    setup = Setup.of(task, laid_out(mesh))
+    state = setup.init_state()
+    batch = place_batch(setup.task.make_batches("train", 0), 0, batch_sharding(setup))
+    assert str(find_origin(setup, state, batch)).startswith("the norm of all gradients")
+    arrays = by_layer(state.params, setup.storage)
+    name = next(name for name in arrays if name.startswith("layers/"))
+    bad = jax.device_put(np.full_like(arrays[name], np.nan), arrays[name].sharding)
+    params = from_layers(state.params, setup.storage, {**arrays, name: bad})
+    kind = name.split("/")[1]
+    number = setup.facts.kind_of.index(setup.facts.kinds.index(kind))
+    origin = find_origin(setup, dataclasses.replace(state, params=params), batch)
+    assert str(origin).startswith(
+        f"the output of layer {number} ({kind}) at time step 0, in rows 0"
+    )
 
 
 @pytest.mark.slow

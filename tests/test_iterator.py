@@ -15,7 +15,7 @@ from jaxpar import IteratorBatches
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import EndOfStreamError, windows
 from jaxpar.mesh import MeshConfig
-from jaxpar.step.independence import BATCHES
+from jaxpar.step.trial import BATCHES
 from jaxpar.training.callbacks import Report
 from jaxpar.training.fit import fit
 from jaxpar.training.loaded import load_run

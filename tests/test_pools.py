@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 import safetensors.numpy
 from flax import nnx
@@ -168,6 +169,38 @@ def test_updates_of_whole_planes_equal_those_of_single_arrays(mesh, optimizer, l
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     assert_close(arrays_of(state.params, setup), arrays_of(expected.params, one))
     # What no layer lies in is zero: the planes are those that the arrays alone give.
+    again = from_layers(abstract_state(setup), setup.storage, by_layer(state, setup.storage))
+    for ours, theirs in ((state.params, again.params), (state.opt_state, again.opt_state)):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "muon": optax.contrib.muon(1e-2),
+    "factored": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lamb": optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-2)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnOptimizer(Unequal):
+    name_of_optimizer: str = "muon"
+
+    def make_optimizer(self, num_steps):
+        return OPTIMIZERS[self.name_of_optimizer]
+
+
+@pytest.mark.rows(1)
+@pytest.mark.law
+@pytest.mark.parametrize("mesh", [(1, 2, 1), slow((2, 2, 2))])
+@pytest.mark.parametrize("name", ["muon", "adamw", "factored", "lamb"])
+def test_own_optimizers_see_each_layer_s_arrays_in_pools(name, mesh):
+    task = OwnOptimizer(name_of_optimizer=name, batch_size=8)
+    setup, one = setup_of(task, parallel_of(mesh)), setup_of(task, ONE)
+    (state, loss), (expected, expected_loss) = trained(setup), trained(one)
+    audit(state)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    assert_close(arrays_of(state.params, setup), arrays_of(expected.params, one))
     again = from_layers(abstract_state(setup), setup.storage, by_layer(state, setup.storage))
     for ours, theirs in ((state.params, again.params), (state.opt_state, again.opt_state)):
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)

@@ -28,9 +28,9 @@ from jaxpar.internal.split import SplitLayer
 from jaxpar.model.task import Settings
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, lstm_layer
 from jaxpar.pipeline.walk import with_sums
-from jaxpar.step.functions import init_state, make_train_step, value_and_grad
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.step.step import batch_sharding, make_loss_and_grad
+from jaxpar.step.step import batch_sharding, make_loss_and_grad, value_and_grad
 from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.nonfinite import find_origin
 
@@ -437,7 +437,7 @@ def test_what_is_not_finite_is_traced_to_its_own_sequence():
     origin = find_origin(setup, state, jax.tree.map(jnp.asarray, batch))
     assert origin == ("the output of first", (row,), first)
     _, grads = value_and_grad(setup)(state, batch)
-    of_probes = by_layer(grads, setup.parts)["layers/probe/place_TB"]
+    of_probes = by_layer(grads, setup)["['layers']['probe']['place_TB']"]
     for d_place_TB in of_probes:
         places = np.argwhere(~np.isfinite(d_place_TB))
         assert len(places)

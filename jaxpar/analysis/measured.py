@@ -11,7 +11,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
@@ -22,6 +22,7 @@ from jaxpar.base.axes import STAGE
 from jaxpar.base.display import Printed
 from jaxpar.base.memory import num_cores
 from jaxpar.base.timing import seconds_of
+from jaxpar.base.types import Arrays
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.model.task import Task
@@ -158,7 +159,7 @@ def measure_step(
     compiled, table = step.lower(state, batch).compile(), step.full_table
     assert table is not None
 
-    def run() -> Any:
+    def run() -> Arrays:
         nonlocal state
         state, metrics = compiled(state, batch, table)
         return state, metrics

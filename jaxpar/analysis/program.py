@@ -1,9 +1,8 @@
 """Reports on compiled programs, the training step or any other: collectives, FLOPs and memory."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.base.display import Printed, format_bytes
 from jaxpar.base.trees import device_bytes
+from jaxpar.base.types import Arrays, Function, Json, Value
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.model.task import Task
 from jaxpar.pipeline.loop import BACKWARD, ENTER, FORWARD, HEAD, LEAVE, scope_of_weights
@@ -116,7 +116,7 @@ class ProgramReport(Printed):
         """The collectives that join devices along any of the axes."""
         return tuple(c for c in self.collectives if set(axes) & set(c.axes))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Everything in dicts, lists, numbers and strings, as `json.dumps` takes them."""
         names = "count", "in_loop", "waits"
         collectives = [asdict(c) | {n: getattr(c, n) for n in names} for c in self.collectives]
@@ -163,7 +163,7 @@ def inspect_lowered(setup: Setup, lowered: jax.stages.Lowered) -> ProgramReport:
 
 
 def inspect_function(
-    function: Callable[..., Any], *args: Any, mesh: Mesh | None = None, **kwargs: Any
+    function: Function, *args: Arrays, mesh: Mesh | None = None, **kwargs: Value
 ) -> ProgramReport:
     """The report of a function of your own, compiled for these arguments.
 
@@ -174,7 +174,7 @@ def inspect_function(
     Raises:
       ValueError: the mesh cannot be inferred from the arguments and results.
     """
-    jitted: Any = function
+    jitted: Value = function
     if not hasattr(function, "lower"):  # what JAX has traced of it before may be of other globals
         jitted = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
     return inspect_compiled(jitted.lower(*args, **kwargs).compile(), mesh)
@@ -198,8 +198,8 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
             fact = f"mesh has the devices {places}, the program was compiled for {devices}"
             raise ValueError(f"{fact}\nFix: give the mesh that it was compiled for.")
         order = [*map(places.index, devices)]
-    costs: Any = compiled.cost_analysis() or {}
-    stats: Any = compiled.memory_analysis()
+    costs: Value = compiled.cost_analysis() or {}
+    stats: Value = compiled.memory_analysis()
     text = compiled.as_text() or ""
     collectives = find_collectives(text, mesh, order)
     is_cpu = bool(places) and places[0].platform == "cpu"
@@ -209,7 +209,7 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
     return ProgramReport(collectives, costs.get("flops"), stats and _memory(stats), notes)
 
 
-def _memory(stats: Any) -> Memory:
+def _memory(stats: Value) -> Memory:
     """Of what XLA says; where JAX has it (since 0.11), temporary memory is from the compiler's own total.
 
     That total is of all buffers in the device's main memory, and not of the program. `temp_size_in_bytes`

@@ -1,18 +1,19 @@
 """Where a block of activations lies in the whole computation, and what is known there."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.base.parts import LENGTHS, RESETS, part_of
+from jaxpar.base.types import Activations, Batch, Function, Index
 
 # Added to the number of a draw, so that no dropout has the same key.
 _DRAWS = 2**31 + 2**30
 
 
-def anywhere(x: Any, *_dims: str | None) -> Any:
+def anywhere(x: Activations, *_dims: str | None) -> Activations:
     """`x`, wherever the compiler lays it out."""
     return x
 
@@ -33,12 +34,12 @@ class At(NamedTuple):
       platform: of the devices that compute, as JAX calls it; None is that of JAX's default devices.
     """
 
-    layer: jax.Array | int
-    time: jax.Array | int
-    row: jax.Array | int
+    layer: Index
+    time: Index
+    row: Index
     key: jax.Array | None = None
-    batch: Any = None
-    layout: Callable[..., Any] = anywhere
+    batch: Batch = None
+    layout: Function = anywhere
     time_major: bool = True
     platform: str | None = None
 
@@ -62,7 +63,7 @@ class At(NamedTuple):
         return self.platform or jax.default_backend()
 
     @property
-    def resets(self) -> Any:
+    def resets(self) -> jax.Array | None:
         """Where a sequence begins within the block: bool [time, rows]; None if the batch does not say.
 
         It is the batch's field or key `resets`, [rows, time] there. A recurrent layer starts such a step from
@@ -72,7 +73,7 @@ class At(NamedTuple):
         return None if resets is None else resets.astype(bool)
 
     @property
-    def lengths(self) -> Any:
+    def lengths(self) -> jax.Array | None:
         """How many steps of the block are real in each row: int32 [rows]; None if the batch does not say.
 
         The steps after them are padding. A layer that reads later steps must leave padding out, so that what

@@ -6,10 +6,16 @@ import inspect
 import math
 import re
 import reprlib
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, Union
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+TypeHint: TypeAlias = Any  # a type as code declares it: a class, `int | None`, `tuple[int, ...]`
+Table: TypeAlias = "Mapping[str, object] | DataclassInstance"
 
 MOST = 2**30  # of a size: JAX counts the places along a dim with 31 bits
 # Whole numbers are below it: TOML promises no more, and nobody has so many of anything.
@@ -19,7 +25,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-def check_fields(config: Any) -> None:
+def check_fields(config: "DataclassInstance") -> None:
     """Nothing, if every field has a value of its type; to be called in `__post_init__`.
 
     Whole numbers are numbers; truth values are not. Numbers must be finite, and whole ones of 64 bits. A list
@@ -50,7 +56,7 @@ def check_fields(config: Any) -> None:
         )
 
 
-def _check_bits(name: str, value: Any) -> None:
+def _check_bits(name: str, value: object) -> None:
     """Raises for a whole number that is too large for 64 bits, also in a tuple."""
     if isinstance(value, tuple):
         for each in value:
@@ -63,18 +69,18 @@ def _check_bits(name: str, value: Any) -> None:
 _hints = functools.cache(typing.get_type_hints)
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def _options(hint: TypeHint) -> tuple[TypeHint, ...]:
     """The types that a value may have."""
-    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    is_union = typing.get_origin(hint) in (UnionType, Union)
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def fits(value: Any, wanted: Any) -> bool:
+def fits(value: object, wanted: TypeHint) -> bool:
     """Whether a value is of a type, as of `check_fields`; and those in a table as well."""
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Literal:
         return value in parts
-    if origin in (types.UnionType, typing.Union):
+    if origin in (UnionType, Union):
         return any(fits(value, part) for part in parts)
     if origin in (tuple, list):
         if origin is list or parts[1:] == (...,):
@@ -91,7 +97,7 @@ def fits(value: Any, wanted: Any) -> bool:
     return wanted is Any or isinstance(value, origin or wanted)
 
 
-def _describe(wanted: Any) -> str:
+def _describe(wanted: TypeHint) -> str:
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Literal:
         return " or ".join(map(repr, parts))
@@ -104,13 +110,13 @@ def _describe(wanted: Any) -> str:
         float: "a number",
         bool: "true or false",
         str: "a string",
-        types.NoneType: "None",
+        type(None): "None",
     }
     name = names.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"
     return re.sub(r"^a (?=[AEIO])", "an ", name)
 
 
-def walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def walk(tree: Table, path: str = "") -> Iterator[tuple[str, object]]:
     """All that is in a table or dataclass, by its path, such as `a.b`; a table before what is in it."""
     for name, value in _entries(tree).items():
         yield f"{path}{name}", value
@@ -118,19 +124,19 @@ def walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from walk(value, f"{path}{name}.")
 
 
-def leaves_of(tree: Any) -> dict[str, Any]:
+def leaves_of(tree: Table) -> dict[str, object]:
     """The values in tables and dataclasses, by the names that lead to them, such as `a.b`."""
     return {path: value for path, value in walk(tree) if not _is_table(value)}
 
 
-def _is_table(value: Any) -> bool:
+def _is_table(value: object) -> TypeGuard[Table]:
     """Whether something is in it."""
     if isinstance(value, Mapping):
         return len(value) > 0
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _entries(tree: Any) -> Mapping[str, Any]:
+def _entries(tree: Table) -> Mapping[str, object]:
     if isinstance(tree, Mapping):
         return tree
     return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
@@ -147,7 +153,7 @@ def fact_of(error: Exception) -> str:
     return str(error).partition("\nFix: ")[0]
 
 
-def require_instance(name: str, value: Any, kind: Any, use: str) -> None:
+def require_instance(name: str, value: object, kind: TypeHint, use: str) -> None:
     """Raises if a value is no object of a class; `use` says what is."""
     if isinstance(value, kind):
         return
@@ -159,7 +165,9 @@ def require_instance(name: str, value: Any, kind: Any, use: str) -> None:
     raise ValueError(f"{name}={shown} ({type(value).__name__}): must be {use}\nFix: change {name}.")
 
 
-def check_takes(function: Any, arguments: Sequence[str], what: str, use: str) -> None:
+def check_takes(
+    function: Callable[..., object], arguments: Sequence[str], what: str, use: str
+) -> None:
     """Raises if a function, which `what` names, cannot be called with so many; `use` says what can."""
     require(callable(function), f"{what} cannot be called\nFix: {use}.")
     signature = inspect.signature(function)
@@ -170,34 +178,34 @@ def check_takes(function: Any, arguments: Sequence[str], what: str, use: str) ->
         raise ValueError(f"{what} takes ({takes}), expected ({given})\nFix: {use}.") from None
 
 
-def require_positive(config: Any, *names: str) -> None:
+def require_positive(config: object, *names: str) -> None:
     """Raises if one of these fields is not above 0."""
     _require_each(config, names, lambda value: value > 0, "must be positive")
 
 
-def require_not_negative(config: Any, *names: str) -> None:
+def require_not_negative(config: object, *names: str) -> None:
     """Raises if one of these fields is below 0."""
     _require_each(config, names, lambda value: value >= 0, "must not be negative")
 
 
-def require_int32(config: Any, *names: str) -> None:
+def require_int32(config: object, *names: str) -> None:
     """Raises if one of these fields is 2**31 or more: a state counts with 32 bits."""
     _require_each(config, names, lambda value: value < 2**31, f"must be below {2**31}")
 
 
-def require_sizes(config: Any, *names: str) -> None:
+def require_sizes(config: object, *names: str) -> None:
     """Raises if one of these fields is not from 1 to `MOST`, so that it could be the size of a dim."""
     require_positive(config, *names)
     _require_each(config, names, lambda value: value <= MOST, f"must be at most {MOST}")
 
 
-def require_rate(config: Any, *names: str) -> None:
+def require_rate(config: object, *names: str) -> None:
     """Raises if one of these fields is not from 0 to less than 1."""
     _require_each(config, names, lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
 
 
 def _require_each(
-    config: Any, names: Sequence[str], holds: Callable[[Any], bool], rule: str
+    config: object, names: Sequence[str], holds: Callable[[float], bool], rule: str
 ) -> None:
     """Asks of each number, also of those in a tuple; None, where a field may be it, is none."""
     for name in names:

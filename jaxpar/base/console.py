@@ -1,10 +1,10 @@
 """Tables and consoles of rich that fit a terminal, a file or a pipe."""
 
 from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import TextIO
 
 import rich.box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -29,7 +29,7 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def rendered(thing: Any, console: Console) -> str:
+def rendered(thing: RenderableType, console: Console) -> str:
     """What a console would print of a thing; no line ends with spaces."""
     with console.capture() as capture:
         console.print(thing, highlight=False)

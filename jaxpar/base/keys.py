@@ -4,12 +4,11 @@ Each row of a batch, and each layer, draws from a key of its own under `jax.vmap
 numbers as alone. `rbg` does not: what it draws would depend on the mesh.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 IMPLEMENTATION = "threefry2x32"
+Array = jax.Array | jax.ShapeDtypeStruct
 
 
 def new_key(seed: int | jax.Array) -> jax.Array:
@@ -22,12 +21,12 @@ def key_of(data: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Array) -> bool:
     """Whether an array, or the shape of one, is of random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def data_of(leaf: Any) -> Any:
+def data_of(leaf: Array) -> Array:
     """The numbers of random keys, of any implementation; of a shape, theirs."""
     if isinstance(leaf, jax.Array):
         return jax.random.key_data(leaf)
@@ -35,9 +34,9 @@ def data_of(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
 
 
-def key_as(like: Any, data: jax.Array) -> jax.Array:
+def key_as(like: Array, data: jax.Array) -> jax.Array:
     """Keys with these numbers, of the implementation of another, or of its shape."""
-    found: list[Any] = []
+    found: list = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(data, impl=found[0])
 

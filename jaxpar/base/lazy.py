@@ -8,12 +8,11 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
 def lazily(
     package: str, file: str
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` of a package.
 
     Args:
@@ -25,7 +24,7 @@ def lazily(
     lines = re.findall(r"^from (\S+) import (\w+) as", stub, re.MULTILINE)
     homes = {name: home for home, name in lines}
 
-    def get(name: str) -> Any:
+    def get(name: str) -> object:
         if name not in homes:
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}\nFix: see dir({package})"

@@ -7,10 +7,11 @@ widest: x [t, b, 16, 16, 8] and y [t, b, 4, 4, 64] both go as [t, b, 2048].
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxpar.base.types import Activations, Shapes
 
 
 class Padding:
@@ -20,7 +21,7 @@ class Padding:
       width: numbers of a row in a block, at one time step; 0 if all shapes are the same.
     """
 
-    def __init__(self, shapes: Sequence[Any], dims: Mapping[str, int]):
+    def __init__(self, shapes: Sequence[Shapes], dims: Mapping[str, int]):
         """Looks at the shapes.
 
         Args:
@@ -44,7 +45,7 @@ class Padding:
         with jax.numpy_dtype_promotion("standard"):
             self.dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(list(shapes))))
 
-    def pad(self, x: Any, layout: Callable[..., jax.Array]) -> Any:
+    def pad(self, x: Activations, layout: Callable[..., jax.Array]) -> Activations:
         """x as a block.
 
         Args:
@@ -59,7 +60,9 @@ class Padding:
         rest = self.width - block.shape[-1]
         return _whole(jnp.pad(block, [(0, 0)] * n + [(0, rest)]), layout)
 
-    def unpad(self, block: Any, like: Any, layout: Callable[..., jax.Array]) -> Any:
+    def unpad(
+        self, block: Activations, like: Shapes, layout: Callable[..., jax.Array]
+    ) -> Activations:
         """What `pad` made a block of, in the block's dtype.
 
         Args:
@@ -77,11 +80,11 @@ class Padding:
             start += math.prod(rest)
         return jax.tree.unflatten(structure, found)
 
-    def _width_of(self, tree: Any) -> int:
+    def _width_of(self, tree: Shapes) -> int:
         return sum(math.prod(leaf.shape[self.num_dims :]) for leaf in jax.tree.leaves(tree))
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: Shapes, b: Shapes) -> bool:
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
         (x.shape, x.dtype) == (y.shape, y.dtype)
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 SPLITS = ("train", "valid", "test")  # of the data
 STARTS = "starts"  # the part that says whether carried state begins anew
@@ -46,7 +47,7 @@ NUMBERS = (
 )  # fmt: skip
 
 
-def check_part(name: str, dims: int, dtype: Any, what: str) -> None:
+def check_part(name: str, dims: int, dtype: DTypeLike, what: str) -> None:
     """Checks an array of a batch whose name means something to jaxpar.
 
     Args:
@@ -63,7 +64,7 @@ def check_part(name: str, dims: int, dtype: Any, what: str) -> None:
         )
 
 
-def check_parts(batch: Any, of: str) -> None:
+def check_parts(batch: object, of: str) -> None:
     """Checks all parts of a batch whose names mean something to jaxpar.
 
     Args:
@@ -102,14 +103,14 @@ def check_split(split: str) -> None:
         raise ValueError(f"there is no split {split!r}.\nFix: use one of {', '.join(SPLITS)}.")
 
 
-def part_of(batch: Any, name: str, default: Any = None) -> Any:
+def part_of(batch: object, name: str, default: object = None) -> Any:
     """A field or key of a batch, if it has it."""
     if isinstance(batch, Mapping):
         return batch.get(name, default)
     return getattr(batch, name, default)
 
 
-def with_part(batch: Any, name: str, value: Any) -> Any:
+def with_part(batch: Any, name: str, value: object) -> Any:
     """The batch with another value of a field or key that it has."""
     if isinstance(batch, Mapping):
         return {**batch, name: value}
@@ -118,6 +119,6 @@ def with_part(batch: Any, name: str, value: Any) -> Any:
     return dataclasses.replace(batch, **{name: value})
 
 
-def starts_of(batch: Any) -> Any:
+def starts_of(batch: object) -> Any:
     """Whether carried state begins anew with this batch: its `starts`, or True."""
     return part_of(batch, STARTS, True)

@@ -4,7 +4,9 @@ import dataclasses
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+Device: TypeAlias = Any  # of JAX, or of a machine that is described
 
 # Cards, and parts of one, that are slower than the one of the sheet with their name.
 _LESS = {"pcie", "nvl", "mig"}
@@ -33,13 +35,13 @@ def _read_sheets() -> dict[str, dict[str, Any]]:
 SHEETS = _read_sheets()  # of a device of each machine, by its name
 
 
-def sheet_of(device: Any) -> str:
+def sheet_of(device: Device) -> str:
     """The name of the sheet of a device, by its kind; else the first of its platform, or of all."""
     kind, of_platform = _kind_of(device), _of_platform(device)
     return next((name for name in of_platform if name in kind), [*of_platform, *SHEETS][0])
 
 
-def peak_flops(device: Any, dtype: str) -> float | None:
+def peak_flops(device: Device, dtype: str) -> float | None:
     """FLOPs per second of a device at its best; None if no sheet is of its very kind, as of all CPUs.
 
     Args:
@@ -53,10 +55,10 @@ def peak_flops(device: Any, dtype: str) -> float | None:
     return None
 
 
-def _kind_of(device: Any) -> str:
+def _kind_of(device: Device) -> str:
     kind = device.device_kind.lower().replace(" lite", "e") + " "
     return kind.replace("v5 ", "v5p ")  # as JAX calls it
 
 
-def _of_platform(device: Any) -> list[str]:
+def _of_platform(device: Device) -> list[str]:
     return [name for name, each in SHEETS.items() if each["platform"] == device.platform]

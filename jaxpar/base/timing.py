@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
+from jaxpar.base.types import Arrays
 
-def seconds_of(run: Callable[[], Any], times: int = 1) -> float:
+
+def seconds_of(run: Callable[[], Arrays], times: int = 1) -> float:
     """Seconds of a call, until its results are there; of several calls in a row, of one of them.
 
     Args:

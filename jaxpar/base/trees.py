@@ -5,8 +5,7 @@ import math
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,18 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import DATA
+from jaxpar.base.types import Arrays, Function, Shapes, Specs, Value
 
 
-def add(totals: Any, parts: Any) -> Any:
+def add(totals: Arrays, parts: Arrays) -> Arrays:
     """Adds two trees, in the dtypes of the first."""
     return jax.tree.map(lambda total, part: total + part.astype(total.dtype), totals, parts)
 
 
-def in_float32(tree: Any) -> Any:
+def in_float32(tree: Arrays) -> Arrays:
     """A tree with its floating-point arrays of fewer digits as float32; others as they are."""
 
-    def of(a: Any) -> Any:
+    def of(a: jax.Array) -> jax.Array:
         dtype = jax.typeof(a).dtype
         is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
         return a.astype(jnp.float32) if is_short else a
@@ -34,19 +34,19 @@ def in_float32(tree: Any) -> Any:
     return jax.tree.map(of, tree)
 
 
-def zeros(shapes: Any) -> Any:
+def zeros(shapes: Shapes) -> Arrays:
     """Zeros of the shapes and dtypes of a tree."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+def shape_of(leaf: Value) -> jax.ShapeDtypeStruct:
     """The shape of an array, a number or what stands for one, in the dtype that JAX gives it; unsharded."""
     dtype = getattr(leaf, "dtype", None) or jax.dtypes.result_type(leaf)
     dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
 
 
-def check_floats(what: str, tree: Any, why: str = "", of: Any = jnp.floating) -> None:
+def check_floats(what: str, tree: Shapes, why: str = "", of: type = jnp.floating) -> None:
     """Raises a ValueError if a tree has an array that is not `of` floating-point numbers; `why` it must."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         if not jnp.issubdtype(leaf.dtype, of):
@@ -56,7 +56,7 @@ def check_floats(what: str, tree: Any, why: str = "", of: Any = jnp.floating) ->
             )
 
 
-def check_same(what: str, found: Any, as_what: str, wanted: Any, why: str = "") -> None:
+def check_same(what: str, found: Shapes, as_what: str, wanted: Shapes, why: str = "") -> None:
     """Raises a ValueError if two trees have not the same structure, shapes and dtypes; `why` they must."""
     structures = tuple(map(jax.tree.structure, (found, wanted)))
     if structures[0] != structures[1]:
@@ -72,18 +72,18 @@ def check_same(what: str, found: Any, as_what: str, wanted: Any, why: str = "") 
             )
 
 
-def _name_of(path: Any) -> str:
+def _name_of(path: jax.tree_util.KeyPath) -> str:
     """Where a leaf is, in brackets; nothing if it is the whole tree."""
     text = jax.tree_util.keystr(path)
     return f" ({text})" if text else ""
 
 
-def whole_bytes(tree: Any) -> int:
+def whole_bytes(tree: Shapes) -> int:
     """What the arrays of a tree, which may be abstract, take where each lies whole."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def placed(tree: Any, shardings: Any) -> Any:
+def placed(tree: Shapes, shardings: Specs) -> Shapes:
     """The shapes of a tree with the shardings of another one."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -92,7 +92,7 @@ def placed(tree: Any, shardings: Any) -> Any:
     )
 
 
-def device_bytes(tree: Any) -> int:
+def device_bytes(tree: Shapes) -> int:
     """What the sharded arrays of a tree, which may be abstract, take on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -100,7 +100,7 @@ def device_bytes(tree: Any) -> int:
     )
 
 
-def vary_like(tree: Any, reference: Any) -> Any:
+def vary_like(tree: Arrays, reference: Arrays) -> Arrays:
     """`tree`, typed inside a `shard_map` as differing over every axis that the reference differs over.
 
     Args:
@@ -113,19 +113,19 @@ def vary_like(tree: Any, reference: Any) -> Any:
     return jax.tree.map(lambda leaf: vary_over(leaf, axes), tree)
 
 
-def check_varying(what: str, run: Callable[..., Any], *args: Any) -> None:
+def check_varying(what: str, run: Function, *args: Arrays) -> None:
     """Traces a part of a model inside a `shard_map`, as one whose arguments differ over `data`.
 
     Raises:
       ValueError: as of `constants_told`.
     """
 
-    def traced(*args: Any) -> tuple[()]:
+    def traced(*args: Arrays) -> tuple[()]:
         with constants_told(what):
             run(*jax.tree.map(lambda a: vary_over(a, frozenset([DATA])), args))
         return ()
 
-    specs: Any = {"in_specs": P(), "out_specs": P(), "axis_names": {DATA}}
+    specs = {"in_specs": P(), "out_specs": P(), "axis_names": {DATA}}
     jax.eval_shape(jax.shard_map(traced, mesh=AbstractMesh((1,), (DATA,)), **specs), *args)
 
 
@@ -166,7 +166,7 @@ _MIXES_TYPES = re.compile(
 )
 
 
-def summed(tree: Any, axes: Any) -> Any:
+def summed(tree: Arrays, axes: str | Sequence[str]) -> Arrays:
     """The sum of arrays over axes of a `shard_map`.
 
     In 32 bits and more: XLA's CPU compiler aborts on a sum of bfloat16.
@@ -186,14 +186,14 @@ def axes_in(spec: P) -> frozenset[str]:
     return frozenset().union(*((a,) if isinstance(a, str) else a or () for a in spec))
 
 
-def same_along(axes: Sequence[str], tree: Any, specs: Any) -> Any:
+def same_along(axes: Sequence[str], tree: Arrays, specs: Specs) -> Arrays:
     """Arrays that are the same along those of these axes of a `shard_map` that do not split them, typed so.
 
     Args:
       specs: says what splits them; partition specs of whole trees will do.
     """
 
-    def same(spec: P, tree: Any) -> Any:
+    def same(spec: P, tree: Arrays) -> Arrays:
         along = tuple(axis for axis in axes if axis not in axes_in(spec))
         if not along:
             return tree
@@ -204,7 +204,7 @@ def same_along(axes: Sequence[str], tree: Any, specs: Any) -> Any:
     return jax.tree.map(same, specs, tree, is_leaf=lambda node: isinstance(node, P))
 
 
-def vary_over(leaf: Any, axes: frozenset[str]) -> Any:
+def vary_over(leaf: jax.Array, axes: frozenset[str]) -> jax.Array:
     """An array, typed inside a `shard_map` as differing over these axes as well.
 
     Its gradient is summed over them, in float32 at least; XLA's CPU compiler aborts on a sum of bfloat16.

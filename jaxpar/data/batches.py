@@ -7,13 +7,14 @@ process reads only its own rows. Those of arrays in memory are in `data`. Dims: 
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxpar.base.checks import check_divides
+from jaxpar.base.types import Arrays, Batch
 
 
 class EndOfStreamError(ValueError):
@@ -31,7 +32,7 @@ class Batches(Protocol):
         """Batches in an epoch; None for a stream, which is read until an `EndOfStreamError`."""
         ...
 
-    def batch(self, step: int, rows: slice = slice(None)) -> Any:
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The batch of a step, counted from 0 over all epochs; only some of its rows, if asked.
 
         Returns:
@@ -56,7 +57,7 @@ def windows(batches: Batches) -> Iterator[int]:
         yield window
 
 
-def owned(tree: Any) -> Any:
+def owned(tree: Arrays) -> Arrays:
     """A copy of the NumPy arrays of a batch: the caller may fill its own arrays again at once.
 
     JAX makes no copy of some arrays on CPU, or copies them after the call that takes them has returned.
@@ -64,7 +65,7 @@ def owned(tree: Any) -> Any:
     return jax.tree.map(lambda a: np.array(a) if isinstance(a, np.ndarray) else a, tree)
 
 
-def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:
+def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Batch:
     """The batch of a step as global arrays on a mesh; each process reads only its own rows.
 
     Args:
@@ -78,7 +79,7 @@ def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:
     check_divides("batch_size", B, {axis: sharding.mesh.shape[axis] for axis in axes})
 
     @functools.cache
-    def read(start: int, stop: int) -> Any:
+    def read(start: int, stop: int) -> Batch:
         batch = owned(batches.batch(step, slice(start, stop)))
         check_numbers(batch)
         return batch
@@ -88,7 +89,7 @@ def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:
     start, stop, _ = index[0].indices(B) if index else (0, B, 1)
     leaves, structure = jax.tree.flatten(read(start, stop))
 
-    def place(number: int, leaf: Any):
+    def place(number: int, leaf: np.ndarray) -> np.ndarray | jax.Array:
         if not np.ndim(leaf):
             return leaf
         shape = (B, *np.shape(leaf)[1:])
@@ -103,7 +104,7 @@ def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:
     return jax.tree.unflatten(structure, [place(n, leaf) for n, leaf in enumerate(leaves)])
 
 
-def check_numbers(batch: Any) -> None:
+def check_numbers(batch: Batch) -> None:
     """Checks that devices can hold a batch's whole numbers: they have 32 bits, unless JAX_ENABLE_X64 is on.
 
     Raises:
@@ -124,6 +125,6 @@ def check_numbers(batch: Any) -> None:
             )
 
 
-def put_batch(batch: Any, sharding: NamedSharding) -> Any:
+def put_batch(batch: Batch, sharding: NamedSharding) -> Batch:
     """A batch that is whole on the host, on a mesh."""
     return jax.tree.map(lambda a: jax.device_put(a, sharding) if np.ndim(a) else a, owned(batch))

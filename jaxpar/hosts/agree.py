@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxpar.base.checks import leaves_of
+from jaxpar.base.checks import Table, leaves_of
 from jaxpar.base.jax_private import global_state
+from jaxpar.base.types import JsonValue
 
 _Result = TypeVar("_Result")
 _NAMED = 5  # differences that a message names
@@ -92,8 +93,8 @@ class Rendezvous:
 
     def exchange(
         self,
-        value: Any,
-        answer: Callable[[Mapping[int, Any]], _Result],
+        value: JsonValue,
+        answer: Callable[[Mapping[int, JsonValue]], _Result],
         *,
         error: str = "",
         notice: str = "",
@@ -192,7 +193,7 @@ def in_process_0(work: Callable[[], _Result]) -> _Result:
     return _of_main_threads.do(part, answer=lambda told: told[0])
 
 
-def agree(*facts: Any, remedy: str, last: bool = False) -> None:
+def agree(*facts: Table, remedy: str, last: bool = False) -> None:
     """Returns when all processes have come here with the same facts; at once in a process that runs alone.
 
     Args:

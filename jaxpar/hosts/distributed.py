@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import jax
 
 from jaxpar.base import output
 from jaxpar.base.jax_private import ClusterEnv
+from jaxpar.base.types import JsonValue
 from jaxpar.hosts.agree import (
     DifferentError,
     SharedError,
@@ -191,10 +191,10 @@ def _check_secret(secret: bytes) -> None:
     def proof(who: object) -> str:
         return hmac.digest(secret, f"{drawn} {who}".encode(), "sha256").hex()
 
-    def prove() -> list[Any]:
+    def prove() -> list[JsonValue]:
         return [proof(jax.process_index())]
 
-    def judge(told: Mapping[int, list[Any]]) -> list[Any]:
+    def judge(told: Mapping[int, list[JsonValue]]) -> list[JsonValue]:
         others = [number for number, [said] in told.items() if said != proof(number)]
         return [others, proof(others)]
 

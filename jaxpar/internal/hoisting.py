@@ -11,24 +11,39 @@ is one product, with time among the dims that it sums over.
 
 import functools
 from collections import ChainMap
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn, Var
 
 from jaxpar.base.trees import add, check_floats, check_same, vary_like
+from jaxpar.base.types import Arrays, Carry, DType, Leaves, Params, Value
 from jaxpar.internal.in_place_scan import scan_in_place
 from jaxpar.internal.products import contract, sum_of_outer_products, transposable, wide
 from jaxpar.internal.residuals import Residuals, Source
-from jaxpar.internal.step_program import Product, StepProgram, is_float, read_step, read_values
-from jaxpar.trace.jaxprs import cut
+from jaxpar.internal.step_program import (
+    Product,
+    Step,
+    StepProgram,
+    is_float,
+    read_step,
+    read_values,
+)
+from jaxpar.trace.jaxprs import aval_of, cut
+
+Name = TypeVar("Name", bound=Hashable)
+Item = TypeVar("Item")
+Values = dict[Var, jax.Array]
+# What is given, values that are used, their positions and parts, and the residuals of both parts of the loop.
+Saved = tuple[Leaves, Leaves, "_Static", Residuals, Residuals]
 
 
 def hoisted_scan(
-    step: Any, params: Any, carry: Any, xs: Any, *, unroll: int = 1
-) -> tuple[Any, Any]:
+    step: Step, params: Params, carry: Carry, xs: Arrays, *, unroll: int = 1
+) -> tuple[Carry, Arrays]:
     """`lax.scan` of `step(params, carry, x) -> (carry, y)`; differentiable once, in reverse.
 
     Args:
@@ -49,7 +64,7 @@ def hoisted_scan(
     check_same("the carry that a step returns", after_shape, "the one that it takes", carry)
     check_floats("the carry of a step", after_shape, of=jnp.inexact)
     check_floats("the output of a step", y_shape, of=jnp.inexact)
-    found: Any = _scan(program, unroll, given, jax.tree.leaves(carry), jax.tree.leaves(xs))
+    found: Arrays = _scan(program, unroll, given, jax.tree.leaves(carry), jax.tree.leaves(xs))
     after, ys = found
     after = jax.tree.unflatten(jax.tree.structure(carry), after)
     return after, jax.tree.unflatten(jax.tree.structure(y_shape), ys)
@@ -63,11 +78,11 @@ class _Fixed(NamedTuple):
       weights: of `program.products`, as they and their backward passes take them.
     """
 
-    values: list[Any]
-    weights: list[tuple[Any, Any]]
+    values: Leaves
+    weights: list[tuple[jax.Array, jax.Array]]
 
     @classmethod
-    def of(cls, program: StepProgram, given: Sequence[Any]) -> "_Fixed":
+    def of(cls, program: StepProgram, given: Sequence[jax.Array]) -> "_Fixed":
         """Made of what is given."""
         fixed = cls(program.make_fixed(given), [])
         env = fixed.env(program)
@@ -80,21 +95,21 @@ class _Fixed(NamedTuple):
             fixed.weights.append((w, back))
         return fixed
 
-    def env(self, program: StepProgram) -> dict[Any, Any]:
+    def env(self, program: StepProgram) -> Values:
         """The values by their variables."""
         return _env(program.fixed, self.values)
 
 
 def _run(
     program: StepProgram,
-    eqns: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
     fixed: _Fixed,
-    env: dict[Any, Any],
-    live: dict[Any, Any],
-    taps: Sequence[list[Any]] | None = None,
+    env: Values,
+    live: Values,
+    taps: Sequence[Leaves] | None = None,
     *,
     over_time: bool = False,
-) -> dict[Any, Any]:
+) -> Values:
     """Evaluates equations.
 
     Args:
@@ -112,7 +127,7 @@ def _run(
         values = read_values(env if is_weighed else ChainMap(live, env), eqn.invars)
         if product := program.products.get(id(eqn)):
             u = _in_order(values[product.position], product.u_order, over_time=over_time)
-            z: Any = _multiply(product, u.dtype, u, *weights[id(eqn)])
+            z: Arrays = _multiply(product, u.dtype, u, *weights[id(eqn)])
             outs = [_in_order(z, product.out_order, over_time=over_time)]
         else:
             outs = program.apply(eqn, values, over_time=over_time)
@@ -134,17 +149,17 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(product: Product, dtype: Any, u: jax.Array, w: jax.Array, back: jax.Array):
+def _multiply(product: Product, dtype: DType, u: jax.Array, w: jax.Array, back: jax.Array):
     """u w; w and `back`, which is w transposed, have no gradients here."""
     sums, blocks = product.num_sums, product.num_blocks
     return contract(u, w, sums, product.precision, out=product.dtype, num_blocks=blocks)
 
 
-def _multiply_fwd(product: Product, dtype: Any, u: jax.Array, w: jax.Array, back: jax.Array):
+def _multiply_fwd(product: Product, dtype: DType, u: jax.Array, w: jax.Array, back: jax.Array):
     return _multiply(product, dtype, u, w, back), back
 
 
-def _multiply_bwd(product: Product, dtype: Any, back: jax.Array, dz: jax.Array):
+def _multiply_bwd(product: Product, dtype: DType, back: jax.Array, dz: jax.Array):
     """A product of narrow factors is one backward, too: of dz rounded to them."""
     blocks, dz = product.num_blocks, dz.astype(dtype)
     sums = back.ndim - product.num_sums - blocks
@@ -168,7 +183,9 @@ _tap.defvjp(lambda z, tap: (z, None), lambda _, dz: (dz, dz))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scan(program: StepProgram, unroll: int, given: list[Any], carry: list[Any], xs: list[Any]):
+def _scan(
+    program: StepProgram, unroll: int, given: Leaves, carry: Leaves, xs: Leaves
+) -> tuple[Leaves, Leaves]:
     """Without gradients there is nothing to take out."""
     fixed = _Fixed.of(program, given)
 
@@ -185,11 +202,13 @@ def _scan(program: StepProgram, unroll: int, given: list[Any], carry: list[Any],
 class _Static:
     """A value that is no array."""
 
-    def __init__(self, value: Any):
+    def __init__(self, value: Value):
         self.value = value
 
 
-def _forward(program: StepProgram, unroll: int, given: list[Any], carry: list[Any], xs: list[Any]):
+def _forward(
+    program: StepProgram, unroll: int, given: Leaves, carry: Leaves, xs: Leaves
+) -> tuple[tuple[Leaves, Leaves], Saved]:
     """The loop, and what its backward pass needs."""
     fixed = _Fixed.of(program, given)
     taps = functools.partial(_taps, program, reference=(given, carry, xs))
@@ -259,7 +278,9 @@ def _forward(program: StepProgram, unroll: int, given: list[Any], carry: list[An
     return (after, ys), (given, [*once.values()], _Static((places, parts)), of_early, of_late)
 
 
-def _backward(program: StepProgram, unroll: int, saved: Any, cotangents: Any):
+def _backward(
+    program: StepProgram, unroll: int, saved: Saved, cotangents: tuple[Leaves, Leaves]
+) -> tuple[list[jax.Array | None], Leaves, list[jax.Array | None]]:
     """Gradients of what is given, of the carry before the first step, and of the inputs."""
     given, once, static, of_early, of_late = saved
     d_after, d_ys = cotangents
@@ -308,7 +329,7 @@ def _backward(program: StepProgram, unroll: int, saved: Any, cotangents: Any):
     ):
         rest = iter(dz)
         for eqn, own in zip(program.weighed(eqns), operands, strict=True):
-            dz_own = [next(rest) for v in eqn.outvars if is_float(v.aval)]
+            dz_own = [next(rest) for v in eqn.outvars if is_float(aval_of(v))]
             for weight, dw in _weight_gradients(program, eqn, env, own, dz_own):
                 d_fixed[weight] += dw
     d_given = _gradients_of_given(program, given, d_fixed)
@@ -322,11 +343,11 @@ _scan.defvjp(_forward, _backward)
 
 
 def _weight_gradients(
-    program: StepProgram, eqn: Any, env: dict[Any, Any], operands: list[Any], dz: list[Any]
-) -> list[tuple[Any, Any]]:
+    program: StepProgram, eqn: JaxprEqn, env: Values, operands: Leaves, dz: Leaves
+) -> list[tuple[Var, jax.Array]]:
     """Of an equation at all steps: its fixed operands and their gradients."""
     if id(eqn) not in program.products:
-        weights = [eqn.invars[n] for n in program.weights_of(eqn)]
+        weights = [v for n in program.weights_of(eqn) if isinstance(v := eqn.invars[n], Var)]
         grads = program.weight_gradients(eqn, operands, [env[w] for w in weights], dz)
         return [*zip(weights, grads, strict=True)]
     product = program.products[id(eqn)]
@@ -341,8 +362,8 @@ def _weight_gradients(
 
 
 def _gradients_of_given(
-    program: StepProgram, given: list[Any], d_fixed: dict[Any, Any]
-) -> list[Any]:
+    program: StepProgram, given: Leaves, d_fixed: Values
+) -> list[jax.Array | None]:
     """By the gradients of what is fixed; None for what is not of floats."""
     floats = [n for n, value in enumerate(given) if is_float(value)]
 
@@ -356,33 +377,43 @@ def _gradients_of_given(
     return [grads.get(n) for n in range(len(given))]
 
 
-def _env(names: Sequence[Any], values: Sequence[Any]) -> dict[Any, Any]:
+def _env(names: Sequence[Name], values: Sequence[Item]) -> dict[Name, Item]:
     return dict(zip(names, values, strict=True))
 
 
-def _outs(program: StepProgram, env: dict[Any, Any], live: dict[Any, Any]) -> list[Any]:
+def _outs(program: StepProgram, env: Values, live: Values) -> Leaves:
     """The step's results; those that are constants as arrays."""
-    avals: list[Any] = [v.aval for v in program.outs]
     values = read_values({**env, **live}, program.outs)
-    return [jnp.asarray(a, aval.dtype) for a, aval in zip(values, avals, strict=True)]
+    return [jnp.asarray(a, aval_of(v).dtype) for a, v in zip(values, program.outs, strict=True)]
 
 
-def _operands(program: StepProgram, eqns: Sequence[Any], env: dict[Any, Any]) -> list[list[Any]]:
+def _operands(
+    program: StepProgram, eqns: Sequence[JaxprEqn], env: Values
+) -> list[list[jax.Array | None]]:
     """Of every weighed equation, those that its weights' gradients need; None for the others."""
     return [
-        [env[v] if n in program.operands[id(eqn)] else None for n, v in enumerate(eqn.invars)]
+        [
+            env[v] if isinstance(v, Var) and n in program.operands[id(eqn)] else None
+            for n, v in enumerate(eqn.invars)
+        ]
         for eqn in program.weighed(eqns)
     ]
 
 
 def _taps(
-    program: StepProgram, eqns: Sequence[Any], num_steps: int | None = None, *, reference: Any
-) -> list[list[Any]]:
+    program: StepProgram,
+    eqns: Sequence[JaxprEqn],
+    num_steps: int | None = None,
+    *,
+    reference: Arrays,
+) -> list[Leaves]:
     """Zeros like the results of every weighed equation, over time if it says how many steps."""
     over = () if num_steps is None else (num_steps,)
     taps = [
         [
-            jnp.zeros((*over, *v.aval.shape), v.aval.dtype) if is_float(v.aval) else None
+            jnp.zeros((*over, *aval_of(v).shape), aval_of(v).dtype)
+            if is_float(aval_of(v))
+            else None
             for v in eqn.outvars
         ]
         for eqn in program.weighed(eqns)

@@ -9,7 +9,7 @@ Legend of shapes: T time, B rows, N parts of a row.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,19 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
+from jaxpar.base.types import Carry, Index, Leaves
+
 
 def scan_in_place(
-    step: Callable[[Any, list[jax.Array]], tuple[Any, list[jax.Array]]],
-    carry: Any,
+    step: Callable[[Carry, Leaves], tuple[Carry, Leaves]],
+    carry: Carry,
     xs: Sequence[jax.Array],
     *,
     donated: Collection[int],
     divisible: Collection[int] = (),
     reverse: bool = False,
     unroll: int = 1,
-) -> tuple[Any, list[jax.Array], dict[int, int]]:
+) -> tuple[Carry, Leaves, dict[int, int]]:
     """`lax.scan` of `step(carry, xs) -> (carry, ys)`, whose outputs take the memory of inputs where they fit.
 
     Args:
@@ -50,7 +52,7 @@ def scan_in_place(
     def in_place(state, inputs):
         (carry, buffers, rows), (t, t_next, here) = state, inputs
         here = here | {n: a.reshape(size, *xs[n].shape[1:]) for n, a in rows.items()}
-        made: list[Any] = [None] * size
+        made = [[] for _ in range(size)]
         for k in reversed(range(size)) if reverse else range(size):
             carry, made[k] = step(carry, [here[n][k] for n in range(len(xs))])
         ys = [jnp.stack(of_steps) for of_steps in zip(*made, strict=True)]
@@ -75,11 +77,11 @@ def scan_in_place(
     return carry, [found[n] for n in range(len(ys_shapes))], parts
 
 
-def _rows(buffer: jax.Array, t: Any, size: int) -> jax.Array:
+def _rows(buffer: jax.Array, t: Index, size: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(buffer, t, size, allow_negative_indices=False)
 
 
-def _write(buffer: jax.Array, t: Any, parts: list[jax.Array]) -> jax.Array:
+def _write(buffer: jax.Array, t: Index, parts: Leaves) -> jax.Array:
     """The buffer with these parts, each of several steps, from step t on."""
     rows, start = jnp.stack(parts, axis=2), (t, *[0] * (buffer.ndim - 1))
     return lax.dynamic_update_slice(buffer, rows, start, allow_negative_indices=False)
@@ -94,7 +96,7 @@ class _Place(NamedTuple):
 
 
 def _assign(
-    ys: Sequence[Any], buffers: dict[int, jax.Array], divisible: Collection[int]
+    ys: Sequence[jax.ShapeDtypeStruct], buffers: dict[int, jax.Array], divisible: Collection[int]
 ) -> dict[int, _Place]:
     """Where outputs go, by number."""
     places = dict[int, _Place]()
@@ -111,7 +113,7 @@ def _assign(
     return places
 
 
-def _shape_for(buffer: jax.Array, y: Any) -> tuple[int, ...] | None:
+def _shape_for(buffer: jax.Array, y: jax.ShapeDtypeStruct) -> tuple[int, ...] | None:
     """The shape of a buffer [T, B, ...] as a whole number of parts like y [B, ...]; None if it is not.
 
     A row that devices may share is not cut otherwise than it is.

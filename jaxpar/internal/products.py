@@ -1,19 +1,19 @@
 """Matrix products of layers, and those of their gradients."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxpar.base.types import DType, Precision
 
 
 def contract(
     x: jax.Array,
     kernel: jax.Array,
     num_summed: int = 1,
-    precision: Any = None,
+    precision: Precision = None,
     *,
-    out: Any,
+    out: DType,
     num_blocks: int = 0,
 ) -> jax.Array:
     """x [..., *blocks, *in] and kernel [*blocks, *in, *out] -> [..., *blocks, *out].
@@ -30,7 +30,11 @@ def contract(
 
 
 def sum_of_outer_products(
-    x_TBI: jax.Array, dy_TBO: jax.Array, num_in: int = 1, precision: Any = None, num_blocks: int = 0
+    x_TBI: jax.Array,
+    dy_TBO: jax.Array,
+    num_in: int = 1,
+    precision: Precision = None,
+    num_blocks: int = 0,
 ) -> jax.Array:
     """The gradient of a kernel, [*blocks, *in, *out]: over all dims of x but its last ones, in their order.
 
@@ -46,7 +50,7 @@ def sum_of_outer_products(
     return dot(transposable(x_TBI), dy_TBO, *both)
 
 
-def wide(dtype: Any) -> jnp.dtype:
+def wide(dtype: DType) -> jnp.dtype:
     """What products of a dtype are added up in: float32 at least."""
     return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
 
@@ -55,13 +59,12 @@ def dot(
     a: jax.Array,
     b: jax.Array,
     over: tuple[range, range],
-    precision: Any,
-    out: Any,
+    precision: Precision,
+    out: DType,
     blocks: tuple[range, range] = (range(0), range(0)),
 ) -> jax.Array:
     """`lax.dot_general` that sums over the dims `over` of a and b; the result has the dtype `out`."""
-    dims: Any = tuple(map(tuple, over)), tuple(map(tuple, blocks))
-    return lax.dot_general(a, b, dims, precision, preferred_element_type=out)
+    return lax.dot_general(a, b, (over, blocks), precision, preferred_element_type=out)
 
 
 def transposable(x: jax.Array) -> jax.Array:

@@ -8,11 +8,12 @@ always made again.
 
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jaxpar.base.types import Arrays, Atom, Function, Leaves, Params
 from jaxpar.trace.jaxprs import (
     cut,
     equations_for,
@@ -45,9 +46,9 @@ class Residuals:
 
     def __init__(
         self,
-        forward: Callable[..., tuple[Any, Any, Any]],
-        weights: Any,
-        *arguments: Any,
+        forward: Callable[..., tuple[Arrays, Function, Arrays]],
+        weights: Params,
+        *arguments: Arrays,
         free: Iterable[int] = (),
         results: Iterable[int] = (),
     ):
@@ -95,7 +96,7 @@ class Residuals:
         used = dict.fromkeys((*self.sources, *wanted))
         self.used = [source for source in used if source.of != "weight"]
 
-    def run(self, weights: Any, *arguments: Any) -> tuple[Any, list[Any]]:
+    def run(self, weights: Params, *arguments: Arrays) -> tuple[Arrays, Leaves]:
         """The results, and what is kept."""
         jaxpr, outs = self._jaxpr, [*self._outs, *self.kept]
         eqns = equations_for(jaxpr.eqns, outs, effects=True)
@@ -104,19 +105,22 @@ class Residuals:
         return jax.tree.unflatten(self._structures[0], out), kept
 
     def values(
-        self, arguments: Sequence[Any], results: Sequence[Any], kept: Sequence[Any]
-    ) -> list[Any]:
+        self,
+        arguments: Sequence[jax.Array | None],
+        results: Sequence[jax.Array | None],
+        kept: Sequence[jax.Array],
+    ) -> Leaves:
         """Those that are used, in their order; of arrays."""
         groups = {"argument": arguments, "result": results, "kept": kept}
         return [groups[source.of][source.number] for source in self.used]
 
-    def vjp(self, weights: Any, values: dict[Source, Any]) -> Any:
+    def vjp(self, weights: Params, values: dict[Source, jax.Array]) -> Function:
         """The function of the backward pass."""
         values = _weights(weights) | values
         leaves = self._remake(*(values[source] for source in self._reads))
         return jax.tree.unflatten(self._structures[1], leaves)
 
-    def wanted(self, weights: Any, values: dict[Source, Any]) -> Any:
+    def wanted(self, weights: Params, values: dict[Source, jax.Array]) -> Arrays:
         """The tree of values that are wanted."""
         values = _weights(weights) | values
         return jax.tree.unflatten(
@@ -124,12 +128,12 @@ class Residuals:
         )
 
 
-def _weights(weights: Any) -> dict[Source, Any]:
+def _weights(weights: Params) -> dict[Source, jax.Array]:
     return {Source("weight", n): leaf for n, leaf in enumerate(jax.tree.leaves(weights))}
 
 
 def _least_kept(
-    jaxpr: Jaxpr, wanted: Iterable[Any], there: Container[Var], by: Callable[[Any], bool]
+    jaxpr: Jaxpr, wanted: Iterable[Atom], there: Container[Var], by: Callable[[JaxprEqn], bool]
 ) -> list[Var]:
     """Variables to keep, of few bytes, so that what is wanted can be made of them and of what is there.
 

@@ -6,7 +6,7 @@ LSTM: x, h_{t-1} and dz) must be kept until W runs; most of it was saved for B a
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,16 @@ from jax.extend.core import Var
 
 from jaxpar.base.at import At
 from jaxpar.base.trees import shape_of, vary_like
+from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Function, Leaves, Params
 from jaxpar.internal.residuals import Residuals, Source
 from jaxpar.trace.jaxprs import cut, equations_for, function_of, is_cheap, made_of, reads_of
 
 # One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs).
 # Inputs and outputs are trees of floats of the same shapes and dtypes; so is the carry before and after.
-PlainLayer = Callable[[Any, Any, Any, Any, At], tuple[Any, Any]]
+PlainLayer = Callable[[Params, Params, Carry, Activations, At], tuple[Carry, Activations]]
+
+# Weights, trained and frozen, and the arrays that are computed of them alone, such as transposes.
+Prepared = tuple[tuple[Params, Params], Leaves]
 
 
 class SplitLayer:
@@ -42,10 +46,10 @@ class SplitLayer:
     def __init__(
         self,
         layer: PlainLayer,
-        params: Any,
-        frozen: Any,
-        carry: Any,
-        x: Any,
+        params: Params,
+        frozen: Params,
+        carry: Carry,
+        x: Activations,
         at: At,
         *,
         splits: bool,
@@ -61,7 +65,9 @@ class SplitLayer:
         behind = zip(self.later, self.places, strict=True)
         self.saved_and_room = [*self.saved, *(a for a, n in behind if n >= len(self.saved))]
 
-    def forward(self, params: Any, frozen: Any, carry: Any, x: Any, at: At):
+    def forward(
+        self, params: Params, frozen: Params, carry: Carry, x: Activations, at: At
+    ) -> tuple[Carry, Activations, Leaves]:
         """The carry, the outputs, and what is saved."""
         residuals, arguments = _trace(self._layer, params, frozen, carry, x, at)
         kept = [shape_of(v.aval) for v in residuals.kept]
@@ -69,29 +75,33 @@ class SplitLayer:
         (carry, y), saved = residuals.run(*arguments)
         return carry, y, saved
 
-    def prepare(self, params: Any, frozen: Any) -> Any:
+    def prepare(self, params: Params, frozen: Params) -> Prepared:
         """The weights as B and W take them: with what can be computed of them alone, such as transposes."""
         weights = params, frozen
         return weights, [] if self._cut is None else self._cut.prepare(weights)
 
-    def backward(self, prepared: Any, saved: list[jax.Array], d_carry: Any, dy: Any):
+    def backward(
+        self, prepared: Prepared, saved: Leaves, d_carry: Cotangents, dy: Cotangents
+    ) -> tuple[Cotangents, Cotangents, Cotangents, Leaves]:
         """B: gradients of the weights (nothing, if W is apart), cotangents of carry and inputs, `later`."""
         if self._cut is None:
             d_weights, d_carry, dx = self._whole(prepared[0], saved, (d_carry, dy))
             return d_weights, d_carry, dx, []
         return (), *self._cut.inputs(prepared, saved, (d_carry, dy))
 
-    def weights(self, prepared: Any, needed: list[jax.Array], later: list[jax.Array]) -> Any:
+    def weights(self, prepared: Prepared, needed: Leaves, later: Leaves) -> Cotangents:
         """W: gradients of the weights."""
         assert self._cut is not None
         return self._cut.weights(prepared, needed, later)
 
-    def _whole(self, weights: Any, saved: list[jax.Array], cotangents: tuple[Any, Any]):
+    def _whole(
+        self, weights: Params, saved: Leaves, cotangents: tuple[Cotangents, Cotangents]
+    ) -> tuple[Cotangents, Cotangents, Cotangents]:
         """Gradients of the weights, cotangents of the carry and of the inputs."""
         kept = {Source("kept", n): value for n, value in enumerate(saved)}
         return self._residuals.vjp(weights, kept)(cotangents)
 
-    def _find_cut(self, weights: Any, *arguments: Any) -> "_Cut | None":
+    def _find_cut(self, weights: Params, *arguments: Arrays) -> "_Cut | None":
         found = []
 
         def trace(weights, *arguments):
@@ -104,8 +114,8 @@ class SplitLayer:
 
 
 def _trace(
-    layer: PlainLayer, params: Any, frozen: Any, carry: Any, x: Any, at: At
-) -> tuple[Residuals, tuple[Any, ...]]:
+    layer: PlainLayer, params: Params, frozen: Params, carry: Carry, x: Activations, at: At
+) -> tuple[Residuals, tuple[Arrays, ...]]:
     """A layer's forward pass, and the arguments to run it with."""
 
     # Where a block lies is traced as well: autodiff saves less of what it knows.
@@ -140,13 +150,14 @@ class _Cut(NamedTuple):
 
     needed: list[int]
     later: list[jax.ShapeDtypeStruct]
-    prepare: Callable[..., list[jax.Array]]
-    inputs: Callable[..., tuple[Any, Any, list[jax.Array]]]
-    weights: Callable[..., Any]
+    prepare: Callable[..., Leaves]
+    inputs: Callable[..., tuple[Cotangents, Cotangents, Leaves]]
+    weights: Function
 
 
 def _cut(
-    whole: Callable[..., tuple[Any, Any, Any]], arguments: tuple[Any, Any, Any]
+    whole: Callable[..., tuple[Cotangents, Cotangents, Cotangents]],
+    arguments: tuple[Params, Leaves, tuple[Cotangents, Cotangents]],
 ) -> _Cut | None:
     """The two parts of a backward pass, (weights, saved, cotangents) -> d_weights, d_carry, dx.
 
@@ -197,7 +208,11 @@ def _cut(
     return _Cut(needed, [shape_of(v.aval) for v in later], prepare, inputs, gradients)
 
 
-def _places(saved: Sequence[Any], needed: Sequence[int], later: Sequence[Any]) -> list[int]:
+def _places(
+    saved: Sequence[jax.ShapeDtypeStruct],
+    needed: Sequence[int],
+    later: Sequence[jax.ShapeDtypeStruct],
+) -> list[int]:
     """For each of `later` the number of a saved leaf like it that W does not need, or a new one."""
     free = [n for n in range(len(saved)) if n not in needed]
     places, num_leaves = [], len(saved)

@@ -6,14 +6,17 @@ that its weight adds.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.base.trees import vary_over
+from jaxpar.base.types import Arrays, Atom, Carry, DType, Leaves, Params, Precision, Shapes
 from jaxpar.trace.jaxprs import (
+    aval_of,
     equations_for,
     function_of,
     inlined,
@@ -21,6 +24,9 @@ from jaxpar.trace.jaxprs import (
     reads_of,
     varying_of,
 )
+
+# (weights, carry, x) -> (carry, y), of one time step.
+Step = Callable[[Params, Carry, Arrays], tuple[Carry, Arrays]]
 
 
 class StepProgram:
@@ -48,7 +54,7 @@ class StepProgram:
         self.given, rest = invars[:num_given], invars[num_given:]
         self.carry, self.xs = rest[:num_carry], rest[num_carry:]
         fixed, soon = {*self.given}, {*self.xs}
-        of_fixed, may_be_early, products = list[Any](), list[Any](), list[Any]()
+        of_fixed, may_be_early, products = list[JaxprEqn](), list[JaxprEqn](), list[Var]()
         for eqn in jaxpr.eqns:
             reads = {v for v in eqn.invars if isinstance(v, Var)}
             if eqn.effects:
@@ -69,40 +75,42 @@ class StepProgram:
         both = [*self.early, *self.late]
         self.fixed = [v for v in reads_of(both, self.outs) if v in fixed]
         self._of_fixed = equations_for(of_fixed, self.fixed)
-        floats = {v for v in self.fixed if is_float(v.aval)}
+        floats = {v for v in self.fixed if is_float(aval_of(v))}
         whole = [eqn for eqn in both if not _is_plain(eqn)]
         self.live = [v for v in reads_of(whole, self.outs) if v in floats]
         self._weights = {
             id(eqn): [n for n, v in enumerate(eqn.invars) if isinstance(v, Var) and v in floats]
             for eqn in both
-            if _is_plain(eqn) and any(is_float(v.aval) for v in eqn.outvars)
+            if _is_plain(eqn) and any(is_float(aval_of(v)) for v in eqn.outvars)
         }
 
         late_reads = reads_of(self.late, self.outs)
         self.early_floats = [
-            v for v in reads_of(self.early) if v in {*self.xs} and is_float(v.aval)
+            v for v in reads_of(self.early) if v in {*self.xs} and is_float(aval_of(v))
         ]
         self.late_floats = [
-            v for v in (*self.xs, *self.crossing) if v in late_reads and is_float(v.aval)
+            v for v in (*self.xs, *self.crossing) if v in late_reads and is_float(aval_of(v))
         ]
-        self.crossing_floats = [v for v in self.crossing if is_float(v.aval)]
+        self.crossing_floats = [v for v in self.crossing if is_float(aval_of(v))]
         self.operands = {id(eqn): self._find_operands(eqn) for eqn in self.weighed(both)}
         found = {id(eqn): Product.find(eqn, self.weights_of(eqn)) for eqn in self.weighed(both)}
         self.products = {number: product for number, product in found.items() if product}
 
-    def make_fixed(self, given: Sequence[Any]) -> list[Any]:
+    def make_fixed(self, given: Sequence[jax.Array]) -> Leaves:
         """The values that are fixed."""
         return function_of(self._jaxpr, self.given, self._of_fixed, self.fixed)(*given)
 
-    def weights_of(self, eqn: Any) -> list[int]:
+    def weights_of(self, eqn: JaxprEqn) -> list[int]:
         """Numbers of the operands for which an equation is weighed; none if it is not."""
         return self._weights.get(id(eqn), [])
 
-    def weighed(self, eqns: Sequence[Any]) -> list[Any]:
+    def weighed(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
         """Those of the equations that are."""
         return [eqn for eqn in eqns if self.weights_of(eqn)]
 
-    def apply(self, eqn: Any, values: Sequence[Any], *, over_time: bool = False) -> list[Any]:
+    def apply(
+        self, eqn: JaxprEqn, values: Sequence[jax.Array], *, over_time: bool = False
+    ) -> Leaves:
         """What an equation makes of the values of its operands.
 
         Args:
@@ -115,8 +123,12 @@ class StepProgram:
         return run(*given.values())
 
     def weight_gradients(
-        self, eqn: Any, operands: Sequence[Any], weights: Sequence[Any], dz: Sequence[Any]
-    ) -> list[Any]:
+        self,
+        eqn: JaxprEqn,
+        operands: Sequence[jax.Array | None],
+        weights: Sequence[jax.Array],
+        dz: Sequence[jax.Array],
+    ) -> Leaves:
         """Those of a weighed equation at all steps.
 
         Args:
@@ -126,7 +138,7 @@ class StepProgram:
         """
         num_steps = dz[0].shape[0]
         values = [
-            jnp.zeros((num_steps, *v.aval.shape), v.aval.dtype) if a is None else a
+            jnp.zeros((num_steps, *aval_of(v).shape), aval_of(v).dtype) if a is None else a
             for v, a in zip(eqn.invars, operands, strict=True)
         ]
 
@@ -138,17 +150,18 @@ class StepProgram:
 
         return [*jax.vjp(of_weights, *weights)[1]([*dz])]
 
-    def _find_operands(self, eqn: Any) -> Set[int]:
+    def _find_operands(self, eqn: JaxprEqn) -> Set[int]:
         others = [
             n
             for n, v in enumerate(eqn.invars)
             if isinstance(v, Var) and n not in self.weights_of(eqn)
         ]
 
-        results = [v for v in eqn.outvars if is_float(v.aval)]
+        results = [v for v in eqn.outvars if is_float(aval_of(v))]
 
         def gradients(operands, weights, dz):
-            values, own = [None] * len(eqn.invars), [eqn.invars[n] for n in self.weights_of(eqn)]
+            values: list[jax.Array | None] = [None] * len(eqn.invars)
+            own = [eqn.invars[n] for n in self.weights_of(eqn)]
             for n, a in zip(others, operands, strict=True):
                 values[n] = vary_over(a, varying_of(eqn.invars[n]))
             weights, dz = (
@@ -158,7 +171,9 @@ class StepProgram:
             return self.weight_gradients(eqn, values, weights, dz)
 
         def shapes(names, *over):
-            return [jax.ShapeDtypeStruct((*over, *v.aval.shape), v.aval.dtype) for v in names]
+            return [
+                jax.ShapeDtypeStruct((*over, *aval_of(v).shape), aval_of(v).dtype) for v in names
+            ]
 
         arguments = (
             shapes([eqn.invars[n] for n in others], 2),
@@ -171,8 +186,8 @@ class StepProgram:
 
 
 def read_step(
-    step: Callable[..., Any], params: Any, carry: Any, x: Any
-) -> tuple[StepProgram, list[Any], Any]:
+    step: Step, params: Params, carry: Carry, x: Arrays
+) -> tuple[StepProgram, Leaves, tuple[Shapes, Shapes]]:
     """The program of `step(params, carry, x)`, what is given to it, and the shapes of its results."""
     # What JAX has traced of the step itself before may be of other globals.
     closed, shapes = jax.make_jaxpr(lambda *args: step(*args), return_shape=True)(params, carry, x)
@@ -182,24 +197,24 @@ def read_step(
 
 
 def _alone(
-    jaxpr: Jaxpr, eqn: Any, values: Sequence[Any]
-) -> tuple[Callable[..., list[Any]], dict[Var, Any]]:
+    jaxpr: Jaxpr, eqn: JaxprEqn, values: Sequence[jax.Array]
+) -> tuple[Callable[..., Leaves], dict[Var, jax.Array]]:
     """One equation as a function, and its arguments."""
     given = {v: a for v, a in zip(eqn.invars, values, strict=True) if isinstance(v, Var)}
     return function_of(jaxpr, [*given], [eqn], eqn.outvars), given
 
 
-def read_values(env: Mapping[Var, Any], names: Sequence[Any]) -> list[Any]:
+def read_values(env: Mapping[Var, jax.Array], names: Sequence[Atom]) -> Leaves:
     """The values of variables and literals."""
     return [name.val if isinstance(name, Literal) else env[name] for name in names]
 
 
-def is_float(aval: Any) -> bool:
-    """Whether it has a gradient."""
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
+def is_float(array: jax.Array | ShapedArray) -> bool:
+    """Whether an array, or what stands for one, has a gradient."""
+    return jnp.issubdtype(array.dtype, jnp.inexact)
 
 
-def _is_plain(eqn: Any) -> bool:
+def _is_plain(eqn: JaxprEqn) -> bool:
     """Whether an equation is arithmetic."""
     return eqn.primitive.name == "custom_jvp_call" or not (eqn.effects or programs_in(eqn))
 
@@ -223,17 +238,19 @@ class Product(NamedTuple):
     out_order: tuple[int, ...]
     num_sums: int
     num_blocks: int
-    precision: Any
-    dtype: Any
+    precision: Precision
+    dtype: DType
 
     @classmethod
-    def find(cls, eqn: Any, weights: Sequence[int]) -> "Product | None":
+    def find(cls, eqn: JaxprEqn, weights: Sequence[int]) -> "Product | None":
         """The equation as such a product; None if it is none."""
         if eqn.primitive.name != "dot_general" or len(weights) != 1:
             return None
         sums, blocks = eqn.params["dimension_numbers"]
         position, (other,) = 1 - weights[0], weights
-        u, w = eqn.invars[position].aval, eqn.invars[other].aval
+        u, w = aval_of(eqn.invars[position]), aval_of(eqn.invars[other])
+        weight = eqn.invars[other]
+        assert isinstance(weight, Var)  # for literals are not weighed
         pairs = sorted(zip(sums[position], sums[other], strict=True))
         u_sums, w_sums = tuple(n for n, _ in pairs), tuple(n for _, n in pairs)
         u_blocks, w_blocks = blocks[position], blocks[other]
@@ -242,7 +259,7 @@ class Product(NamedTuple):
         ends = (0, *itertools.accumulate(map(len, (u_free, u_blocks, w_free))))
         of_u, of_blocks, of_w = itertools.starmap(range, itertools.pairwise(ends))
         return cls(
-            eqn.invars[other],
+            weight,
             position,
             u_free + u_blocks + u_sums,
             w_blocks + w_sums + w_free,

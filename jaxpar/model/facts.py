@@ -1,189 +1,33 @@
-"""What a task's model is, whatever the devices: all that is known from shapes, and nothing is made.
+"""All that is known of a task's model from shapes, whatever the devices; nothing is made.
 
-A task's model is traced here once, part by part, so that a mistake in it is told with the name of the part.
-How it lies on devices is a `Layout`, which is arithmetic on these facts.
+How devices share it is a `partition.Partition`, which is arithmetic on these facts.
 """
 
 import functools
-import logging
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.base.at import At, anywhere
-from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TIME
-from jaxpar.base.checks import check_takes, require
-from jaxpar.base.display import format_names
-from jaxpar.base.keys import new_key
-from jaxpar.base.padding import Padding
-from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
-from jaxpar.base.trees import check_floats, check_same, shape_of, whole_bytes, zeros
-from jaxpar.data.batches import check_numbers
-from jaxpar.data.order import DrawnBatches
-from jaxpar.model.model import (
-    Sums,
-    check_variables,
-    checked_outputs,
-    checked_sums,
-    run_layer,
-    says,
-)
+from jaxpar.base.axes import BATCH, DATA, STAGE, TIME
+from jaxpar.base.checks import require
+from jaxpar.base.trees import zeros
+from jaxpar.model.model import says
 from jaxpar.model.outer import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
-from jaxpar.model.stack import Stack, check_rows_of_carry
-from jaxpar.model.task import Task
-from jaxpar.model.tracing import flatten, made, module_of, program_of, shapes_and_program, shapes_of
+from jaxpar.model.traced import TracedModel, own_axes
 from jaxpar.pipeline.placement import PartCosts, Passes
-from jaxpar.sharding import dims_of, named_leaves
+from jaxpar.sharding import dims_of
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount, moving_inputs, used_inputs
 from jaxpar.trace.jaxprs import pruned
 
-_log = logging.getLogger(__name__)
 
-WHY_SAME = ", or give layers that are meant to differ a kind_name each"
-WHY_FLOATS = ", and put anything else into the batch, which layers see as at.batch"
-
-
-class _Traces(NamedTuple):
-    """What tracing the parts of a model tells.
-
-    Attributes:
-      x: shapes of what `first` gives, of a whole batch; `y` of what the last layer gives.
-      padding: makes blocks of one shape of what goes from layer to layer.
-      layers: of each kind, (state, carry, x, batch) -> (carry, y) or (carry, y, sums), and these arguments.
-      sums: shapes of those of a batch: of `last`, and what layers add to them.
-      adds_sums: whether layers do.
-    """
-
-    x: Any
-    y: Any
-    padding: Padding
-    layers: list[tuple[Callable[..., Any], tuple[Any, ...]]]
-    sums: Sums
-    adds_sums: bool
-
-
-def _own_axes(facts: "ModelFacts") -> tuple[str, ...]:
-    return facts.task.axes
-
-
-class ModelFacts:
-    """What a task's model is, on any devices.
-
-    Attributes:
-      task: whose model it is, resolved.
-      platform: that computes, which layers may ask (`At.on_cpu`).
-      batch: `ShapeDtypeStruct`s of a batch, as users have it; `batch_size` its rows, `num_steps` its time
-        steps (None if the model has no time).
-      time_major: of the model.
-      model: of shapes, as the task makes it, its layers not yet in their slots.
-      kinds: names of the kinds of layers; `kind_of` the number of each layer's kind; `unroll` of the stack.
-      block: shapes of a batch as the model sees it.
-      looked_at: as the method; each answer is found once.
-      is_told: whether `warn_of_resets` has been called.
-      checked: what was found to be right of the model, by `rows` and `custom_backward`.
-    """
-
-    def __init__(self, task: Task, platform: str):
-        """Looks at the shapes of a batch and of the model; its parts are traced when they are asked for.
-
-        Raises:
-          ValueError: the task's batches or its model are not as they must be.
-        """
-        self.task, self.platform = task, platform
-        task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
-        self.batch = jax.tree.map(shape_of, _example_of(task))
-        what = f"the model of task {task.name}, a"
-        self.model = module_of(what, lambda: self.make(0))[0]
-        _check_model(task, self.model)
-        check_variables(f"the model of task {task.name}", nnx.state(self.model))
-        _check_frozen(task, self.model)
-        _check_trained(task, self.params)
-        self.time_major = bool(getattr(self.model, "time_major", True))
-        self.batch_size, self.num_steps = _sizes_of(task, self.batch, self.time_major)
-        stack = self.model.layers
-        self.kinds, self.kind_of, self.unroll = stack.kinds, stack.kind_of, stack.unroll
-        self.block = jax.eval_shape(self.to_block, self.batch)
-        self.looked_at = functools.cache(self._looked_at)
-        self.checked = set[tuple[Any, ...]]()
-        self.is_told = False
-
-    @classmethod
-    def of(cls, task: Task, platform: str | None = None) -> "ModelFacts":
-        """The facts of a task, traced now: an equal task may read something that has changed since.
-
-        Args:
-          platform: None is that of JAX's default devices.
-        Raises:
-          ValueError: as of the constructor.
-        """
-        return cls(task, platform or jax.default_backend())
-
-    def make(self, seed: int | jax.Array) -> Any:
-        """The model with its values, of a seed or a key, its layers not in slots yet. Call under `jit`."""
-        return made(self.task.make_model, seed)
-
-    def split(self, model: Any) -> tuple[Any, nnx.State, nnx.State]:
-        """Structure, what is trained, and all other variables of a model."""
-        trained = nnx.All(nnx.Param, nnx.Not(self.task.frozen))
-        graphdef, params, frozen = nnx.split(model, trained, ...)
-        return graphdef, params, frozen
-
-    @property
-    def params(self) -> nnx.State:
-        """Shapes of what is trained, all layers of a kind in one stack."""
-        return self.split(self.model)[1]
-
-    @property
-    def model_size(self) -> tuple[int, int]:
-        """How many numbers the model's variables have, each layer's once, and their bytes."""
-        _, *variables = self.split(self.model)
-        numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables))
-        return numbers, whole_bytes(variables)
-
-    def to_block(self, batch: Any) -> Any:
-        """A batch as the model sees it: time before rows."""
-        if not self.time_major:
-            return jax.tree.map(jnp.asarray, batch)
-        return jax.tree.map(
-            lambda a: a.swapaxes(0, 1) if jnp.ndim(a) > 1 else jnp.asarray(a), batch
-        )
-
-    def at(self, batch: Any, *, draws: bool = True) -> At:
-        """Of a whole batch, for tracing; with a key as in training, or without one."""
-        zero = jnp.int32(0)
-        key = new_key(0) if draws else None
-        return At(
-            *(zero, zero, zero, key, batch), time_major=self.time_major, platform=self.platform
-        )
-
-    @functools.cached_property
-    def graphdef(self) -> Any:
-        """The structure of the model."""
-        return nnx.graphdef(self.model)
-
-    def first(self, params: Any, frozen: Any, block: Any, **draws: Any) -> Any:
-        """`first` as a function of the model's variables."""
-        return nnx.merge(self.graphdef, params, frozen).first(block, self.at(block, **draws))
-
-    def last(self, params: Any, frozen: Any, y: Any, block: Any, **draws: Any) -> Sums:
-        """`last` likewise.
-
-        Raises:
-          ValueError: it does not return `Sums`.
-        """
-        sums = nnx.merge(self.graphdef, params, frozen).last(y, block, self.at(block, **draws))
-        return checked_sums(sums, f"`last` of {type(self.model).__name__}")
-
-    @property
-    def has_last_part(self) -> bool:
-        """Whether the model itself says how all stages have a part of what follows the layers."""
-        return says(self.model, "last_part")
+class ModelFacts(TracedModel):
+    """A task's model, on any devices: what its parts use, compute and depend on."""
 
     @functools.cached_property
     def split_dims(self) -> dict[str, str]:
@@ -202,19 +46,6 @@ class ModelFacts:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(of_layers))
 
     @functools.cached_property
-    def layer_stacks(self) -> tuple[tuple[nnx.State, ...], ...]:
-        """Trained and other variables of the layers by kind, of shapes, all layers of a kind in one stack."""
-        stacks = [state.get(LAYERS_OF_MODEL, {}) for state in self.split(self.model)[1:]]
-        return tuple(tuple(nnx.State(own.get(kind, {})) for kind in self.kinds) for own in stacks)
-
-    @functools.cached_property
-    def outer_variables(self) -> tuple[dict[str, Any], ...]:
-        """Trained and other variables outside of the layers, of shapes, by name."""
-        begin, states = f"{LAYERS_OF_MODEL}/", self.split(self.model)[1:]
-        named = (sorted(named_leaves(state, "/")) for state in states)
-        return tuple({n: leaf for n, leaf in own if not n.startswith(begin)} for own in named)
-
-    @functools.cached_property
     def reads(self) -> tuple[frozenset[str], frozenset[str]]:
         """The variables that `first` reads, and those that `last` or `predict` does."""
         first, last = (own.read for own in self.uses)
@@ -224,36 +55,6 @@ class ModelFacts:
             last |= uses(self.model, lambda m: m.predict(zeros(y), zeros(batch), at)).read
         names = (frozenset(path.removesuffix("/value") for path in own) for own in (first, last))
         return next(names), next(names)
-
-    @functools.cached_property
-    def starts_with_variables(self) -> bool:
-        """Whether what layers carry at the start depends on variables of theirs."""
-        graphdef, state = nnx.split(self.model.layers)
-        return any(used_inputs(lambda own: nnx.merge(graphdef, own).initial_carry(1), state))
-
-    def _looked_at(self, name: str, sizes: tuple[tuple[str, int], ...] | None) -> frozenset[str]:
-        """The variables that `draw` of the model, or `prepare` for a mesh of sizes, changes or depends on."""
-        graphdef, *states = self.split(self.model)
-        paths, leaves, structure = flatten(nnx.State({str(n): own for n, own in enumerate(states)}))
-        paths = [path.partition("/")[2].removesuffix("/value") for path in paths]
-
-        def run(leaves: list[Any]) -> list[Any]:
-            model = nnx.merge(graphdef, *jax.tree.unflatten(structure, leaves).values())
-            argument = new_key(0) if sizes is None else dict(sizes)
-            return jax.tree.leaves(self.split(getattr(model, name)(argument))[1:])
-
-        jaxpr = jax.make_jaxpr(run)(leaves).jaxpr
-        if len(jaxpr.outvars) != len(leaves):
-            return frozenset(paths)
-        pairs = zip(jaxpr.invars, jaxpr.outvars, strict=True)
-        changed = [n for n, (before, after) in enumerate(pairs) if before is not after]
-        used = used_inputs(lambda own: [run(own)[n] for n in changed], leaves)
-        return frozenset(path for n, path in enumerate(paths) if n in changed or used[n])
-
-    @functools.cached_property
-    def passed(self) -> Any:
-        """Shapes of what goes from stage to stage, of a whole batch."""
-        return jax.eval_shape(lambda x: self.traces.padding.pad(x, anywhere), self.traces.x)
 
     @property
     def divides_by_hand(self) -> bool:
@@ -287,7 +88,7 @@ class ModelFacts:
         return sum(forward + min(backward, 2 * forward) for forward, backward in parts)
 
     @functools.cached_property
-    @in_bound(_own_axes)
+    @in_bound(own_axes)
     def costs(self) -> PartCosts:
         """FLOPs of each part over a whole batch; layers without any have 1 forward and 2 backward."""
         (_, params, frozen), y, block = self.split(self.model), self.traces.y, self.block
@@ -323,70 +124,7 @@ class ModelFacts:
             totals.append((_total(layer), ((own, carry, x), others, block)))
         return totals
 
-    @functools.cached_property
-    def whole_window(self) -> tuple[str, ...]:
-        """Kinds of layers that read a whole window at once."""
-        pairs = zip(self.kinds, self._layers, strict=True)
-        return tuple(name for name, layer in pairs if getattr(layer, "whole_window", False))
-
-    @functools.cached_property
-    def rows_together(self) -> dict[str, int]:
-        """How many rows a layer mixes, of the kinds that do."""
-        pairs = zip(self.kinds, self._layers, strict=True)
-        sizes = {name: getattr(layer, "rows_together", None) for name, layer in pairs}
-        return {name: size for name, size in sizes.items() if size is not None}
-
-    @functools.cached_property
-    def _layers(self) -> list[Any]:
-        """The first layer of each kind, of shapes."""
-        stack = self.model.layers
-        numbers = [self.kind_of.index(kind) for kind in range(len(self.kinds))]
-        return [nnx.eval_shape(lambda stack, n=n: stack.layer(n), stack) for n in numbers]
-
-    @functools.cached_property
-    @in_bound(_own_axes)
-    def traces(self) -> _Traces:
-        """`first`, every kind of layer and `last`, each traced once by itself, so that a mistake has a name.
-
-        Raises:
-          ValueError: one of them is not as it must be.
-        """
-
-        def first(model, batch, **draws):
-            return model.first(batch, self.at(batch, **draws))
-
-        x = shapes_of("first", first, self.model, self.block)
-        check_floats("what `first` gives", x, WHY_FLOATS)
-        shapes, layers, of_layers = [x], list[Any](), list[Any]()
-        for number, kind in enumerate(self.kind_of):
-            if kind == len(layers):  # kinds are numbered in the order of their first layers
-                run, args, y, sums = self._trace_layer(kind, shapes[-1])
-                layers.append((run, args, y))
-                of_layers.append(sums)
-            same = f"the input of layer {number} ({self.kinds[kind]})"
-            first_of_kind = f"that of layer {self.kind_of.index(kind)}"
-            check_same(same, shapes[-1], first_of_kind, layers[kind][1][2], WHY_SAME)
-            shapes.append(layers[kind][2])
-        dims = ("time", self.num_steps or 1), ("rows", self.batch_size)
-        padding = Padding(shapes, dict(dims[not self.time_major :]))
-
-        def last(model, y, batch, **draws):
-            sums = model.last(y, batch, self.at(batch, **draws))
-            return checked_sums(sums, f"`last` of {type(model).__name__}")
-
-        sums = shapes_of("last", last, self.model, shapes[-1], self.block)
-        if says(self.model, "draw"):
-            graphdef, state = nnx.split(self.model)
-            key = new_key(0)
-            program_of("draw", lambda own: nnx.state(nnx.merge(graphdef, own).draw(key)), state)
-        for own in filter(None, of_layers):
-            new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}
-            sums = sums._replace(metrics={**sums.metrics, **new})
-        what = f"the model of task {self.task.name}"
-        check_metrics(sums.metrics, self.task.unit, what)
-        return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
-
-    @in_bound(_own_axes)
+    @in_bound(own_axes)
     def check_gradient(self) -> None:
         """Checks that the loss depends on something that is trained; the last part is looked at first.
 
@@ -419,7 +157,7 @@ class ModelFacts:
         )
 
     @functools.cached_property
-    @in_bound(_own_axes)
+    @in_bound(own_axes)
     def knows_weight(self) -> bool:
         """Whether the weight of `last` depends on the batch alone: it is known before a backward pass."""
 
@@ -432,35 +170,8 @@ class ModelFacts:
         used = used_inputs(run, *jax.tree.leaves((own, batch)))
         return not any(used[: len(jax.tree.leaves(own))])
 
-    def warn_of_resets(self) -> None:
-        """Warns, once, if batches of the user's let the state of layers begin anew in each, unsaid."""
-        if self.is_told or not self.time_major or part_of(self.batch, STARTS) is not None:
-            return
-        self.is_told = True
-        pairs = zip(self.kinds, self.traces.layers, strict=True)
-        kinds = [name for name, (_, (_, carry, *_)) in pairs if jax.tree.leaves(carry)]
-        # Where jaxpar's own say nothing, each row is a whole sequence.
-        is_own = kinds and not isinstance(self.task.make_batches("train", 0), DrawnBatches)
-        if is_own and jax.process_index() == 0:
-            _log.warning(
-                "batches of task %s have no %r, so the state of layer %s begins anew in each. Fix: add a "
-                "scalar %r to each batch, False where its rows continue those of the batch before, else True",
-                *(self.task.name, STARTS, kinds[0], STARTS),
-            )
-
-    @property
-    def parts(self) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-        """`first`, a layer of each kind and `last` as functions, and shapes of their arguments."""
-        _, *states = self.split(self.model)
-        layers = zip(self.kinds, self.traces.layers, strict=True)
-        return {
-            "`first`": (self.first, (*states, self.block)),
-            **{f"layer {name}": each for name, each in layers},
-            "`last`": (self.last, (*states, self.traces.y, self.block)),
-        }
-
     @functools.cached_property
-    @in_bound(_own_axes)
+    @in_bound(own_axes)
     def uses(self) -> tuple[Uses, Uses]:
         """How `first` and `last` use the modules of the model."""
         return self.uses_of(self.model)
@@ -487,63 +198,6 @@ class ModelFacts:
             and not (self.has_last_part and name in self.uses[1].modules)
         }
 
-    @functools.cached_property
-    @in_bound(_own_axes)
-    def outputs(self) -> dict[str, Any]:
-        """Shapes of what `predict` gives of a batch, as the model sees it: [T, B, ...], or [B, ...].
-
-        Raises:
-          ValueError: the model has no such method, or it returns something else.
-        """
-        name = type(self.model).__name__
-        if not says(self.model, "predict"):
-            raise ValueError(
-                f"model {name} has no method predict.\n"
-                f'Fix: write predict(self, y, batch, at) that returns arrays by name: {{"y": self.out(y)}}.'
-            )
-        _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
-
-        def predict(model, y, batch, **draws):
-            return checked_outputs(model.predict(y, batch, self.at(batch, **draws)), name)
-
-        found = shapes_of("predict", predict, self.model, self.traces.y, self.block)
-        sizes = [self.num_steps, self.batch_size] if self.time_major else [self.batch_size]
-        for key, output in found.items():
-            if list(output.shape[: len(sizes)]) != sizes:
-                dims = "[time, rows, ...]" if self.time_major else "[rows, ...]"
-                raise ValueError(
-                    f"`predict` of {name} returns an array of shape {list(output.shape)} as {key!r} for a "
-                    f"block of {sizes}.\nFix: return arrays {dims}."
-                )
-        return found
-
-    def _trace_layer(self, kind: int, x: Any) -> tuple[Any, ...]:
-        """As a function, with shapes of the arguments; and the shapes of y, and of the sums, or ()."""
-        layer, name, carry = self._layers[kind], self.kinds[kind], ()
-        if hasattr(layer, "initial_carry"):
-
-            def begin(layer):
-                return layer.initial_carry(self.batch_size)
-
-            carry, _ = shapes_and_program(f"layer {name}", begin, layer)
-            check_floats(f"layer {name}: its initial_carry", carry, WHY_FLOATS)
-            twice = 2 * self.batch_size  # a number that it may be fixed to is the batch's
-            more = nnx.eval_shape(lambda layer: layer.initial_carry(twice), layer)
-            check_rows_of_carry(name, more, twice)
-
-        def call(layer, carry, x, batch, **draws):
-            return run_layer(name, layer, carry, x, self.at(batch, **draws))
-
-        after, y, *sums = shapes_of(f"layer {name}", call, layer, carry, x, self.block)
-        check_floats(f"layer {name}: its output", y, WHY_FLOATS)
-        check_same(f"layer {name}: the carry that it returns", after, "the one it takes", carry)
-        graphdef, state = nnx.split(layer)
-
-        def run(state, *args):
-            return call(nnx.merge(graphdef, state), *args)
-
-        return run, (state, carry, x, self.block), y, sums[0] if sums else ()
-
 
 def _in(state: Any) -> Callable[..., bool]:
     """A filter for the variables that have the path of one in a state."""
@@ -566,79 +220,3 @@ def _passes(total: Callable[..., Any], args: tuple[Any, ...]) -> Passes:
     """FLOPs forward and backward, with the gradient in the first argument."""
     forward = amount(total, *args).flops
     return forward, amount(jax.grad(total), *args).flops - forward
-
-
-def _check_method(what: str, owner: Any, name: str, *arguments: str) -> None:
-    use = f"write {name}({', '.join(('self', *arguments))})"
-    check_takes(getattr(owner, name), arguments, f"{what}: {name}", use)
-
-
-def _example_of(task: Task) -> Any:
-    """A batch, as users have it."""
-    _check_method(f"task {task.name}", task, "make_model", "rngs")
-    _check_method(f"task {task.name}", task, "make_batches", "split", "seed")
-    batch = task.example_batch()
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
-        if getattr(dtype, "kind", None) in {*"OSUMm"}:  # objects, texts, dates
-            raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}.\n"
-                f"Fix: give numbers, and classes and words as int32 ids."
-            )
-    check_numbers(batch)
-    check_parts(batch, f"of task {task.name}")
-    return batch
-
-
-def _check_model(task: Task, model: Any) -> None:
-    what = f"the model of task {task.name}, a {type(model).__name__}"
-    for name, *arguments in (("first", "batch", "at"), ("last", "y", "batch", "at")):
-        if not says(model, name):
-            raise ValueError(
-                f"{what}, has no method {name}.\n"
-                f"Fix: write first(batch, at), layers (a Stack) and last(y, batch, at)."
-            )
-        _check_method(what, model, name, *arguments)
-    if not isinstance(getattr(model, LAYERS_OF_MODEL, None), Stack):
-        raise ValueError(
-            f"{what}, has no Stack called layers.\n"
-            f"Fix: write self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)."
-        )
-
-
-def _check_frozen(task: Task, model: Any) -> None:
-    """Raises if the task's filter of what is not trained matches nothing of the model."""
-    if isinstance(nnx.filterlib.to_predicate(task.frozen), nnx.Nothing):
-        return
-    params = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
-    if not nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, task.frozen))):
-        raise ValueError(
-            f"frozen={task.frozen} of task {task.name} matches no parameter of "
-            f"{format_names(['.'.join(map(str, path)) for path in params])}.\n"
-            f"Fix: give a filter of some, such as nnx.PathContains({params[0][0]!r})."
-        )
-
-
-def _check_trained(task: Task, params: nnx.State) -> None:
-    """Raises if something that is trained has no gradient, going by its type."""
-    for path, leaf in nnx.to_flat_state(params):
-        require(
-            jnp.issubdtype(leaf.dtype, jnp.inexact),
-            f"parameter {'.'.join(map(str, path))} of task {task.name} is {leaf.dtype}, which has no "
-            f"gradient.\nFix: make it an nnx.Variable, or name it in Task.frozen.",
-        )
-
-
-def _sizes_of(task: Task, batch: Any, time_major: bool) -> tuple[int, int | None]:
-    """Rows, and time steps, of a batch."""
-    sized = [leaf for leaf in jax.tree.leaves(batch) if len(leaf.shape)]
-    rows = {leaf.shape[0] for leaf in sized}
-    if len(rows) != 1:
-        raise ValueError(
-            f"the arrays of a batch of task {task.name} have {sorted(rows) or 'no'} rows.\n"
-            f"Fix: make the batch's rows the first dim of each; only {STARTS!r} is a scalar."
-        )
-    steps = {leaf.shape[1] for leaf in sized if len(leaf.shape) > 1 and leaf.shape[1] > 1}
-    if not time_major:
-        return rows.pop(), None
-    return rows.pop(), max(steps, default=1)

@@ -37,11 +37,7 @@ class Stack(nnx.Module):
     """
 
     def __init__(
-        self,
-        makers: Sequence[Callable[[nnx.Rngs], nnx.Module]],
-        *,
-        rngs: nnx.Rngs,
-        unroll: int = 4,
+        self, makers: Sequence[Callable[[nnx.Rngs], nnx.Module]], *, rngs: nnx.Rngs, unroll: int = 4
     ):
         """Draws the layers, each from a key of its own.
 

@@ -1,13 +1,12 @@
 """Layers of a stack made from ordinary Flax modules."""
 
-from typing import Any
-
 import jax
 from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH
 from jaxpar.base.keys import new_key
+from jaxpar.base.types import Activations, Carry, Module
 from jaxpar.internal.hoisting import hoisted_scan
 from jaxpar.nn.resets import begin_anew, initial_of
 from jaxpar.sharding import dims_of, is_variable
@@ -29,14 +28,14 @@ class Recurrent(nnx.Module):
     that are whole on each device, whatever splits the layers around it.
     """
 
-    def __init__(self, cell: Any):
+    def __init__(self, cell: Module):
         self.cell = cell
 
-    def initial_carry(self, rows: int) -> Any:
+    def initial_carry(self, rows: int) -> Carry:
         """The cell's own, zeros by Flax's default."""
         return self.cell.initialize_carry((rows, self.cell.in_features), nnx.Rngs(new_key(0)))
 
-    def __call__(self, carry: Any, x_TBW: jax.Array, at: At) -> tuple[Any, jax.Array]:
+    def __call__(self, carry: Carry, x_TBW: jax.Array, at: At) -> tuple[Carry, jax.Array]:
         """The cell at every time step."""
         graphdef, state = nnx.split(self.cell)
         variables = jax.tree.leaves(state, is_leaf=is_variable)
@@ -61,9 +60,9 @@ class Recurrent(nnx.Module):
 class Stateless(nnx.Module):
     """A layer made of any module `x -> y` with y shaped as x: `Stateless(nnx.Linear(64, 64, rngs=rngs))`."""
 
-    def __init__(self, module: Any):
+    def __init__(self, module: Module):
         self.module = module
 
-    def __call__(self, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
+    def __call__(self, carry: Carry, x: Activations, at: At) -> tuple[Carry, Activations]:
         """The module; there is no state."""
         return carry, self.module(x)

@@ -1,7 +1,7 @@
 """A layer that reads a window in both directions, for encoders."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,11 @@ from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.parts import RESETS, with_part
+from jaxpar.base.types import Activations, Carry, Dims, Module, Tree
 
 SECOND = 2**31 - 1  # folded into the key of the second layer's dropout
+
+Merge = Callable[[Activations, Activations], Activations]
 
 
 class Bidirectional(nnx.Module):
@@ -27,7 +30,7 @@ class Bidirectional(nnx.Module):
 
     whole_window: ClassVar[bool] = True
 
-    def __init__(self, first: Any, second: Any, merge: Callable[[Any, Any], Any] = jnp.add):
+    def __init__(self, first: Module, second: Module, merge: Merge = jnp.add):
         """Takes the layers.
 
         Args:
@@ -36,16 +39,16 @@ class Bidirectional(nnx.Module):
         """
         self.first, self.second, self.merge = first, second, merge
 
-    def initial_carry(self, rows: int) -> Any:
+    def initial_carry(self, rows: int) -> Carry:
         """Of the first layer."""
         return self.first.initial_carry(rows)
 
     @property
-    def carry_dims(self) -> Any:
+    def carry_dims(self) -> Dims:
         """Of the first layer."""
         return getattr(self.first, "carry_dims", None)
 
-    def __call__(self, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
+    def __call__(self, carry: Carry, x: Activations, at: At) -> tuple[Carry, Activations]:
         """Both layers over the window."""
         carry, y = self.first(carry, x, at)
         num_rows = jax.tree.leaves(x)[0].shape[1]
@@ -54,7 +57,7 @@ class Bidirectional(nnx.Module):
         return carry, jax.tree.map(self.merge, y, _flip(z, at.lengths))
 
 
-def _flip(tree: Any, lengths_B: jax.Array | None) -> Any:
+def _flip(tree: Tree, lengths_B: jax.Array | None) -> Tree:
     """Arrays [time, rows, ...] with the steps of each row in reverse order; done twice, as they were.
 
     Args:

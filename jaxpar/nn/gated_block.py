@@ -22,6 +22,7 @@ from jax import lax
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, HIDDEN, INPUT
 from jaxpar.base.checks import require
+from jaxpar.base.types import Carry, Dims
 from jaxpar.internal.products import wide
 from jaxpar.nn.hidden import Recurrence
 from jaxpar.nn.linear import matmul
@@ -74,15 +75,15 @@ class GatedBlock(nnx.Module):
         return getattr(self.layer, "kind_name", None) or type(self.layer).__name__
 
     @property
-    def carry_dims(self) -> Any:
+    def carry_dims(self) -> Dims:
         """Of the layer's state."""
         return self.layer.carry_dims
 
-    def initial_carry(self, rows: int) -> Any:
+    def initial_carry(self, rows: int) -> Carry:
         """Of the layer."""
         return self.layer.initial_carry(rows)
 
-    def __call__(self, carry: Any, x_TBH: jax.Array, at: At) -> tuple[Any, ...]:
+    def __call__(self, carry: Carry, x_TBH: jax.Array, at: At) -> tuple[Any, ...]:
         """The block over a window of time; sums of the layer are passed on."""
         x_TBH = at.layout(x_TBH, None, BATCH, None)
         n_TBH = rms_norm(x_TBH)

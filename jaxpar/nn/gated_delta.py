@@ -30,6 +30,7 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, HEADS
+from jaxpar.base.types import Arrays, Carry, Dims
 from jaxpar.nn.matrix_memory import CHUNK, MatrixMemory, Steps, over_chunks, product
 from jaxpar.nn.param import named_param
 from jaxpar.nn.resets import begin_anew
@@ -69,7 +70,7 @@ def gated_delta(
     return over_chunks(_chunk, carry_BNKV, xs, resets_TB, initial_BNKV, chunk)
 
 
-def _chunk(before: jax.Array, xs: Any, resets_Bt: jax.Array | None, initial: jax.Array | None):
+def _chunk(before: jax.Array, xs: Arrays, resets_Bt: jax.Array | None, initial: jax.Array | None):
     q, k, v, log_a, b = xs  # [B, N, t, ...]
     size, dot = q.shape[2], functools.partial(product, dtype=q.dtype)
 
@@ -122,7 +123,7 @@ class GatedDeltaNet(MatrixMemory):
 
     kind_name = "gated_delta"
     num_vectors = 3
-    carry_dims: ClassVar[Any] = (BATCH, HEADS, None, None)
+    carry_dims: ClassVar[Dims] = (BATCH, HEADS, None, None)
 
     def __init__(
         self, width: int, *, negative_eigenvalues: bool = False, rngs: nnx.Rngs, **options: Any
@@ -131,7 +132,7 @@ class GatedDeltaNet(MatrixMemory):
         super().__init__(width, rngs=rngs, **options)
         self.negative_eigenvalues = negative_eigenvalues
 
-        def draw(low: Any, high: Any) -> jax.Array:
+        def draw(low: float | jax.Array, high: float | jax.Array) -> jax.Array:
             shape, dtype = (self.num_heads,), jnp.dtype(jnp.float32)
             return jax.random.uniform(rngs.params(), shape, dtype, low, high)
 
@@ -143,7 +144,7 @@ class GatedDeltaNet(MatrixMemory):
         """Zeros, [rows, N, D, D]."""
         return jnp.zeros((rows, self.num_heads, self.head_size, self.head_size), jnp.float32)
 
-    def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
         """The formulas above."""
         dtype = x_TBH.dtype
         z_TB3ND, z_TB2N = self.vectors(x_TBH), self.gates(x_TBH)

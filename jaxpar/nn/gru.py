@@ -9,13 +9,12 @@ Legend of the dim suffixes: T time, B batch, I input, H hidden, 3 the gates r z 
 (Cho et al. 2014, with the reset gate applied after the product, as in `torch.nn.GRU` and cuDNN.)
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.base.at import At
+from jaxpar.base.types import Carry
 from jaxpar.internal.hoisting import hoisted_scan
 from jaxpar.internal.products import contract
 from jaxpar.nn.hidden import GateParams, Recurrence, gates_of_state
@@ -70,6 +69,6 @@ class GRU(Recurrence):
 
     num_gates, num_biases = 3, 4
 
-    def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
         """See `gru_layer`."""
         return gru_layer(self.params, carry, x_TBH, at.resets, initial, at.unroll)

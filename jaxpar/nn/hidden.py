@@ -14,6 +14,7 @@ from flax import nnx
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, GATES, HEADS, HIDDEN, INPUT
 from jaxpar.base.checks import check_divides, require, require_positive
+from jaxpar.base.types import Carry, Dims, Tree
 from jaxpar.internal.products import contract
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.param import Initializer, kernel_param, lecun_uniform, named_param
@@ -42,7 +43,7 @@ class Recurrence(nnx.Module):
       num_heads: N, blocks of the recurrent kernel.
     """
 
-    carry_dims: ClassVar[Any] = (BATCH, HIDDEN)
+    carry_dims: ClassVar[Dims] = (BATCH, HIDDEN)
     kernels: ClassVar[tuple[str, ...]] = ("w_x", "w_h")
     num_gates: ClassVar[int]
     num_biases: ClassVar[int]
@@ -98,21 +99,21 @@ class Recurrence(nnx.Module):
         """Whether its recurrent matrix is of blocks."""
         return self.num_heads > 1 and "w_h" in self.kernels
 
-    def _by_head(self, tree: Any) -> Any:
+    def _by_head(self, tree: Tree) -> Tree:
         """Arrays [..., H], each as [..., N, D] if there are heads."""
         if not self._has_blocks:
             return tree
         return jax.tree.map(lambda a: a.reshape(*a.shape[:-1], self.num_heads, -1), tree)
 
-    def initial_carry(self, rows: int) -> Any:
+    def initial_carry(self, rows: int) -> Carry:
         """Zeros, [rows, H]; a layer of your own may return something else, such as a parameter."""
         return jnp.zeros((rows, self.width), jnp.float32)
 
-    def begins_with(self, x_TBH: jax.Array, at: At) -> Any:
+    def begins_with(self, x_TBH: jax.Array, at: At) -> Carry:
         """The state that sequences within the block begin with; None is zeros."""
         return initial_of(self, x_TBH, at)
 
-    def __call__(self, carry: Any, x_TBH: jax.Array, at: At) -> tuple[Any, jax.Array]:
+    def __call__(self, carry: Carry, x_TBH: jax.Array, at: At) -> tuple[Carry, jax.Array]:
         """Dropout, then the layer over a window of time."""
         with jax.named_scope(type(self).__name__.lower()):
             initial = self._by_head(self.begins_with(x_TBH, at))
@@ -123,8 +124,8 @@ class Recurrence(nnx.Module):
             return jax.tree.map(lambda a: a.reshape(*a.shape[:-2], -1), found)
 
     def over_time(
-        self, carry: Any, x_TBH: jax.Array, at: At, initial: Any
-    ) -> tuple[Any, jax.Array]:
+        self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry
+    ) -> tuple[Carry, jax.Array]:
         """The layer over a window of time.
 
         The dtype of x is that of the matmuls' inputs; they accumulate in float32, and the state is float32.

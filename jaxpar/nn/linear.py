@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpar.base.trees import vary_like
+from jaxpar.base.types import DType, Precision
 from jaxpar.internal.products import contract, dot, sum_of_outer_products, wide
 from jaxpar.nn.param import Initializer, kernel_param, named_param
 
@@ -54,8 +55,8 @@ def dot_general(
     x: jax.Array,
     kernel: jax.Array,
     dimension_numbers: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: Precision = None,
+    preferred_element_type: DType = None,
     **kwargs: Any,
 ) -> jax.Array:
     """`lax.dot_general` for Flax's layers, with gradients of kernels two to three times as fast on CPU.
@@ -89,7 +90,7 @@ class _How(NamedTuple):
     num_summed: int
     dtype: jnp.dtype
     out: jnp.dtype
-    precision: Any
+    precision: Precision
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -9,7 +9,6 @@ same a.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.trees import vary_like
+from jaxpar.base.types import Arrays, Carry
 from jaxpar.internal.products import sum_of_outer_products, transposable
 from jaxpar.nn.hidden import Recurrence
 
@@ -44,7 +44,7 @@ def linear_recurrence(
             b_TBH = jnp.where(is_new, b_TBH + a_TBH * initial_BH[None], b_TBH)
         a_TBH = jnp.where(is_new, 0.0, a_TBH)
     arguments = a_TBH, b_TBH, carry_BH
-    h_TBH: Any = _recurrence(*vary_like(arguments, arguments), one_by_one)
+    h_TBH: Arrays = _recurrence(*vary_like(arguments, arguments), one_by_one)
     return h_TBH[-1], h_TBH
 
 
@@ -64,7 +64,7 @@ class LinearRecurrence(Recurrence):
         """What the state is multiplied by, and what is added to it, by x W + b; float32 [T, B, H]."""
         raise NotImplementedError
 
-    def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
         """See `linear_recurrence`."""
         given = x_TBH, self.w[...]
         gates_TB2H = _project(*vary_like(given, given)) + self.b[...][None, None]

@@ -23,6 +23,7 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, HIDDEN
 from jaxpar.base.checks import require
 from jaxpar.base.trees import vary_like
+from jaxpar.base.types import Arrays, Carry, Dims
 from jaxpar.internal.products import sum_of_outer_products, transposable
 from jaxpar.nn.hidden import ForgetGate, GateParams
 from jaxpar.nn.param import named_param
@@ -78,8 +79,8 @@ def _forward(
     params: GateParams,
     carry: LSTMCarry,
     x_TBI: jax.Array,
-    resets_TB: Any,
-    initial: Any,
+    resets_TB: jax.Array | None,
+    initial: Carry,
     unroll: int,
 ):
     """The layer, and what its backward pass needs."""
@@ -108,7 +109,7 @@ def _forward(
     return (after, y_TBH), (params, residuals, resets_TB, initial)
 
 
-def _backward(unroll: int, saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
+def _backward(unroll: int, saved: Arrays, cotangents: tuple[LSTMCarry, jax.Array]):
     """From cotangents of the (h, c) after the last step and of the outputs to those of the arguments.
 
     Those of the weights are float32.
@@ -188,7 +189,7 @@ class LSTM(ForgetGate):
       b: [4, H].
     """
 
-    carry_dims: ClassVar[Any] = LSTMCarry(*[(BATCH, HIDDEN)] * 2)  # pyright: ignore[reportArgumentType]
+    carry_dims: ClassVar[Dims] = LSTMCarry(*[(BATCH, HIDDEN)] * 2)  # pyright: ignore[reportArgumentType]
 
     def __init__(self, width: int, *, learn_initial: bool = False, **options: Any):
         """Draws the kernels; biases are 0 except for the forget gate's.
@@ -213,13 +214,13 @@ class LSTM(ForgetGate):
         zeros = jnp.zeros((rows, self.width), jnp.float32)
         return LSTMCarry(zeros, zeros)
 
-    def begins_with(self, x_TBH: jax.Array, at: At) -> Any:
+    def begins_with(self, x_TBH: jax.Array, at: At) -> Carry:
         """As learned; None is zeros."""
         return super().begins_with(x_TBH, at) if self.learn_initial else None
 
-    def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
         """See `lstm_layer`."""
-        found: Any = lstm_layer(self.params, carry, x_TBH, at.resets, initial, at.unroll)
+        found: Arrays = lstm_layer(self.params, carry, x_TBH, at.resets, initial, at.unroll)
         return found
 
 

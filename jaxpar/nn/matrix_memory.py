@@ -17,7 +17,7 @@ K and V units of keys and values of a head (D if they are the same), H all of th
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import GATES, HEADS, INPUT
 from jaxpar.base.checks import require
 from jaxpar.base.trees import vary_like
+from jaxpar.base.types import Arrays, Carry, DType
 from jaxpar.internal.products import wide
 from jaxpar.nn.hidden import Recurrence
 from jaxpar.nn.linear import matmul
@@ -84,7 +85,7 @@ class MatrixMemory(Recurrence):
         self.w = kernel_param(rngs, shape, (INPUT, GATES, HEADS, None), init)
         self.w_g = kernel_param(rngs, (self.inputs, 2, num_heads), (INPUT, GATES, HEADS), init)
 
-    def __call__(self, carry: Any, x_TBH: jax.Array, at: At) -> tuple[Any, jax.Array]:
+    def __call__(self, carry: Carry, x_TBH: jax.Array, at: At) -> tuple[Carry, jax.Array]:
         """As of every `Recurrence`."""
         return super().__call__(carry, mask_padding(x_TBH, at), at)
 
@@ -130,7 +131,7 @@ class Steps(NamedTuple):
             since_BNt = jnp.sum(jnp.where(reads_Bts[:, None], log_f_BNt[:, :, None], 0.0), -1)
         return cls(jnp.where(reads_Bts[:, None], between_BNts, NOTHING), since_BNt, is_new_Bt)
 
-    def read(self, of_state: Callable[[Any], Any], before: Any, initial: Any) -> Any:
+    def read(self, of_state: Callable[[Carry], Arrays], before: Carry, initial: Carry) -> Arrays:
         """What steps read of the state that their sequence has before: arrays [B, N, t, ...].
 
         Args:
@@ -148,19 +149,19 @@ class Steps(NamedTuple):
         return jax.tree.map(choose, of_state(initial), of_state(before))
 
 
-def product(spec: str, a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
+def product(spec: str, a: jax.Array, b: jax.Array, dtype: DType) -> jax.Array:
     """An einsum of two arrays in a dtype, which accumulates in float32 and returns that, at least."""
     return jnp.einsum(spec, a.astype(dtype), b.astype(dtype), preferred_element_type=wide(dtype))
 
 
 def over_chunks(
-    run: Callable[[Any, Any, Any, Any], tuple[Any, jax.Array]],
-    carry: Any,
-    xs: Any,
+    run: Callable[[Carry, Arrays, jax.Array | None, Carry], tuple[Carry, jax.Array]],
+    carry: Carry,
+    xs: Arrays,
     resets_TB: jax.Array | None,
-    initial: Any,
+    initial: Carry,
     chunk: int,
-) -> tuple[Any, jax.Array]:
+) -> tuple[Carry, jax.Array]:
     """Runs a function over the chunks of a window.
 
     Args:
@@ -176,7 +177,7 @@ def over_chunks(
     carry, initial, xs, resets_TB = vary_like(given, given)
 
     @jax.checkpoint
-    def step(carry: Any, inputs: Any) -> tuple[Any, jax.Array]:
+    def step(carry: Carry, inputs: Arrays) -> tuple[Carry, jax.Array]:
         xs, resets_tB = inputs
         xs = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 2), xs)
         carry, y_BNtV = run(carry, xs, None if resets_tB is None else resets_tB.T, initial)

@@ -23,6 +23,7 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, GATES, HEADS
+from jaxpar.base.types import Arrays, Carry, Dims
 from jaxpar.nn.matrix_memory import CHUNK, NOTHING, MatrixMemory, Steps, over_chunks, product
 from jaxpar.nn.param import named_param
 from jaxpar.nn.resets import begin_anew
@@ -73,7 +74,7 @@ def mlstm(
     return over_chunks(_chunk, carry, xs, resets_TB, initial, chunk)
 
 
-def _chunk(before: MLSTMCarry, xs: Any, resets_Bt: jax.Array | None, initial: MLSTMCarry | None):
+def _chunk(before: MLSTMCarry, xs: Arrays, resets_Bt: jax.Array | None, initial: MLSTMCarry | None):
     q, k, v, log_i, log_f = xs  # [B, N, t, ...]
     dot = functools.partial(product, dtype=q.dtype)
 
@@ -110,7 +111,7 @@ class MLSTM(MatrixMemory):
     """
 
     num_vectors = 4
-    carry_dims: ClassVar[Any] = MLSTMCarry(
+    carry_dims: ClassVar[Dims] = MLSTMCarry(
         *((BATCH, HEADS, None, None), (BATCH, HEADS, None), (BATCH, HEADS))  # pyright: ignore[reportArgumentType]
     )
 
@@ -136,7 +137,7 @@ class MLSTM(MatrixMemory):
             jnp.zeros((*n.shape, self.head_size), jnp.float32), n, n[..., 0] + NOTHING
         )
 
-    def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
         """The formulas above."""
         dtype = x_TBH.dtype
         z_TB4ND = self.vectors(x_TBH) + self.b[...][None, None]

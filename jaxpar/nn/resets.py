@@ -1,14 +1,13 @@
 """Where sequences begin and end within a window."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jaxpar.base.at import At
+from jaxpar.base.types import Carry, Module
 
 
-def begin_anew(is_new_B: jax.Array | None, initial: Any, carry: Any) -> Any:
+def begin_anew(is_new_B: jax.Array | None, initial: Carry, carry: Carry) -> Carry:
     """The state before a step: the initial one in rows where a sequence begins.
 
     Args:
@@ -36,6 +35,6 @@ def mask_padding(x_TBH: jax.Array, at: At) -> jax.Array:
     return jnp.where(jnp.expand_dims(is_real_TB, range(2, x_TBH.ndim)), x_TBH, 0)
 
 
-def initial_of(layer: Any, x_TBH: jax.Array, at: At) -> Any:
+def initial_of(layer: Module, x_TBH: jax.Array, at: At) -> Carry:
     """The state that sequences within the block begin with; None if none begins there."""
     return None if at.resets is None else layer.initial_carry(x_TBH.shape[1])

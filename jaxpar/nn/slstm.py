@@ -10,7 +10,7 @@ gradient flows through m.
 Legend of the dim suffixes: T time, B batch, H hidden, 4 the gates i f z o.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, HIDDEN
+from jaxpar.base.types import Carry, Dims
 from jaxpar.internal.hoisting import hoisted_scan
 from jaxpar.internal.products import contract
 from jaxpar.nn.hidden import ForgetGate, gates_of_state
@@ -60,14 +61,14 @@ class SLSTM(ForgetGate):
       b: [4, H].
     """
 
-    carry_dims: ClassVar[Any] = SLSTMCarry(*[(BATCH, HIDDEN)] * 4)  # pyright: ignore[reportArgumentType]
+    carry_dims: ClassVar[Dims] = SLSTMCarry(*[(BATCH, HIDDEN)] * 4)  # pyright: ignore[reportArgumentType]
 
     def initial_carry(self, rows: int) -> SLSTMCarry:
         """The state that nothing has entered yet, [rows, H] each."""
         zeros = jnp.zeros((rows, self.width), jnp.float32)
         return SLSTMCarry(zeros, zeros, zeros, zeros + NOTHING)
 
-    def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
         """The formulas above."""
         dtype = x_TBH.dtype
 

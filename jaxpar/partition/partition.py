@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.base.axes import BATCH, DATA, POOL_ROWS, STAGE, TENSOR
+from jaxpar.base.types import Arrays, Tree
 from jaxpar.config import Parallel
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.outer import End as OuterModule
@@ -138,6 +139,11 @@ class Partition:
         return make_slots(self.placement, self.route.stages, self.facts.kind_of)
 
     @property
+    def rows_of(self) -> dict[str, tuple[int, ...]]:
+        """By kind, the layer in each row of its stack; -1 in empty rows."""
+        return dict(zip(self.facts.kinds, self.slots.rows, strict=True))
+
+    @property
     def costs(self) -> PartCosts:
         """Of the parts of the model, in FLOPs; nothing for what all stages share."""
         costs, parallel = self.facts.costs, self.parallel
@@ -252,11 +258,11 @@ class Partition:
         steps = self.facts.num_steps
         return steps // self.parallel.num_chunks // parts if steps else None
 
-    def specs(self, tree: Any, *axes: str) -> Any:
+    def specs(self, tree: Tree, *axes: str) -> Arrays:
         """Partition specs over these axes and those of one's own, of a tree of variables."""
         axes = (*axes, *self.task.axes)
 
-        def of(leaf: Any) -> Any:
+        def of(leaf: Any) -> Arrays:
             split = self.rules.split(dims_of(leaf)) if is_variable(leaf) else ()
             spec = to_spec([tuple(a for a in own if a in axes) for own in split])
             return jax.tree.map(lambda _: spec, leaf)

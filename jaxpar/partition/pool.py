@@ -33,8 +33,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import LAYERS, POOL_ROWS, STAGE, TENSOR
-from jaxpar.base.types import Arrays, Index, Params, Specs
-from jaxpar.pipeline.store import Stacks, rows_of_group
+from jaxpar.base.types import Activations, Arrays, Index, Params, Specs
+from jaxpar.pipeline.store import Store, rows_of_group
 from jaxpar.sharding import Rules, dims_of
 
 COLUMNS = 128  # of a row, as many as of a TPU's tile
@@ -75,11 +75,11 @@ class Leaf(NamedTuple):
             layers, lax.axis_index(TENSOR) * size, size, axis=self.dim + 1
         )
 
-    def read(self, plane: jax.Array, block: Any) -> jax.Array:
+    def read(self, plane: jax.Array, block: Activations) -> jax.Array:
         """The array, of a device's plane [1, rows, COLUMNS] in which its layer's block begins there."""
         return self._rows(plane, block)[: math.prod(self.shape)].reshape(self.shape)
 
-    def write(self, plane: jax.Array, block: Any, value: jax.Array) -> jax.Array:
+    def write(self, plane: jax.Array, block: Activations, value: jax.Array) -> jax.Array:
         """That plane with another value of the array, and nothing else changed."""
         rest = self._rows(plane, block)[value.size :]
         rows = jnp.concatenate([value.reshape(-1).astype(plane.dtype), rest])
@@ -91,11 +91,11 @@ class Leaf(NamedTuple):
         room = self.num_rows * COLUMNS
         return jnp.pad(value.reshape(-1), (0, room - value.size)).reshape(-1, COLUMNS)
 
-    def _rows(self, plane: jax.Array, block: Any) -> jax.Array:
+    def _rows(self, plane: jax.Array, block: Activations) -> jax.Array:
         sizes = 1, self.num_rows, COLUMNS
         return lax.dynamic_slice(plane, self._place(block), sizes).reshape(-1)
 
-    def _place(self, block: Any) -> tuple[jax.Array, ...]:
+    def _place(self, block: Activations) -> tuple[jax.Array, ...]:
         return jnp.int32(0), block + jnp.int32(self.start), jnp.int32(0)
 
 
@@ -158,7 +158,7 @@ class Pool:
     @classmethod
     def of(
         cls,
-        layers: Sequence[Any],
+        layers: Sequence[Arrays],
         dims: Sequence[Sequence[int | None]],
         rows: Sequence[Sequence[int]],
         num_stages: int,
@@ -246,7 +246,7 @@ class Pool:
 
 
 @dataclasses.dataclass(frozen=True)
-class OuterPool(Stacks):
+class OuterPool(Store):
     """Layers in stacks, and variables of `first` and `last` in a pool; a `pipeline.store.Store`.
 
     Attributes:
@@ -417,8 +417,8 @@ def with_stack(
       place: where the plane lies.
     """
 
-    def run(plane: Any, starts_RP: jax.Array, is_full_R: jax.Array, stack: jax.Array) -> Any:
-        def put(row: Any, plane: jax.Array) -> jax.Array:
+    def run(plane: Any, starts_RP: jax.Array, is_full_R: jax.Array, stack: jax.Array) -> Arrays:
+        def put(row: Index, plane: jax.Array) -> jax.Array:
             start = starts_RP[row, leaf.plane]
             before, value = leaf.read(plane, start), stack[row].astype(plane.dtype)
             return leaf.write(plane, start, jnp.where(is_full_R[row], value, before))

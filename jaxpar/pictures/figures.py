@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
@@ -103,7 +104,7 @@ def _draw_bars(
     return figure
 
 
-def _figure(height: float = 4.0) -> tuple[Figure, Any]:
+def _figure(height: float = 4.0) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(7.0, height), layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)

@@ -4,14 +4,13 @@ import html
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 import rich.box
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -38,7 +37,9 @@ class Grid(Picture):
         super().__init__()
         self.caption, self.devices = caption, devices
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
         yield Text(self.caption)
         yield self._table(options.max_width)
 
@@ -102,7 +103,7 @@ def show_variable(variable: nnx.Variable) -> Grid:
 
 @show.register(jax.Array)
 @show.register(jax.ShapeDtypeStruct)
-def show_array(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
+def show_array(array: jax.Array, names: tuple[str | None, ...] = ()) -> Grid:
     """Which devices hold which piece of an array; sides are the dims that are split.
 
     Args:

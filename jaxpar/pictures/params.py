@@ -1,7 +1,5 @@
 """Pictures of parameters: shape, dims, what splits them, bytes on a device."""
 
-from typing import Any
-
 import jax
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -11,6 +9,7 @@ from rich.text import Text
 from jaxpar.base.console import make_table
 from jaxpar.base.display import format_bytes, format_shape, show
 from jaxpar.base.trees import device_bytes
+from jaxpar.base.types import Params
 from jaxpar.pictures.picture import Picture
 from jaxpar.sharding import array_of, axes_of_spec, base_of, dims_of, named_leaves
 from jaxpar.step.state import TrainState
@@ -27,7 +26,7 @@ def show_train_state(state: TrainState) -> Picture:
 
 @show.register(nnx.State)
 @show.register(dict)
-def show_tree(params: Any) -> Picture:
+def show_tree(params: Params) -> Picture:
     """Parameters as `nnx.state` or `nnx.split` gives them, or arrays in dicts.
 
     Raises:
@@ -42,7 +41,7 @@ def show_module(module: nnx.Module) -> Picture:
     return show_tree(nnx.state(module, nnx.Param))
 
 
-def _table(params: Any, heading: str = "parameter") -> Table:
+def _table(params: Params, heading: str = "parameter") -> Table:
     """Every parameter with its shape, dims, the axes that split it, and its bytes on one device.
 
     Args:

@@ -3,9 +3,8 @@
 import html
 import io
 from collections.abc import Iterator
-from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -23,7 +22,9 @@ class Picture:
     def __init__(self, *parts: RenderableType):
         self.parts = parts
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
         yield from self.parts
 
     def to_html(self) -> str:

@@ -18,6 +18,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
+from jaxpar.base.types import Arrays, Shapes
+
 # A TPU moves arrays in tiles of 128 columns, each of 32 bytes (8 rows of float32), or of fewer rows where the
 # array has no more.
 _COLUMNS, _COLUMN_BYTES = 128, 32
@@ -27,8 +29,8 @@ _WASTE = 1.5
 
 
 def make_buffers(
-    count: int, shapes: Any, *, fill: float | None = None, in_parts: bool = False
-) -> Any:
+    count: int, shapes: Shapes, *, fill: float | None = None, in_parts: bool = False
+) -> Arrays:
     """Buffers [count, ...] of anything; or all of one value.
 
     Args:
@@ -62,7 +64,7 @@ def _empty_in_parts(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return empty(jnp.float32(0))
 
 
-def write(buffers: Any, values: Any, slot: ArrayLike) -> Any:
+def write(buffers: Arrays, values: Arrays, slot: ArrayLike) -> Arrays:
     """Puts values into one slot of buffers [slots, ...]; slot -1 is the last, which then nobody reads."""
     return jax.tree.map(
         lambda a, value: lax.dynamic_update_index_in_dim(

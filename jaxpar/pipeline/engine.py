@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.trees import add, axes_in, same_along, summed, zeros
+from jaxpar.base.types import Arrays, Batch, Carry, Cotangents, Index, Specs, Tree
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.loop import BACKWARD, Loop, State, run_segments
 from jaxpar.pipeline.placement import make_slots
@@ -51,13 +52,13 @@ class Pipeline(Spec):
     def sums(
         self,
         params: PipelineParams,
-        carry: Any,
-        batch: Any,
+        carry: Carry,
+        batch: Batch,
         table: TickTable,
         *,
         frozen: PipelineParams | None = None,
         key: jax.Array | None = None,
-        d_loss: Callable[[Any], Any] | None = None,
+        d_loss: Callable[[Arrays], Arrays] | None = None,
     ) -> tuple[Any, Any, jax.Array]:
         """What `last` gives, summed over all units; the loss is differentiable with respect to `params`.
 
@@ -110,8 +111,8 @@ class Pipeline(Spec):
     def forward(
         self,
         params: PipelineParams,
-        carry: Any,
-        batch: Any,
+        carry: Carry,
+        batch: Batch,
         table: TickTable,
         *,
         frozen: PipelineParams | None = None,
@@ -127,7 +128,7 @@ class Pipeline(Spec):
         self._check(params, frozen, carry, batch, table)
         return self._run(params, frozen, carry, batch, table, key)[:3]
 
-    def _run(self, params, frozen, carry, batch, table, key, d_loss: Any = None) -> Any:
+    def _run(self, params, frozen, carry, batch, table, key, d_loss: Any = None) -> Arrays:
         with_gradients = d_loss is not None
         if self.remat and with_gradients:
             table = table.with_remat()
@@ -161,8 +162,8 @@ class Pipeline(Spec):
             if self.num_segments > 1:
                 state = run_segments(loop, carry)
             else:
-                fixed = not with_gradients and known is not None
-                state = loop.run(loop.start(carry), known if fixed else table.num_ticks)
+                num_ticks = table.num_ticks if with_gradients or known is None else known
+                state = loop.run(loop.start(carry), num_ticks)
             return (*self._results(state, specs), *([begin] if with_gradients else []))
 
         results = (
@@ -182,7 +183,9 @@ class Pipeline(Spec):
             check_vma=self.has_axes,
         )(*(argument for argument, _ in arguments))
 
-    def _known(self, stage: Stage, table: TickTable, of_sums: Callable[[Any], Any]) -> jax.Array:
+    def _known(
+        self, stage: Stage, table: TickTable, of_sums: Callable[[Arrays], Arrays]
+    ) -> jax.Array:
         """What a function makes of sums over all units that depend on the batch alone.
 
         Of a unit only what these sums need is computed; y and variables are zeros.
@@ -190,11 +193,14 @@ class Pipeline(Spec):
         sums = zeros(stage.sums_shape)
         used, (leaves, structure) = used_inputs(of_sums, sums), jax.tree.flatten(sums)
 
-        def of_unit(number: Any, segment: Any) -> list[Any]:
+        def of_unit(number: Index, segment: Index) -> list[Arrays]:
             found = jax.tree.leaves(stage.last_of_zeros(Unit(number, segment)))
             return [jnp.where(number >= 0, a, jnp.zeros_like(a)) for a in compress(found, used)]
 
-        units, segments = table.head.unit[0], jnp.arange(self.num_segments, dtype=jnp.int32)
+        units, segments = (
+            jnp.asarray(table.head.unit)[0],
+            jnp.arange(self.num_segments, dtype=jnp.int32),
+        )
         over_units = jax.vmap(pruned(of_unit, units[0], segments[0]), (0, None))
         parts = jax.vmap(over_units, (None, 0))(units, segments)
         with jax.named_scope("weight"):
@@ -202,7 +208,7 @@ class Pipeline(Spec):
         leaves = [next(totals) if n else a for n, a in zip(used, leaves, strict=True)]
         return of_sums(jax.tree.unflatten(structure, leaves))
 
-    def _results(self, state: State, specs: PipelineParams) -> tuple[Any, ...]:
+    def _results(self, state: State, specs: PipelineParams) -> tuple[Arrays, ...]:
         """What all devices have made together: sums, carry, what was counted, and gradients."""
         groups = (DATA, *self.own_axes)
         over_head = groups if self.head == "sharded" else (*groups, STAGE)
@@ -231,23 +237,23 @@ class Pipeline(Spec):
             )
         return sums, *rest, grads
 
-    def _sum_parts(self, grads: Any, specs: Any, *axes: str) -> Any:
+    def _sum_parts(self, grads: Cotangents, specs: Specs, *axes: str) -> Arrays:
         """Gradients, summed over those of the axes that do not split their parameters."""
         if not self.own_axes:
             return self._sum(grads, *axes)
 
-        def of(spec: P, grads: Any) -> Any:
+        def of(spec: P, grads: Cotangents) -> Arrays:
             return self._sum(grads, *(a for a in axes if a not in axes_in(spec)))
 
         return jax.tree.map(of, specs, grads, is_leaf=lambda node: isinstance(node, P))
 
-    def _rows(self, rows: Any) -> Any:
+    def _rows(self, rows: Arrays) -> Arrays:
         """The rows that were collected, on all stages: those of the last layer's stage, zeros on others."""
         is_whole = self.head == "sharded" or not self.has_axes
         rows = rows if is_whole else summed(rows, STAGE)
         return same_along(self.own_axes, rows, self._spec_of_rows())
 
-    def _sum(self, tree: Any, *axes: str) -> Any:
+    def _sum(self, tree: Tree, *axes: str) -> Arrays:
         """The sum over devices."""
         return lax.psum(tree, axes) if self.has_axes else tree
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.base.trees import add, shape_of, vary_like, zeros
+from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Index, Params
 from jaxpar.internal.split import SplitLayer
 from jaxpar.pipeline.buffers import read_at, write, write_at
 from jaxpar.pipeline.stage import Stage, Unit
@@ -36,7 +37,7 @@ class Residuals:
       has_weights: whether W of any kind is apart.
     """
 
-    def __init__(self, stage: Stage, carry: Any, *, splits: bool):
+    def __init__(self, stage: Stage, carry: Carry, *, splits: bool):
         """Traces a layer of every kind, to learn what it saves.
 
         Args:
@@ -63,7 +64,7 @@ class Residuals:
             rows = zip(*stage.params.layers, *stage.frozen.layers, strict=True)
             self._prepared = [self.kinds[0].prepare(*row) for row in rows]
 
-    def _layer(self, weights: Any, kind: int, row: Any) -> list[Any]:
+    def _layer(self, weights: Params, kind: int, row: Index) -> list[Arrays]:
         """Parameters of one layer, and what of them is frozen."""
         pairs = zip(self._stage.stores, weights, strict=True)
         return [store.pick(each, kind, row) for store, each in pairs]
@@ -71,10 +72,10 @@ class Residuals:
     # ---- buffers ----
 
     @property
-    def shapes(self) -> Any:
+    def shapes(self) -> Arrays:
         """Of what is kept of a unit: for every kind leaves [r, ...], or a list of rows if written out."""
 
-        def of_kind(kind: SplitLayer, rows: jax.Array) -> list[Any]:
+        def of_kind(kind: SplitLayer, rows: jax.Array) -> list[Arrays]:
             if self._stage.spec.unroll:
                 return [kind.saved_and_room] * len(rows)
             r = len(rows) // self._stage.num_groups
@@ -83,15 +84,15 @@ class Residuals:
 
         return tuple(map(of_kind, self.kinds, self._stage.rows))
 
-    def placed(self, kept: Any) -> Any:
+    def placed(self, kept: Arrays) -> Arrays:
         """What is kept, in the memory where it is kept."""
         return kept
 
     # ---- F, B and W of a unit ----
 
     def forward(
-        self, buffers: Any, slot: Any, unit: Unit, group: Any, carry: Any, x: Any
-    ) -> tuple[Any, Any, Any]:
+        self, buffers: Arrays, slot: Index, unit: Unit, group: Index, carry: Carry, x: Activations
+    ) -> tuple[Arrays, Arrays, Arrays]:
         """The layers of a group: the carry, y, and the buffers with what is kept in a slot."""
         stage, kinds = self._stage, self.kinds
         params, frozen, slots = stage.own(group)
@@ -108,8 +109,14 @@ class Residuals:
         return stage.walk(group)(body, x, (params, frozen), carry, slots, buffers)[1:]
 
     def backward(
-        self, buffers: Any, slot: Any, group: Any, d_carry: Any, dy: Any, grads: Any
-    ) -> tuple[Any, Any, Any, Any]:
+        self,
+        buffers: Arrays,
+        slot: Index,
+        group: Index,
+        d_carry: Cotangents,
+        dy: Cotangents,
+        grads: Cotangents,
+    ) -> tuple[Cotangents, Cotangents, Cotangents, Arrays]:
         """B of a unit: the vector-Jacobian product of `forward`; where W is apart, that of inputs only.
 
         Args:
@@ -145,16 +152,16 @@ class Residuals:
         grads = stage.stores[0].put_group(grads, own, group, stage.num_groups)
         return grads, d_carry, dx, after
 
-    def added_to(self, grads: Any) -> Any:
+    def added_to(self, grads: Cotangents) -> Cotangents:
         """The gradients of the stage's layers that B adds to, without those of kinds whose W is apart."""
         return self._stage.stores[0].keep(grads, [not kind.has_weights for kind in self.kinds])
 
-    def after_backward(self, before: Any, own: Any) -> Any:
+    def after_backward(self, before: Cotangents, own: Cotangents) -> Cotangents:
         """All gradients, after B has added to those."""
         kinds = [not kind.has_weights for kind in self.kinds]
         return self._stage.stores[0].restore(before, own, kinds)
 
-    def weights(self, buffers: Any, slot: Any, group: Any, grads: Any) -> Any:
+    def weights(self, buffers: Arrays, slot: Index, group: Index, grads: Cotangents) -> Cotangents:
         """Adds W of a unit to the gradients of the stage's layers, kind by kind: any order is right."""
         for number, kind in enumerate(self.kinds):
             if kind.has_weights:
@@ -164,7 +171,9 @@ class Residuals:
                 grads = self._stage.stores[0].restore(grads, own, kinds)
         return grads
 
-    def _weights_of(self, number: int, buffers: Any, slot: Any, group: Any, grads: Any) -> Any:
+    def _weights_of(
+        self, number: int, buffers: Arrays, slot: Index, group: Index, grads: Cotangents
+    ) -> Arrays:
         kind, stage = self.kinds[number], self._stage
         layer_R, store = stage.rows[number], stage.stores[0]
         weights = stage.params.layers, stage.frozen.layers
@@ -202,11 +211,11 @@ class Residuals:
 
         return lax.fori_loop(0, count, body, grads)
 
-    def _get(self, buffer: jax.Array, *place: Any) -> jax.Array:
+    def _get(self, buffer: jax.Array, *place: Index) -> jax.Array:
         """What a layer has kept in a buffer, in its slot and row; without a row if layers are written out."""
         return read_at(buffer, place, self._stage.spec.platform)
 
-    def _put(self, buffer: jax.Array, value: jax.Array, *place: Any) -> jax.Array:
+    def _put(self, buffer: jax.Array, value: jax.Array, *place: Index) -> jax.Array:
         return write_at(buffer, place, value, self._stage.spec.platform)
 
 
@@ -214,22 +223,24 @@ class Inputs(Residuals):
     """As `Residuals`, but a unit's carry and x are all that is kept: its forward pass runs again before B."""
 
     @property
-    def shapes(self) -> Any:
+    def shapes(self) -> Arrays:
         """Of a unit's carry and x."""
         return self._inputs
 
-    def placed(self, kept: Any) -> Any:
+    def placed(self, kept: Arrays) -> Arrays:
         """What is kept, in the memory where it is kept."""
         return self._move(kept, jax.memory.Space.Host)
 
     def forward(
-        self, buffers: Any, slot: Any, unit: Unit, group: Any, carry: Any, x: Any
-    ) -> tuple[Any, Any, Any]:
+        self, buffers: Arrays, slot: Index, unit: Unit, group: Index, carry: Carry, x: Activations
+    ) -> tuple[Arrays, Arrays, Arrays]:
         """The layers of a group: the carry, y, and the buffers with what is kept in a slot."""
         after, y = self._stage.forward(unit, group, carry, x)
         return after, y, write(buffers, self.placed((carry, x[0])), slot)
 
-    def recall(self, buffers: Any, unit: Unit, group: Any, slot: Any) -> tuple[Any, Any]:
+    def recall(
+        self, buffers: Arrays, unit: Unit, group: Index, slot: Index
+    ) -> tuple[Arrays, Arrays]:
         """y of a unit whose backward pass comes, and buffers of one slot with its residuals.
 
         Sums of its layers were added before.
@@ -248,5 +259,5 @@ class Inputs(Residuals):
             jnp.asarray(unit.number) >= 0, run, lambda: (vary_like(x, stage.here), empty)
         )
 
-    def _move(self, kept: Any, space: Any) -> Any:
+    def _move(self, kept: Arrays, space: Any) -> Arrays:
         return jax.device_put(kept, space) if self._stage.spec.keeps_on_host else kept

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxpar.base.display import Printed
+from jaxpar.base.types import Function
 from jaxpar.pipeline.placement import Route
 
 # Of a unit: everywhere the same, or [groups, stages].
@@ -54,7 +55,7 @@ class Lane(NamedTuple):
     (`placement.UP`, `DOWN`, `STAYS`); -1: nothing arrives. Directions in which nothing ever moves are not
     there."""
 
-    def map(self, function: Callable[..., Any], *others: Lane) -> Lane:
+    def map(self, function: Function, *others: Lane) -> Lane:
         """The lane of what a function makes of each array, and of the same ones of other lanes."""
         lanes = self, *others
         arrays = (function(*(getattr(lane, name) for lane in lanes)) for name in Lane._fields[:-1])

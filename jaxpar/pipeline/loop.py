@@ -53,16 +53,15 @@ Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device; G
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 
 from jaxpar.base.axes import STAGE
 from jaxpar.base.trees import add, vary_like
+from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Function, Index, Outputs, Tree
 from jaxpar.pipeline.buffers import write
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
@@ -89,16 +88,20 @@ class State(NamedTuple):
     nobody reads. There is one more than needed.
     """
 
-    carry: Any  # for every kind, [rows, B, ...]
-    arrived_x: Any  # activations that wait for their tick, [buffers + 1, t, b, ...]
-    ran_T4: Any  # units that this stage did in each part of a tick
-    sums: Any  # of `last`, or its rows
-    layer_sums: Any  # of the layers; () if they add none
-    kept: Any = None  # for the backward of a unit, leaves [residual slots, ...]
-    head_dy: Any = None  # cotangents of the head, [slots + 1, t, b, ...]; with remat just one
-    arrived_dy: Any = None  # cotangents that wait for their tick, [buffers + 1, t, b, W]
-    d_carry: Any = None  # of the sequence on its way back, [rows, b, ...]; of all between segments
-    grads: Any = None  # PipelineParams
+    carry: Carry  # for every kind, [rows, B, ...]
+    arrived_x: Activations  # activations that wait for their tick, [buffers + 1, t, b, ...]
+    ran_T4: jax.Array  # units that this stage did in each part of a tick
+    sums: Outputs  # of `last`, or its rows
+    layer_sums: Outputs  # of the layers; () if they add none
+    kept: Arrays = None  # for the backward of a unit, leaves [residual slots, ...]
+    head_dy: Cotangents = (
+        None  # cotangents of the head, [slots + 1, t, b, ...]; with remat just one
+    )
+    arrived_dy: Cotangents = None  # cotangents that wait for their tick, [buffers + 1, t, b, W]
+    d_carry: Cotangents = (
+        None  # of the sequence on its way back, [rows, b, ...]; of all between segments
+    )
+    grads: Cotangents = None  # PipelineParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,14 +116,14 @@ class Loop:
     stage: Stage
     kept: Residuals | None
     table: TickTable
-    d_loss: Any = None
+    d_loss: jax.Array | None = None
 
     @property
     def spec(self) -> Spec:
         """What is run."""
         return self.stage.spec
 
-    def start(self, carry: Any) -> State:
+    def start(self, carry: Carry) -> State:
         """The state before the first tick, with nothing kept and all sums 0."""
         stage, table, spec = self.stage, self.table, self.spec
         here, x, buffers = stage.here, stage.x_shape, stage.buffers
@@ -156,7 +159,7 @@ class Loop:
         return state
 
     def run(
-        self, state: State, num_ticks: Any, segment: ArrayLike = 0, *, has_head: bool = True
+        self, state: State, num_ticks: Index, segment: Index = 0, *, has_head: bool = True
     ) -> State:
         """So many ticks.
 
@@ -166,7 +169,7 @@ class Loop:
         tick = functools.partial(self._tick, segment=segment, has_head=has_head)
         return lax.fori_loop(0, num_ticks, tick, state)
 
-    def _tick(self, number: Any, state: State, *, segment: ArrayLike, has_head: bool) -> State:
+    def _tick(self, number: Index, state: State, *, segment: Index, has_head: bool) -> State:
         table, here = self.table, self.stage.here
         forward, backward, *weights = (
             vary_like(jax.tree.map(lambda a: a[0, number, 0], lane), here)
@@ -193,13 +196,12 @@ class Loop:
             state, dx = self._backward(backward, leave, segment, recalled, y, state)
             if weights:
                 state, _ = self._weights(weights[1], state, 1)
-        if (
-            self.spec.platform == "cpu"
-        ):  # where each exchange is a meeting of all devices: after all work
+        # On CPU each exchange is a meeting of all devices: it comes after all work.
+        if self.spec.platform == "cpu":
             y, dx = lax.optimization_barrier((y, dx))
-        arrived_x = self._exchange(FORWARD, y, state.arrived_x, forward.arrival)
+        arrived_x = _exchange(self, FORWARD, y, state.arrived_x, forward.arrival)
         if self.kept:
-            arrived_dy = self._exchange(BACKWARD, dx, state.arrived_dy, backward.arrival)
+            arrived_dy = _exchange(self, BACKWARD, dx, state.arrived_dy, backward.arrival)
             state = state._replace(arrived_dy=arrived_dy)
         beside, after = (jnp.sum(lane.unit >= 0) for lane in weights) if weights else (0, 0)
         ran = (forward.unit >= 0, beside, backward.unit >= 0, after)
@@ -209,7 +211,7 @@ class Loop:
 
     @jax.named_scope(FORWARD)
     def _forward(
-        self, at: Lane, enter: SharedLane, segment: ArrayLike, state: State
+        self, at: Lane, enter: SharedLane, segment: Index, state: State
     ) -> tuple[State, Any]:
         stage, kept_of = self.stage, self.kept
         unit, m = Unit(jnp.maximum(at.unit, 0), segment), stage.microbatch(at.unit)
@@ -229,11 +231,11 @@ class Loop:
             return carry, add(total, sums), y, kept
 
         changes = state.carry, state.layer_sums, x, state.kept
-        carry, total, y, kept = self._if_runs(at.unit >= 0, run, (at, unit, before, x), changes)
+        carry, total, y, kept = _if_runs(self, at.unit >= 0, run, (at, unit, before, x), changes)
         return state._replace(carry=carry, layer_sums=total, kept=kept), y
 
     @jax.named_scope(ENTER)
-    def _enter(self, entering: Unit, own: Unit, arrived: Any) -> Any:
+    def _enter(self, entering: Unit, own: Unit, arrived: Activations) -> Arrays:
         """What goes into the layers: of the batch where a unit enters, else what has arrived.
 
         Args:
@@ -251,7 +253,9 @@ class Loop:
         return lax.cond(is_there, enter, lambda: arrived)
 
     @jax.named_scope(LEAVE)
-    def _leave(self, leaving: Unit, own: Unit, dx: Any, grads: PipelineParams) -> PipelineParams:
+    def _leave(
+        self, leaving: Unit, own: Unit, dx: Cotangents, grads: PipelineParams
+    ) -> PipelineParams:
         """Gradients, with those that `first` adds for the unit that leaves the first layer.
 
         Args:
@@ -260,7 +264,7 @@ class Loop:
         stage, runs, shares = self.stage, leaving.number >= 0, self.spec.shares_first
         on_stage = stage.number == self.table.route.stages[0]
 
-        def leave(inputs: Any, now: Any) -> Any:
+        def leave(inputs: Tree, now: Tree) -> Arrays:
             (unit, dx), (_, grads) = inputs, now
             if shares:
                 dtypes = jax.tree.map(lambda a: a.dtype, dx)
@@ -272,7 +276,7 @@ class Loop:
         return self._add_to_end(0, runs, leave, (unit, dx), (), grads)[1]
 
     def _add_to_end(
-        self, end: int, runs: Any, run: Callable[..., Any], inputs: Any, others: Any, grads: Any
+        self, end: int, runs: Index, run: Function, inputs: Tree, others: Tree, grads: Cotangents
     ) -> tuple[Any, PipelineParams]:
         """`others` and gradients after a function that adds to those of `first` or `last` alone.
 
@@ -282,42 +286,15 @@ class Loop:
         alone = {name: getattr(grads, name) for name in self.stage.untouched(end)}
         now = others, grads._replace(**dict.fromkeys(alone, ()))
         if self.stage.is_stored(end):
-            others, grads = self._if_runs(runs, run, inputs, now, adds=True)
+            others, grads = _if_runs(self, runs, run, inputs, now, adds=True)
         else:
             others, grads = lax.cond(
                 runs, lambda: jax.tree.map(vary_like, run(inputs, now), now), lambda: now
             )
         return others, grads._replace(**alone)
 
-    def _if_runs(
-        self, runs: Any, run: Callable[..., Any], inputs: Any, state: Any, *, adds: bool = False
-    ) -> Any:
-        """`run(inputs, state)` where a unit runs, and the state as it is where none does, in no time.
-
-        A branch, or a loop of one turn or none: whichever XLA changes the state in without a copy. On CPU
-        that of JAX 0.10 copies all that a branch changes. On GPUs a branch that adds to arrays copies them
-        where it is skipped. On TPUs a loop takes more memory than a branch.
-
-        Args:
-          inputs: what the loop depends on, or its work would be done before it, whether it has a turn or not.
-          adds: whether `run` adds to the state.
-        """
-        here, platform = self.stage.here, self.spec.platform
-        loops = platform == "cpu" or (platform == "gpu" and adds)
-        # Autodiff takes evaluation apart, which keeps nothing.
-        if self.kept is None or not loops:
-            return lax.cond(
-                runs, lambda: vary_like(run(inputs, state), here), lambda: vary_like(state, here)
-            )
-
-        def turn(number, state):
-            own, _ = lax.optimization_barrier((inputs, number))
-            return vary_like(run(own, state), here)
-
-        return lax.fori_loop(0, runs.astype(jnp.int32), turn, vary_like(state, here))
-
     @jax.named_scope(HEAD)
-    def _head(self, unit: Unit, slot: Any, y: Any, state: State) -> State:
+    def _head(self, unit: Unit, slot: Index, y: Activations, state: State) -> State:
         """Sums (or rows) and cotangent of the unit that has just left the last layer, if there is one."""
         stage = self.stage
         on_stage = stage.number == self.table.route.stages[-1]
@@ -347,7 +324,7 @@ class Loop:
 
         differentiate = jax.value_and_grad(loss, (0, 1), has_aux=True)
 
-        def run(y: Any, now: Any) -> Any:
+        def run(y: Activations, now: Tree) -> Arrays:
             (sums, _), grads = now
             (_, own), (d_last, dy) = differentiate(stage.of_end(1, stage.params), y)
             grads = stage.add_to_end(1, grads, lambda before: add(before, d_last))
@@ -360,7 +337,7 @@ class Loop:
         return state._replace(sums=sums, grads=grads, head_dy=write(state.head_dy, dy, slot))
 
     @property
-    def _d_sums(self) -> Any:
+    def _d_sums(self) -> Arrays:
         """The cotangent of what layers have added: of the first, the loss; 0 of others."""
         leaves, structure = jax.tree.flatten(self.stage.no_sums)
         of_each = [a + self.d_loss if n == 0 else a for n, a in enumerate(leaves)]
@@ -371,9 +348,9 @@ class Loop:
         self,
         at: Lane,
         leave: SharedLane,
-        segment: ArrayLike,
-        recalled: Any,
-        idle_dx: Any,
+        segment: Index,
+        recalled: Arrays,
+        idle_dx: Cotangents,
         state: State,
     ) -> tuple[State, Any]:
         """Cotangents of a unit's input and carry, and the gradients of its weights or what W needs.
@@ -414,8 +391,8 @@ class Loop:
 
         grads = kept.added_to(state.grads.layers)
         buffers, slot = (state.kept, at.slot) if recalled is None else (recalled, jnp.int32(0))
-        grads, d_carry, dx, buffers = self._if_runs(
-            at.unit >= 0, run, (at, number, slot), (grads, state.d_carry, idle_dx, buffers)
+        grads, d_carry, dx, buffers = _if_runs(
+            self, at.unit >= 0, run, (at, number, slot), (grads, state.d_carry, idle_dx, buffers)
         )
         layer_grads = kept.after_backward(state.grads.layers, grads)
         leaving = Unit(leave.unit, segment), Unit(number, segment)
@@ -454,27 +431,11 @@ class Loop:
 
             # Not a loop over places: what is kept would be copied into it.
             with jax.named_scope(scope_of_weights(first + place)):
-                layers, done = self._if_runs(here.unit >= 0, run, here, (layers, done), adds=True)
+                layers, done = _if_runs(self, here.unit >= 0, run, here, (layers, done), adds=True)
         return state._replace(grads=state.grads._replace(layers=layers)), done
 
-    def _exchange(self, part: str, blocks: Any, arrived: Any, arrival: dict[int, Any]) -> Any:
-        """Sends to other stages; puts what comes from them into buffers.
 
-        Args:
-          arrival: for every direction in which the schedule sends (`placement.UP`, ...) the buffer.
-        """
-        n, ring = self.spec.mesh.shape[STAGE], self.table.route.is_ring
-        with jax.named_scope(part), jax.named_scope("exchange"):
-            for step, buffer in arrival.items():
-                came = blocks
-                if step:
-                    pairs = [(s, (s + step) % n) for s in range(n) if ring or 0 <= s + step < n]
-                    came = lax.ppermute(blocks, STAGE, pairs)
-                arrived = write(arrived, came, buffer)
-        return arrived
-
-
-def run_segments(loop: Loop, carry: Any) -> State:
+def run_segments(loop: Loop, carry: Carry) -> State:
     """All segments of a window: forward, and then once more with their gradients, the last first."""
     numbers = jnp.arange(loop.spec.num_segments)
     evaluation = dataclasses.replace(loop, kept=None)
@@ -489,7 +450,7 @@ def run_segments(loop: Loop, carry: Any) -> State:
     start = evaluation.start(carry)
     carried = carry, _totals(start)
     if loop.kept is None:
-        run: Callable[..., Any] = functools.partial(forward, has_head=True)
+        run: Function = functools.partial(forward, has_head=True)
         (carry, totals), (_, ran) = lax.scan(run, carried, numbers)
         return start._replace(carry=carry, ran_T4=ran.reshape(-1, 4), **totals)
 
@@ -512,6 +473,53 @@ def run_segments(loop: Loop, carry: Any) -> State:
     return start._replace(carry=carry, ran_T4=ran.reshape(-1, 4), **totals)
 
 
-def _totals(state: State) -> dict[str, Any]:
+def _totals(state: State) -> dict[str, Arrays]:
     """What goes on from segment to segment, but for the carry."""
     return {name: getattr(state, name) for name in ("sums", "layer_sums", "grads", "d_carry")}
+
+
+def _if_runs(
+    loop: Loop, runs: Index, run: Function, inputs: Tree, state: Tree, *, adds: bool = False
+) -> Arrays:
+    """`run(inputs, state)` where a unit runs, and the state as it is where none does, in no time.
+
+    A branch, or a loop of one turn or none: whichever XLA changes the state in without a copy. On CPU
+    that of JAX 0.10 copies all that a branch changes. On GPUs a branch that adds to arrays copies them
+    where it is skipped. On TPUs a loop takes more memory than a branch.
+
+    Args:
+      inputs: what the loop depends on, or its work would be done before it, whether it has a turn or not.
+      adds: whether `run` adds to the state.
+    """
+    here, platform = loop.stage.here, loop.spec.platform
+    loops = platform == "cpu" or (platform == "gpu" and adds)
+    # Autodiff takes evaluation apart, which keeps nothing.
+    if loop.kept is None or not loops:
+        return lax.cond(
+            runs, lambda: vary_like(run(inputs, state), here), lambda: vary_like(state, here)
+        )
+
+    def turn(number, state):
+        own, _ = lax.optimization_barrier((inputs, number))
+        return vary_like(run(own, state), here)
+
+    return lax.fori_loop(0, jnp.asarray(runs, jnp.int32), turn, vary_like(state, here))
+
+
+def _exchange(
+    loop: Loop, part: str, blocks: Activations, arrived: Activations, arrival: dict[int, Any]
+) -> Arrays:
+    """Sends to other stages; puts what comes from them into buffers.
+
+    Args:
+      arrival: for every direction in which the schedule sends (`placement.UP`, ...) the buffer.
+    """
+    n, ring = loop.spec.mesh.shape[STAGE], loop.table.route.is_ring
+    with jax.named_scope(part), jax.named_scope("exchange"):
+        for step, buffer in arrival.items():
+            came = blocks
+            if step:
+                pairs = [(s, (s + step) % n) for s in range(n) if ring or 0 <= s + step < n]
+                came = lax.ppermute(blocks, STAGE, pairs)
+            arrived = write(arrived, came, buffer)
+    return arrived

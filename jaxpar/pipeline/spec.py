@@ -2,16 +2,26 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At, anywhere
 from jaxpar.base.axes import DATA, MESH_AXES, STAGE, TENSOR
+from jaxpar.base.types import (
+    Activations,
+    Arrays,
+    Carry,
+    Cotangents,
+    Function,
+    Outputs,
+    Params,
+    Specs,
+)
 from jaxpar.config import PipelineConfig
 from jaxpar.pipeline.placement import Slots
-from jaxpar.pipeline.store import Stacks, Store
+from jaxpar.pipeline.store import Store
 from jaxpar.pipeline.walk import Scan, make_walk
 
 Head = Literal["last", "sharded"]
@@ -19,15 +29,15 @@ Head = Literal["last", "sharded"]
 # One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs),
 # or (carry, outputs, sums). Inputs and outputs are trees of floats of the same shapes and dtypes; so is the
 # carry before and after. Sums are of the structure of those of `last`, to which they are added.
-Layer = Callable[[Any, Any, Any, Any, At], tuple[Any, ...]]
+Layer = Callable[[Params, Params, Carry, Activations, At], tuple[Arrays, ...]]
 # Before the first layer: (its parameters, what of them is frozen, where the unit lies) -> x.
-First = Callable[[Any, Any, At], Any]
+First = Callable[[Params, Params, At], Activations]
 # After the last layer: (its parameters, what of them is frozen, y, where the unit lies) -> sums, a tree of
 # float32 scalars whose first leaf is the loss. y is float32 if the head is sharded. Where rows are collected,
 # any tree of arrays [t, b, ...], or [b, ...] without time.
-Last = Callable[[Any, Any, Any, At], Any]
+Last = Callable[[Params, Params, Activations, At], Outputs]
 # Adds what `first` contributes: (gradients so far, parameters, frozen, where the unit lies, dx) -> gradients.
-FirstGradient = Callable[[Any, Any, Any, At, Any], Any]
+FirstGradient = Callable[[Cotangents, Params, Params, At, Cotangents], Cotangents]
 
 
 class PipelineParams(NamedTuple):
@@ -41,10 +51,10 @@ class PipelineParams(NamedTuple):
       outer: what a store holds of `first` and `last` apart from layers; those variables are None in both.
     """
 
-    first: Any
-    layers: Any
-    last: Any
-    outer: Any = ()
+    first: Params
+    layers: Params
+    last: Params
+    outer: Params = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,20 +103,20 @@ class Spec:
     adds_sums: bool = False
     head: Head = "last"
     shares_first: bool = False
-    first_specs: Sequence[Any] = (P(), P())
-    last_specs: Sequence[Any] = (P(), P())
-    layer_specs: tuple[Any, Any] = (P(STAGE), P(STAGE))
-    carry_specs: Any = dataclasses.field(default=P(STAGE, DATA))
+    first_specs: Sequence[Arrays] = (P(), P())
+    last_specs: Sequence[Arrays] = (P(), P())
+    layer_specs: tuple[Specs, Specs] = (P(STAGE), P(STAGE))
+    carry_specs: Specs = dataclasses.field(default=P(STAGE, DATA))
     row_axes: tuple[str, ...] = ()
     time_axes: tuple[str, ...] = ()
     config: PipelineConfig = dataclasses.field(default=PipelineConfig())
     num_segments: int = 1
     first_gradient: FirstGradient | None = None
     first_rows: tuple[int, ...] | None = None
-    layout: Callable[..., Any] = anywhere
-    lay_out_gradients: Callable[[Any], Any] = lambda tree: tree
+    layout: Function = anywhere
+    lay_out_gradients: Callable[[Arrays], Arrays] = lambda tree: tree
     buffer_fill: float | None = None
-    stores: tuple[Store, Store] = (Stacks(), Stacks())
+    stores: tuple[Store, Store] = (Store(), Store())
 
     @property
     def platform(self) -> str:

@@ -23,6 +23,18 @@ from jax import lax
 from jaxpar.base.at import At
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.trees import add, vary_like, zeros
+from jaxpar.base.types import (
+    Activations,
+    Arrays,
+    Batch,
+    Carry,
+    Cotangents,
+    Index,
+    Outputs,
+    Params,
+    Shapes,
+    Tree,
+)
 from jaxpar.pipeline.buffers import corner, make_buffers
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.store import Store, rows_of_group, unstack, with_rows_of_group
@@ -38,8 +50,8 @@ class Unit(NamedTuple):
       segment: of the window.
     """
 
-    number: Any
-    segment: Any = 0
+    number: Index
+    segment: Index = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,34 +75,34 @@ class Stage:
     spec: Spec
     params: PipelineParams
     frozen: PipelineParams
-    batch: Any
-    batch_on_all: Any
+    batch: Batch
+    batch_on_all: Batch
     slots: SlotArrays
     rows: tuple[jax.Array, ...]
     stores: tuple[Store, ...]
     key: jax.Array | None
     number: jax.Array
     first_row: jax.Array
-    first_step: Any
+    first_step: Index
     here: jax.Array
     group: jax.Array
     num_chunks: Any
     max_chunks: int
     num_groups: int
     num_rows: int
-    x_shape: Any = None
-    sums_shape: Any = None
+    x_shape: Shapes = None
+    sums_shape: Shapes = None
 
     @classmethod
     def of(
         cls,
         spec: Spec,
-        params: Any,
-        frozen: Any,
-        batch: Any,
+        params: Params,
+        frozen: Params,
+        batch: Batch,
         slots: Any,
-        rows: Any,
-        stored: Any,
+        rows: Arrays,
+        stored: Params,
         table: TickTable,
         key,
     ) -> "Stage":
@@ -146,13 +158,13 @@ class Stage:
 
     # ---- what is done with a unit ----
 
-    def first(self, unit: Unit) -> Any:
+    def first(self, unit: Unit) -> Arrays:
         """Before the layers."""
         at = self.at(unit, on_all=self.spec.shares_first)
         own = self.of_end(0, self.params), self.of_end(0, self.frozen)
         return vary_like(self.spec.first(*own, at), self.here)
 
-    def first_gradient(self, grads: Any, unit: Unit, dx: Any) -> Any:
+    def first_gradient(self, grads: Cotangents, unit: Unit, dx: Cotangents) -> Arrays:
         """The gradients of what comes before the layers, with what a unit adds."""
         params, at = self.of_end(0, self.params), self.at(unit, on_all=self.spec.shares_first)
         frozen = self.of_end(0, self.frozen)
@@ -161,13 +173,15 @@ class Stage:
         _, vjp = jax.vjp(lambda params: vary_like(self.spec.first(params, frozen, at), dx), params)
         return add(grads, vjp(dx)[0])
 
-    def forward(self, unit: Unit, group: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+    def forward(
+        self, unit: Unit, group: Index, carry: Carry, x: Activations
+    ) -> tuple[Arrays, Arrays]:
         """The layers of a group: the carry, and y."""
         params, frozen, slots = self.own(group)
         walk, at = self.walk(group), self.at(unit)
         return run_layers(walk, self.layers, params, frozen, carry, x, at, slots)
 
-    def over_stages(self, y: Any) -> Any:
+    def over_stages(self, y: Activations) -> Arrays:
         """The sum of all stages' y.
 
         In float32, for the parts of dy are summed (the transpose of `vary_like`) before they are rounded; and
@@ -175,14 +189,14 @@ class Stage:
         """
         return lax.psum(jax.tree.map(lambda a: a.astype(jnp.float32), y), STAGE)
 
-    def last(self, params: Any, y: Any, unit: Unit) -> Any:
+    def last(self, params: Params, y: Activations, unit: Unit) -> Arrays:
         """The sums of a unit, or its rows."""
         frozen = self.of_end(1, self.frozen)
         if self.spec.head == "sharded":
             return self.spec.last(params, frozen, y, self.at(unit, on_all=True))
         return self.spec.last(params, frozen, vary_like(y, self.here), self.at(unit))
 
-    def last_of_zeros(self, unit: Unit) -> Any:
+    def last_of_zeros(self, unit: Unit) -> Arrays:
         """What `last` gives of a unit if y and all variables are 0; the same on all stages."""
         own = (zeros(self.of_end(1, parts)) for parts in (self.params, self.frozen))
         # A loop in `last` may begin with an array like y, and add what depends on the batch.
@@ -192,7 +206,7 @@ class Stage:
         return self.spec.last(params, frozen, y, self.at(unit, on_all=True))
 
     @property
-    def nothing_collected(self) -> Any:
+    def nothing_collected(self) -> Arrays:
         """What `last` has given before the first unit: zeros, of rows all that the device has."""
         if self.spec.collects == "sums":
             return zeros(self.sums_shape)
@@ -204,7 +218,7 @@ class Stage:
 
         return jax.tree.map(whole, self.sums_shape)
 
-    def collect(self, so_far: Any, of_unit: Any, unit: Unit) -> Any:
+    def collect(self, so_far: Outputs, of_unit: Outputs, unit: Unit) -> Arrays:
         """What `last` has given so far, with what it gives of a unit."""
         if self.spec.collects == "sums":
             return add(so_far, of_unit)
@@ -216,18 +230,18 @@ class Stage:
         return jax.tree.map(put, so_far, of_unit)
 
     @property
-    def layers(self) -> tuple[Any, ...]:
+    def layers(self) -> tuple[Arrays, ...]:
         """The functions of the layers, which add sums to those that ride along."""
         return tuple(map(with_sums, self.spec.layers))
 
     @property
-    def no_sums(self) -> Any:
+    def no_sums(self) -> Arrays:
         """What layers have added before the first of them."""
         return vary_like(zeros(self.sums_shape), self.here) if self.spec.adds_sums else ()
 
     # ---- the variables of `first` and `last` ----
 
-    def of_end(self, end: int, parts: PipelineParams) -> Any:
+    def of_end(self, end: int, parts: PipelineParams) -> Arrays:
         """All parameters of `first` (end 0) or `last` (1), on the stage that runs it; or what is frozen."""
         store = self.stores[0 if parts is self.params else 1]
         return store.pick_outer(
@@ -247,7 +261,7 @@ class Stage:
         return tuple(name for name in PipelineParams._fields if name not in own)
 
     def add_to_end(
-        self, end: int, grads: PipelineParams, add_to: Callable[[Any], Any]
+        self, end: int, grads: PipelineParams, add_to: Callable[[Arrays], Arrays]
     ) -> PipelineParams:
         """Gradients with those of `first` (end 0) or `last` (1) changed.
 
@@ -262,7 +276,7 @@ class Stage:
 
     # ---- pieces of a unit ----
 
-    def buffers(self, count: int, shapes: Any, *, on_host: bool = False) -> Any:
+    def buffers(self, count: int, shapes: Shapes, *, on_host: bool = False) -> Arrays:
         """Buffers of so many slots, for what has these shapes.
 
         Args:
@@ -274,11 +288,11 @@ class Stage:
         in_parts = self.spec.platform == "gpu" and self.spec.mesh.shape[TENSOR] > 1
         return make_buffers(count, shapes, fill=fill, in_parts=in_parts)
 
-    def microbatch(self, number: Any) -> Any:
+    def microbatch(self, number: Index) -> Arrays:
         """Which one a unit is of."""
         return jnp.maximum(number, 0) // self.num_chunks
 
-    def place(self, unit: Unit) -> tuple[Any, Any]:
+    def place(self, unit: Unit) -> tuple[Arrays, Arrays]:
         """The first time step of a unit within the window, and its first row within the device's."""
         number = jnp.maximum(unit.number, 0)
         k, row = number % self.num_chunks, self.microbatch(number) * self.spec.microbatch_rows
@@ -318,13 +332,13 @@ class Stage:
             platform=self.spec.platform,
         )
 
-    def read_carry(self, carry: Any, group: Any, microbatch: Any) -> Any:
+    def read_carry(self, carry: Carry, group: Index, microbatch: Index) -> Arrays:
         """A microbatch's rows of a carry [rows of the stack, B, ...], in a group's layers."""
         b = self.spec.microbatch_rows
         rows = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, microbatch * b, b, 1), carry)
         return self.of_group(rows, group)
 
-    def write_carry(self, carry: Any, part: Any, group: Any, microbatch: Any) -> Any:
+    def write_carry(self, carry: Carry, part: Any, group: Index, microbatch: Index) -> Arrays:
         """The carry with these rows changed."""
         row = microbatch * self.spec.microbatch_rows
 
@@ -336,7 +350,7 @@ class Stage:
 
     # ---- groups of layers ----
 
-    def own(self, group: Any) -> tuple[Any, Any, SlotArrays]:
+    def own(self, group: Index) -> tuple[Any, Any, SlotArrays]:
         """Parameters, frozen ones and slots of a group."""
         layers, V = (self.params.layers, self.frozen.layers), self.num_groups
         own = (
@@ -345,7 +359,7 @@ class Stage:
         )
         return *own, self.of_group(self.slots, group)
 
-    def walk(self, group: Any) -> Scan:
+    def walk(self, group: Index) -> Scan:
         """The way through the layers of a group."""
         walk = self.spec.walk
         if not isinstance(walk, Switch):
@@ -353,10 +367,10 @@ class Stage:
         stores = tuple(store.of_group(group, self.num_groups) for store in self.stores)
         return dataclasses.replace(walk, stores=stores)
 
-    def of_group(self, tree: Any, group: Any) -> Any:
+    def of_group(self, tree: Tree, group: Index) -> Arrays:
         """A group's rows of every stacked array."""
         return rows_of_group(tree, group, self.num_groups)
 
-    def into_group(self, tree: Any, part: Any, group: Any) -> Any:
+    def into_group(self, tree: Tree, part: Any, group: Index) -> Arrays:
         """Stacked arrays with a group's rows changed."""
         return with_rows_of_group(tree, part, group, self.num_groups)

@@ -1,11 +1,9 @@
-"""How a stage stores the variables of its layers: what the pipeline asks of it, and the plain answer, stacks.
+"""How a stage stores the variables of its layers: in stacks, or in what a caller brings.
 
 The pipeline reads one layer at a time, and adds to the gradients of one layer at a time, by `pick` and `put`.
-Anything that can do that will do: `Stacks` here, or what a caller brings.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,119 +12,64 @@ from jax import lax
 from jaxpar.base.types import Arrays, Index, Params
 
 
-class Store(Protocol):
-    """How variables are stored: those that are trained, or others.
+class Store:
+    """Layers of each kind in a stack; `first` and `last` hold their variables themselves.
+
+    What stores variables in another way overrides this.
 
     Attributes:
       is_stacked: whether layers are a tuple of trees, one for each kind, with leaves [rows, ...].
-      outer_field: the field of `PipelineParams` that holds what `first` and `last` do not hold themselves.
+      outer_field: the field of `PipelineParams` that has what `first` and `last` do not hold themselves.
       arrays: data that it needs on a stage; leaves [rows, ...], sharded over `stage`.
     """
 
-    @property
-    def is_stacked(self) -> bool: ...  # noqa: D102
-    @property
-    def outer_field(self) -> str: ...  # noqa: D102
-    @property
-    def arrays(self) -> Arrays: ...  # noqa: D102
+    is_stacked, outer_field, arrays = True, "outer", ()
 
     def bind(self, arrays: Arrays) -> "Store":
-        """The store of one stage, inside of the engine's `shard_map`."""
-        ...
+        """The store of one stage, with its data; inside of the engine's `shard_map`."""
+        return self
 
     def of_group(self, number: Index, count: int) -> "Store":
-        """The store of one of a stage's groups of layers."""
-        ...
+        """The store of one of a stage's `count` groups of layers; places count from its first row."""
+        return self
 
     def pick(self, stored: Params, kind: int, place: Index) -> Params:
         """A layer of a kind, by its row."""
-        ...
-
-    def put(self, stored: Params, kind: int, place: Index, layer: Params) -> Params:
-        """What is stored, with one layer changed; a layer without leaves changes nothing."""
-        ...
-
-    def take_group(self, stored: Params, number: Index, count: int) -> Params:
-        """What is stored of one of a stage's groups of layers."""
-        ...
-
-    def put_group(self, stored: Params, part: Params, number: Index, count: int) -> Params:
-        """What is stored, with one group changed."""
-        ...
-
-    def keep(self, stored: Params, kinds: Sequence[bool]) -> Params:
-        """What is stored, without what is only of kinds that are False."""
-        ...
-
-    def restore(self, stored: Params, kept: Params, kinds: Sequence[bool]) -> Params:
-        """What is stored, with what `keep` gave changed."""
-        ...
-
-    def has_outer(self, end: int) -> bool:
-        """Whether it holds variables of `first` (0) or `last` (1)."""
-        ...
-
-    def pick_outer(self, stored: Params, end: int, own: Params) -> Params:
-        """All variables of `first` or `last`; `own` are those that it holds itself, None for others."""
-        ...
-
-    def put_outer(
-        self, stored: Params, end: int, own: Params, values: Params
-    ) -> tuple[Params, Params]:
-        """`own` and what is stored, with other values of all of these variables."""
-        ...
-
-
-class Stacks:
-    """Layers of each kind in a stack; `first` and `last` hold their variables themselves."""
-
-    is_stacked, outer_field, arrays = True, "outer", ()
-
-    def bind(self, arrays: Arrays) -> "Stacks":
-        """Itself: it needs no data."""
-        return self
-
-    def of_group(self, number: Index, count: int) -> "Stacks":
-        """Itself: places count from where the rows of a group begin."""
-        return self
-
-    def pick(self, stored: Params, kind: int, place: Index) -> Params:
-        """A row of the stack of a kind."""
         return pick(stored[kind], place)
 
     def put(self, stored: Params, kind: int, place: Index, layer: Params) -> Params:
-        """The stacks with a row changed."""
+        """What is stored, with one layer changed."""
         return replaced(stored, kind, put(stored[kind], place, layer))
 
     def take_group(self, stored: Params, number: Index, count: int) -> Params:
-        """A group's rows of every stack."""
+        """What is stored of one of a stage's groups of layers."""
         return rows_of_group(stored, number, count)
 
     def put_group(self, stored: Params, part: Params, number: Index, count: int) -> Params:
-        """The stacks with a group's rows changed."""
+        """What is stored, with one group changed."""
         return with_rows_of_group(stored, part, number, count)
 
     def keep(self, stored: Params, kinds: Sequence[bool]) -> Params:
-        """The stacks, () for kinds that are False."""
+        """What is stored, without what is only of kinds that are False."""
         return tuple(own if keeps else () for keeps, own in zip(kinds, stored, strict=True))
 
     def restore(self, stored: Params, kept: Params, kinds: Sequence[bool]) -> Params:
-        """The stacks, those of kinds that are True changed."""
+        """What is stored, with what `keep` gave changed."""
         each = zip(kinds, stored, kept, strict=True)
         return tuple(new if keeps else old for keeps, old, new in each)
 
     def has_outer(self, end: int) -> bool:
-        """It has none."""
+        """Whether it holds variables of `first` (0) or `last` (1)."""
         return False
 
     def pick_outer(self, stored: Params, end: int, own: Params) -> Params:
-        """What the function holds itself."""
+        """All variables of `first` or `last`; `own` are those that it holds itself, None for others."""
         return own
 
     def put_outer(
         self, stored: Params, end: int, own: Params, values: Params
     ) -> tuple[Params, Params]:
-        """The values, which the function holds itself."""
+        """`own` and what is stored, with other values of all of these variables."""
         return values, stored
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.types import Arrays, Index, Params
 from jaxpar.pipeline.lanes import Lane, Schedule, idle_lane
 from jaxpar.pipeline.placement import Route
 
@@ -23,8 +24,8 @@ class SharedLane(NamedTuple):
       slot: its residual slot, likewise.
     """
 
-    unit: Any
-    slot: Any
+    unit: Index
+    slot: Index
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +70,7 @@ class TickTable:
         lanes = P(DATA, None, STAGE)
         whole: Any = dict.fromkeys(("num_ticks", "num_forward_ticks", "num_chunks"), P())
         shared: Any = dict.fromkeys(("enter", "head", "leave"), P(DATA))
-        weights: Any = (lanes,) * len(self.weights)
+        weights: Params = (lanes,) * len(self.weights)
         return dataclasses.replace(
             self, forward=lanes, backward=lanes, weights=weights, **shared, **whole
         )
@@ -162,7 +163,7 @@ def _with_lanes(schedule: Schedule, num_lanes: int) -> Schedule:
 def _shared(lane: Lane, is_there: Any, np: Any) -> SharedLane:
     """The unit of a lane on the one stage where it is there, for all stages."""
 
-    def found(a: Any) -> Any:
+    def found(a: Any) -> Arrays:
         return np.where(is_there & (lane.unit >= 0), a, -1).max(axis=-1)
 
     return SharedLane(found(lane.unit), found(lane.slot))

@@ -21,14 +21,18 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.trees import add, vary_like
+from jaxpar.base.types import Activations, Arrays, Carry, Function, Index
 from jaxpar.internal.split import PlainLayer
-from jaxpar.pipeline.store import Stacks, Store, pick, put, replaced, stack
+from jaxpar.pipeline.store import Store, pick, put, replaced, stack
 
 # What is done with one layer: (number of its kind, sums, its row, x, what it reads, its number, store, place)
 # -> sums, row, x, store. Sums are added up in place, such as gradients; a row is changed, such as a carry; x
 # goes from layer to layer; what is read stays, such as weights. A store is changed in place: it has room for
 # every layer of a kind, and `place` has the numbers of this layer's in it: its row, or none.
-Body = Callable[[int, Any, Any, Any, Any, Any, Any, Any], tuple[Any, Any, Any, Any]]
+Body = Callable[
+    [int, Arrays, Carry, Activations, Arrays, Index, Arrays, tuple[Index, ...]],
+    tuple[Arrays, Carry, Activations, Arrays],
+]
 
 
 class SlotArrays(NamedTuple):
@@ -58,15 +62,15 @@ class Scan:
     def __call__(
         self,
         body: Body,
-        x: Any,
-        reads: Sequence[Sequence[Any]],
-        rows: Sequence[Any],
+        x: Activations,
+        reads: Sequence[Sequence[Arrays]],
+        rows: Sequence[Arrays],
         slots: SlotArrays,
-        store: Sequence[Any] | None = None,
+        store: Sequence[Arrays] | None = None,
         *,
-        sums: Sequence[Any] | None = None,
+        sums: Sequence[Arrays] | None = None,
         reverse: bool = False,
-    ) -> tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]:
+    ) -> tuple[Arrays, tuple[Carry, ...], Activations, tuple[Arrays, ...]]:
         """x through the layers.
 
         Args:
@@ -100,7 +104,7 @@ class Scan:
         (x, total, stored), after = lax.scan(of_slot, start, inputs, reverse=reverse)
         return (total,), (after,), x, (stored,)
 
-    def _if_full(self, layer: Any, run: Callable[[], Any], skip: Callable[[], Any]) -> Any:
+    def _if_full(self, layer: Index, run: Callable[[], Any], skip: Callable[[], Any]) -> Arrays:
         """What a slot gives: `skip` where it is empty."""
         return lax.cond(layer >= 0, run, skip) if self.has_empty_slots else run()
 
@@ -139,7 +143,7 @@ class Switch(Scan):
       stores: how each of the `reads` is stored; the first is that of sums too.
     """
 
-    stores: Sequence[Store] = (Stacks(), Stacks())
+    stores: Sequence[Store] = (Store(), Store())
 
     def __call__(self, body, x, reads, rows, slots, store=None, *, sums=None, reverse=False):
         """As of `Scan`."""
@@ -182,10 +186,10 @@ def make_walk(num_kinds: int, *, has_empty_slots: bool, unroll: bool = False) ->
 def run_layers(
     walk: Scan,
     layers: Sequence[PlainLayer],
-    params: Sequence[Any],
-    frozen: Sequence[Any],
-    carry: Sequence[Any],
-    x: Any,
+    params: Sequence[Arrays],
+    frozen: Sequence[Arrays],
+    carry: Sequence[Arrays],
+    x: Activations,
     at: At,
     slots: SlotArrays,
 ) -> tuple[tuple[Any, ...], Any]:
@@ -208,7 +212,7 @@ def run_layers(
     return after, y
 
 
-def with_sums(layer: Callable[..., Any]) -> PlainLayer:
+def with_sums(layer: Function) -> PlainLayer:
     """A layer whose x is (x, sums), to which it adds what it may return as a third: sums of its own."""
 
     def run(params, frozen, carry, x_and_sums, at):

@@ -106,5 +106,5 @@ def compile_steps(
 ) -> Iterator[tuple[int, ProgramReport | str]]:
     """The number of each setup, and what `compile_step` says of it."""
     # Of those that are there, devices have room for one state.
-    with ThreadPoolExecutor(1 if machine.is_here else os.cpu_count()) as pool:
-        yield from enumerate(pool.map(lambda setup: compile_step(setup, machine), setups))
+    with ThreadPoolExecutor(1 if machine.is_here else os.cpu_count()) as executor:
+        yield from enumerate(executor.map(lambda setup: compile_step(setup, machine), setups))

@@ -344,11 +344,11 @@ class Step:
     def sent_once(self) -> Iterator[Sent]:
         """Those that run once a step: gradients are summed, and what is updated in parts is gathered."""
         sums, rules, parallel = Counter[tuple[str, ...]](), self.partition.rules, self.parallel
-        pooled = {name for kind in Storage(self.partition).packed_names(0) for name in kind}
+        apart = {name for kind in Storage(self.partition).packed_names(0) for name in kind}
         for array in self.counts.params:
             own = set(sum(self.axes_of(array), ()))
             over = {DATA, *self.partition.task.axes} - own
-            if array.kind is None and array.name not in pooled and parallel.runs_in_units:
+            if array.kind is None and array.name not in apart and parallel.runs_in_units:
                 over |= {STAGE} - own
             axes = tuple(axis for axis, size in self.sizes.items() if axis in over and size > 1)
             sums[axes] += self._elements(array, rules) * FLOAT

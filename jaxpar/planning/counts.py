@@ -13,6 +13,7 @@ import jax
 from jaxpar.base.at import At
 from jaxpar.base.axes import LAYERS
 from jaxpar.base.trees import shape_of, whole_bytes
+from jaxpar.base.types import Shapes
 from jaxpar.config import Parallel
 from jaxpar.internal.split import SplitLayer
 from jaxpar.mesh import MeshConfig
@@ -105,7 +106,7 @@ class Counts:
         self.dtype = str(jax.tree.leaves(facts.passed)[0].dtype)
         self._traced = functools.cache(self._trace)
 
-    def _arrays(self, tree: Any) -> Iterator[Array]:
+    def _arrays(self, tree: Shapes) -> Iterator[Array]:
         for name, leaf in named_leaves(tree, "/"):
             dims, value, number = dims_of(leaf), array_of(leaf), None
             if dims[:1] == (LAYERS,):
@@ -135,7 +136,7 @@ class Counts:
     def _trace(self, t: int | None, b: int) -> Unit:
         facts, outer = self.facts, self._outer
 
-        def cut(leaf: Any) -> Any:
+        def cut(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             """A unit's part of an array of the batch, as the model sees it."""
             shape = [b, *leaf.shape[1:]][: len(leaf.shape)]
             if facts.time_major and len(shape) > 1:

@@ -137,8 +137,8 @@ def compare_parallelisms(
             costs[name] = _estimate(name, axis, counts, layout, train, machine)
         except ValueError as error:
             left_out[name] = str(error)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        programs = [_compiling(pool, cost) for cost in costs.values()]
+    with ThreadPoolExecutor(os.cpu_count()) as executor:
+        programs = [_compiling(executor, cost) for cost in costs.values()]
     for (name, cost), program in zip(costs.items(), programs, strict=True):
         try:
             unknown = program if isinstance(program, str) else ""
@@ -155,10 +155,10 @@ def compare_parallelisms(
     return Parallelisms(counts.facts.task, machine, n, tuple(drawn), left_out)
 
 
-def _compiling(pool: ThreadPoolExecutor, cost: StepCost) -> Future[ProgramReport | str] | str:
+def _compiling(executor: ThreadPoolExecutor, cost: StepCost) -> Future[ProgramReport | str] | str:
     """The program of a step, as soon as it is there; or why there is none."""
     try:
-        return pool.submit(compile_step, setup_of(cost), cost.machine, runs=False)
+        return executor.submit(compile_step, setup_of(cost), cost.machine, runs=False)
     except ValueError as error:  # no compiler, or too few devices
         return str(error)
 

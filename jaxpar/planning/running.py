@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxpar.base.checks import require
 from jaxpar.base.timing import seconds_of
+from jaxpar.base.types import Batch
 from jaxpar.data.batches import Batches, place_batch
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding
@@ -43,7 +43,7 @@ def _seconds_of_step(setup: Setup, number: int, num_steps: int) -> float:
     return min(seconds_of(step) for _ in range(num_steps))
 
 
-def batch_of_run(setup: Setup, step: int) -> Any:
+def batch_of_run(setup: Setup, step: int) -> Batch:
     """The batch that a run would have in a step."""
     # Data are read once, not in every round.
     batches = setup.cached(_batches_of_run, setup.train.seed)

@@ -8,8 +8,8 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from jaxpar.base.types import Value
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.model.task import Task
@@ -120,7 +120,7 @@ def cuts(n: int) -> list[int]:
     return cuts
 
 
-def _saves(parallel: Parallel, remat: bool, where: dict[str, Any]) -> bool:
+def _saves(parallel: Parallel, remat: bool, where: dict[str, Value]) -> bool:
     """Whether these savings of memory would save some."""
     is_useful = where in ({}, {"update": "host"}) or parallel.mesh.data > 1
     return is_useful and (parallel.runs_in_units or not remat)

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.base.types import Arrays, Cotangents, Params
 from jaxpar.model.facts import ModelFacts
-from jaxpar.step.independence import Part, Tree, Trial, quick_jit
 from jaxpar.step.parts import Parts
+from jaxpar.step.trial import Part, Tree, Trial, quick_jit
 from jaxpar.trace.bound import bound
 from jaxpar.trace.jaxprs import equations_in
 from jaxpar.trace.source_lines import source_line_of_equation
@@ -93,7 +94,7 @@ def _check_weight(trial: Trial) -> None:
     part = trial.makers["`last`"]()
     floats, whole = _floats(part, part.draw())
 
-    def weight(own: Any) -> jax.Array:
+    def weight(own: Params) -> jax.Array:
         return part.piece(*whole(own), 0, 0, trial.key)["sums"].weight
 
     found = quick_jit(trial.parts, jax.grad(weight))(floats)
@@ -145,7 +146,7 @@ def _gradients(
     """
     floats, whole = _floats(part, inputs)
 
-    def run(own: Any) -> Any:
+    def run(own: Params) -> Arrays:
         variables, inputs = whole(own)
         piece = functools.partial(part.piece, variables)
         pieces = trial.run_in_pieces(piece, part, inputs, along, size, trial.key)
@@ -155,7 +156,7 @@ def _gradients(
         weight = sum((own.weight for own in sums), jnp.float32(0))
         return (joined, loss), weight
 
-    def gradients(own: Any, cotangents: Any) -> Any:
+    def gradients(own: Params, cotangents: Cotangents) -> Arrays:
         _, vjp, weight = jax.vjp(run, own, has_aux=True)
         return vjp(cotangents)[0], weight
 
@@ -178,7 +179,7 @@ def _floats(part: Part, inputs: Tree) -> tuple[list[Any], Callable[[list[Any]], 
     leaves, structure = jax.tree.flatten(given)
     is_float = [jnp.issubdtype(a.dtype, jnp.floating) for a in leaves]
 
-    def whole(floats: list[Any]) -> Any:
+    def whole(floats: list[Any]) -> Arrays:
         own = iter(floats)
         pairs = zip(is_float, leaves, strict=True)
         merged = [next(own) if each else a for each, a in pairs]

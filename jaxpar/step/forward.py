@@ -6,12 +6,13 @@ The one place where a model and the pipeline meet.
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,13 +21,14 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import constants_told, same_along, vary_like
+from jaxpar.base.types import Arrays, Batch, Carry, Function, Index, Outputs
 from jaxpar.config import Parallel
 from jaxpar.model.model import Sums, mean_loss, says
 from jaxpar.model.stack import values, wrap_like
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.pipeline.schedules import make_schedule
-from jaxpar.pipeline.spec import PipelineParams
+from jaxpar.pipeline.spec import Layer, PipelineParams
 from jaxpar.pipeline.store import unstack
 from jaxpar.pipeline.tables import TickTable, largest, make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, with_sums
@@ -73,7 +75,7 @@ def make_forward(
     return forward
 
 
-def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
+def _from_learned_start(layer: Function, start: Function):
     """A layer that begins the first window by itself, so that its gradient reaches the parameters."""
 
     def run(params, frozen, carry, x, at):
@@ -85,7 +87,7 @@ def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
     return run
 
 
-def _without_sums(layer: Callable[..., Any]) -> Callable[..., Any]:
+def _without_sums(layer: Function) -> Function:
     """A layer whose sums are not wanted."""
     return lambda *args: layer(*args)[:2]
 
@@ -93,7 +95,7 @@ def _without_sums(layer: Callable[..., Any]) -> Callable[..., Any]:
 def _run_at_once(parts: Parts, mesh, layers, predicts, params, frozen, carry, batch, key, table):
     """The whole batch and window as one block on every data-parallel group."""
 
-    def run(params, frozen, carry, batch, key, at_layout, time: Any = 0, row: Any = 0):
+    def run(params, frozen, carry, batch, key, at_layout, time: Index = 0, row: Index = 0):
         at = parts.facts.at(parts.facts.to_block(batch), draws=False)
         at = at._replace(time=jnp.int32(time), row=jnp.int32(row), key=key, layout=at_layout)
         return run_block(parts, layers, params, frozen, carry, at, predicts=predicts)
@@ -147,7 +149,7 @@ def _run_at_once(parts: Parts, mesh, layers, predicts, params, frozen, carry, ba
     )(params, frozen, carry, batch, key)
 
 
-def _carry_specs(parts: Parts, carry: Any, *axes: str) -> Any:
+def _carry_specs(parts: Parts, carry: Carry, *axes: str) -> Arrays:
     """Partition specs of a carry as the engine takes it."""
     known = parts.carry_specs(*axes)
     pairs = zip(carry, known, strict=True)
@@ -193,96 +195,115 @@ def _run_stack(parts: Parts, layers, params, frozen, carry, x, at: At):
     return tuple(carry), x
 
 
-def _run_in_units(parts: Parts, mesh, layers, predicts, params, frozen, carry, batch, key, table):
-    """The model's three parts, handed to the pipeline engine."""
-    parallel, model = parts.partition.parallel, parts.storage.merge(params, frozen)
+def _run_in_units(
+    parts: Parts,
+    mesh: Mesh,
+    layers: Sequence[Layer],
+    predicts: bool,
+    params: nnx.State,
+    frozen: nnx.State,
+    carry: Sequence[Carry],
+    batch: Batch,
+    key: jax.Array | None,
+    table: TickTable,
+) -> tuple[Sequence[Carry], Outputs]:
+    """The model's three parts on the pipeline engine."""
+    model, facts = parts.storage.merge(params, frozen), parts.facts
     if says(model, "prepare"):
         model = model.prepare(mesh.shape)
     outer = Outer(parts, model, predicts=predicts)
-    first, last = outer.names(outer.first), outer.names(outer.last)
-    stores = parts.storage.stores(first, last)
-    sharded = parts.partition.head == "sharded" and mesh.shape[STAGE] > 1
-    is_part = sharded and parts.facts.has_last_part
+    pipeline = _pipeline(parts, mesh, layers, outer, carry, predicts=predicts)
+
+    def stored(number: int) -> PipelineParams:
+        """Trained variables (0) or others (1), as the pipeline takes them."""
+        leaves, tree = outer.leaves[number], (params, frozen)[number]
+        apart = {name for kind in parts.storage.packed_names(number) for name in kind}
+        first, last = (
+            tuple(
+                None if name in apart else leaves[n]
+                for n, name in zip(numbers[number], outer.names(numbers)[number], strict=True)
+            )
+            for numbers in (outer.first, outer.last)
+        )
+        planes = parts.storage.planes(number, tree)
+        if not pipeline.stores[0].is_stacked:
+            return PipelineParams(first, planes, last)
+        return PipelineParams(first, parts.of_layers(outer.states[number]), last, planes)
+
+    def d_mean_loss(sums: Sums) -> jax.Array:
+        return mean_loss(sums._replace(loss=jnp.float32(1)))
+
+    deal, gather = _deal(parts, mesh)
+    block = facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
+    carry = jax.tree.map(lambda a: deal(a, 1), carry)
+    run = pipeline.forward
+    if not predicts:
+        run = functools.partial(pipeline.sums, d_loss=d_mean_loss if facts.knows_weight else None)
+    sums, carry, _ = run(stored(0), carry, block, table, frozen=stored(1), key=key)
+    if predicts:
+        sums = jax.tree.map(lambda a: gather(a, pipeline.rows_dim), sums)
+    return jax.tree.map(lambda a: gather(a, 1), carry), sums
+
+
+def _pipeline(
+    parts: Parts,
+    mesh: Mesh,
+    layers: Sequence[Layer],
+    outer: Outer,
+    carry: Sequence[Carry],
+    *,
+    predicts: bool,
+) -> Pipeline:
+    """The pipeline of a model: its functions, and where their arrays are."""
+    partition, facts = parts.partition, parts.facts
+    parallel = partition.parallel
+    sharded = partition.head == "sharded" and mesh.shape[STAGE] > 1
+    is_part = sharded and facts.has_last_part
     # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
-    sharded = sharded and (not predicts or (is_part and says(model, "predict_part")))
+    sharded = sharded and (not predicts or (is_part and says(facts.model, "predict_part")))
     in_parts = [
         names.intersection(uses.called)
-        for names, uses in zip(parts.partition.split_modules, outer.uses, strict=True)
+        for names, uses in zip(partition.split_modules, outer.uses, strict=True)
     ]
     first_specs = outer.specs(outer.first, in_parts[0])
     axes = [axes for own in first_specs for spec in own for axes in axes_of_spec(spec)]
-    last_names = frozenset[str]()
-    if sharded:
-        last_names = None if is_part else in_parts[1]
-    states = parts.storage.params, parts.storage.frozen
+    last_names = (None if is_part else in_parts[1]) if sharded else frozenset[str]()
+    stores = parts.storage.stores(outer.names(outer.first), outer.names(outer.last))
     of_params, of_frozen = (
-        parts.of_layers(parts.partition.specs(state, STAGE)) for state in states
+        parts.of_layers(partition.specs(state, STAGE))
+        for state in (parts.storage.params, parts.storage.frozen)
     )
-    deal, gather = _deal(parts, mesh)
-    b = parts.partition.microbatch_rows
-    constraint = parts.partition.constraint(mesh, DATA, STAGE)
-    pipeline = Pipeline(
-        layers=layers,
+    constraint = partition.constraint(mesh, DATA, STAGE)
+    return Pipeline(
+        layers=tuple(layers),
         first=outer.run_first,
         last=functools.partial(outer.run_last, is_part=sharded and is_part),
         mesh=mesh,
-        slots=parts.partition.slots,
-        chunk_len=parts.partition.chunk_len,
-        microbatch_rows=b,
+        slots=partition.slots,
+        chunk_len=partition.chunk_len,
+        microbatch_rows=partition.microbatch_rows,
         collects="rows" if predicts else "sums",
-        adds_sums=parts.facts.traces.adds_sums and not predicts,
+        adds_sums=facts.traces.adds_sums and not predicts,
         head="sharded" if sharded else "last",
         shares_first=any(STAGE in each for each in axes),
         first_specs=first_specs,
         last_specs=outer.specs(outer.last, last_names),
         layer_specs=(of_params, of_frozen) if stores[0].is_stacked else (P(STAGE), P(STAGE)),
         carry_specs=_carry_specs(parts, carry, STAGE, DATA),
-        row_axes=parts.facts.row_axes,
-        time_axes=parts.facts.time_axes,
+        row_axes=facts.row_axes,
+        time_axes=facts.time_axes,
         config=parallel.pipeline,
         num_segments=parallel.num_segments,
         first_gradient=outer.add_first_gradient,
         first_rows=tuple(
             np.cumsum((0, *parallel.group_shares[:-1]))
-            * parallel.microbatch_rows(parts.facts.batch_size)
+            * parallel.microbatch_rows(facts.batch_size)
             * parallel.pipeline.num_microbatches
         ),
         layout=constraint,
         stores=stores,
         lay_out_gradients=constraint.of_variables,
     )
-
-    def stored(number: int) -> PipelineParams:
-        """Trained variables (0) or others (1), as the pipeline takes them."""
-        leaves, tree = outer.leaves[number], (params, frozen)[number]
-        apart = {name for kind in parts.storage.packed_names(number) for name in kind}
-        of_first, of_last = (
-            tuple(
-                None if name in apart else leaves[n]
-                for n, name in zip(numbers[number], names[number], strict=True)
-            )
-            for numbers, names in ((outer.first, first), (outer.last, last))
-        )
-        planes = parts.storage.planes(number, tree)
-        if not stores[0].is_stacked:
-            return PipelineParams(of_first, planes, of_last)
-        layers = parts.of_layers(outer.states[number])
-        return PipelineParams(of_first, layers, of_last, planes)
-
-    block = parts.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
-    carry = jax.tree.map(lambda a: deal(a, 1), carry)
-
-    def d_mean_loss(sums: Sums) -> jax.Array:
-        return mean_loss(sums._replace(loss=jnp.float32(1)))
-
-    run = pipeline.forward
-    if not predicts:
-        d_loss = d_mean_loss if parts.facts.knows_weight else None
-        run = functools.partial(pipeline.sums, d_loss=d_loss)
-    sums, carry, _ = run(stored(0), carry, block, table, frozen=stored(1), key=key)
-    if predicts:
-        sums = jax.tree.map(lambda a: gather(a, pipeline.rows_dim), sums)
-    return jax.tree.map(lambda a: gather(a, 1), carry), sums
 
 
 def _deal(parts: Parts, mesh: Mesh):
@@ -310,11 +331,7 @@ def _deal(parts: Parts, mesh: Mesh):
 
 
 def step_schedule(
-    parallel: Parallel,
-    share: int = 1,
-    num_chunks: int | None = None,
-    *,
-    backward: bool = True,
+    parallel: Parallel, share: int = 1, num_chunks: int | None = None, *, backward: bool = True
 ) -> Schedule:
     """The schedule that a step follows.
 

@@ -58,7 +58,7 @@ def make_train_step(
     Returns:
       (state, batch) -> (state, metrics); the batch lies on `batch_sharding` of their setup.
     Raises:
-      ValueError: sizes do not fit the mesh, or the optimizer does not update stacked layers as single ones.
+      ValueError: sizes do not fit the mesh.
     """
     return Setup.of(task, parallel, train, mesh).train_step()
 
@@ -83,10 +83,10 @@ def value_and_grad(
       (state, batch) -> ((loss, (state, sums)), grads), as of `jax.value_and_grad(..., has_aux=True)`. The
       loss is `sums.loss / sums.weight`, float32; where that weight is 0, `sums.loss`. The state is the given
       one, which is not consumed, with one step more and the carry for the next window; its parameters are the
-      same arrays. Gradients are an `nnx.State` as `state.params`, each laid out as its parameter: in pools
-      (`Layout.pools`) if the task has an `OptimizerConfig`, so leave that out for an optimizer that looks at
-      single parameters. A batch may be of NumPy, the whole of it in every process; `data.batches.place_batch`
-      reads the rows of this process alone.
+      same arrays. Gradients are an `nnx.State` as `state.params`, each laid out as its parameter. If the
+      task has an optimizer, they may be packed (`partition.storage`): leave the optimizer out for a loop
+      that looks at single parameters. A batch may be of NumPy, the whole of it in every process;
+      `data.batches.place_batch` reads the rows of this process alone.
     Raises:
       ValueError: sizes do not fit the mesh.
     """

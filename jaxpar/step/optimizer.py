@@ -11,7 +11,6 @@ programs: inside of one, JAX 0.10.1 cannot place them in host memory on CPU.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,11 +20,12 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from jaxpar.base.trees import in_float32
+from jaxpar.base.types import Arrays, Cotangents, Function, OptState, Params, Tree
 
 HOST_MEMORY = "pinned_host"
 
 
-def global_norm(grads: Any) -> jax.Array:
+def global_norm(grads: Cotangents) -> jax.Array:
     """The norm of all numbers of a tree of arrays, summed in float32 at least."""
     return optax.tree.norm(in_float32(grads))
 
@@ -42,8 +42,8 @@ def clip_scale(norm: jax.Array, clip_norm: float) -> jax.Array | None:
 
 def update(
     optimizer: optax.GradientTransformation,
-    params: Any,
-    grads: Any,
+    params: Params,
+    grads: Cotangents,
     opt_state: optax.OptState,
     applies: jax.Array,
     scale: jax.Array | None = None,
@@ -56,17 +56,19 @@ def update(
       rate: what the learning rate is multiplied by; None is 1.
     """
 
-    def times(tree: Any, factor: jax.Array | None) -> Any:
+    def times(tree: Tree, factor: jax.Array | None) -> Arrays:
         if factor is None:
             return tree
         return jax.tree.map(lambda a: (a * factor).astype(a.dtype), tree)
 
-    def run(params: Any, grads: Any, opt_state: Any, scale: Any, rate: Any) -> tuple[Any, Any]:
+    def run(
+        params: Params, grads: Cotangents, opt_state: OptState, scale: Any, rate: Any
+    ) -> tuple[Arrays, Arrays]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
             updates, opt_state = optimizer.update(times(grads, scale), opt_state, params)
             return optax.apply_updates(params, times(updates, rate)), opt_state
 
-    def keep(params: Any, _: Any, opt_state: Any, *others: Any) -> tuple[Any, Any]:
+    def keep(params: Params, _: Any, opt_state: OptState, *others: Tree) -> tuple[Arrays, Arrays]:
         return params, opt_state
 
     # A choice between old and new arrays would hold both of them.
@@ -94,7 +96,7 @@ class HostOptimizer:
         self._init = jax.jit(lambda params: optimizer.init(params))
         self._update = jax.jit(functools.partial(update, optimizer), donate_argnums=(0, 2))
 
-    def init(self, params: Any, target: optax.OptState) -> optax.OptState:
+    def init(self, params: Params, target: optax.OptState) -> optax.OptState:
         """The state before the first step.
 
         Args:
@@ -103,7 +105,9 @@ class HostOptimizer:
         """
         return self._run(self._init, (params,), target)
 
-    def update(self, params: Any, grads: Any, opt_state: Any, *how: Any) -> tuple[Any, Any]:
+    def update(
+        self, params: Params, grads: Cotangents, opt_state: OptState, *how: Any
+    ) -> tuple[Arrays, Arrays]:
         """Parameters, on devices, and state, on the host, after a step; those passed in are consumed.
 
         Args:
@@ -112,7 +116,7 @@ class HostOptimizer:
         """
         return self._run(self._update, (params, grads, opt_state, *how), (params, opt_state))
 
-    def _run(self, function: Callable[..., Any], trees: Any, targets: Any) -> Any:
+    def _run(self, function: Function, trees: Tree, targets: Any) -> Arrays:
         """Applies a function, on the CPU, to what each device has of the trees.
 
         Args:

@@ -17,6 +17,7 @@ from jaxpar.base.display import Shown, format_bytes, format_count
 from jaxpar.base.keys import new_key
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes, placed, zeros
+from jaxpar.base.types import Arrays, Function, Tree
 from jaxpar.sharding import (
     Rules,
     annotated,
@@ -28,8 +29,7 @@ from jaxpar.sharding import (
 )
 from jaxpar.step.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.step.resolved import Resolved
-from jaxpar.step.stacking import check_stacking, draws
-from jaxpar.trace.counts import reductions
+from jaxpar.trace.counts import draws, reductions
 
 
 @jax.tree_util.register_dataclass
@@ -41,9 +41,8 @@ class TrainState(Shown):
       step: int32 scalar, steps taken.
       skipped: int32 scalar, how many of them were skipped because their loss or gradient was not finite.
         One more than the settings allow halts the state: it stays as it was before that step.
-      params: `nnx.State` of what is trained; variables carry the names of their dims. Layers, and what
-        is used before and after them, may be in pools (`Layout.pools`): `training.by_layer` has them by their
-        names.
+      params: `nnx.State` of what is trained; variables carry the names of their dims. Those
+        of layers may be packed (`partition.storage`): `partition.by_layer` has them by their names.
       frozen: `nnx.State` of all other variables of the model, likewise.
       opt_state: of optax; what mirrors a parameter carries its named dims too. Empty if the task has no
         optimizer.
@@ -51,7 +50,7 @@ class TrainState(Shown):
       param_rules, opt_rules, carry_rules: what parameters, optimizer state and carry are laid out by.
       opt_memory: kind of memory that holds the optimizer state; None for the devices' own.
       model_size: how many numbers the model has in `params` and `frozen`, and their bytes. Each layer counts
-        once, on every mesh; empty rows of stacks and the padding of pools do not count.
+        once, on every mesh; empty rows and padding do not count.
     """
 
     step: jax.Array
@@ -59,7 +58,7 @@ class TrainState(Shown):
     params: nnx.State
     frozen: nnx.State
     opt_state: optax.OptState
-    carry: dict[str, Any]
+    carry: dict[str, Arrays]
     param_rules: Rules = dataclasses.field(metadata={"static": True})
     opt_rules: Rules = dataclasses.field(metadata={"static": True})
     carry_rules: Rules = dataclasses.field(metadata={"static": True})
@@ -77,17 +76,7 @@ def abstract_state(setup: Resolved) -> TrainState:
     return setup.cached(_abstract_state, setup.train.num_steps)
 
 
-def check_optimizer(setup: Resolved) -> None:
-    """Checks that an optimizer updates stacked layers as it would update single ones; see `stacking`.
-
-    Raises:
-      ValueError: it does not.
-    """
-    if setup.task.has_optimizer:
-        setup.cached(_check_stacking, setup.train.num_steps)
-
-
-def zero_carry(setup: Resolved) -> dict[str, Any]:
+def zero_carry(setup: Resolved) -> dict[str, Arrays]:
     """Zeros for what layers carry on, laid out as in the state."""
     carry = abstract_state(setup).carry
     where = jax.tree.map(lambda leaf: leaf.sharding, carry)
@@ -121,7 +110,6 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
 def init_state(setup: Resolved, seed: int) -> TrainState:
     """The state before the first step; see `functions.init_state`."""
     check_room(abstract_state(setup), setup.mesh)
-    check_optimizer(setup)
     make = setup.cached(_initializer, setup.train.num_steps)
     return _with_host_state(setup, make(_key_data(seed)))
 
@@ -163,9 +151,7 @@ def _initializer(setup: Resolved, _: int) -> Callable[[Any], TrainState]:
     return _begin(setup, lambda key_data: setup.storage.draw(key_data, setup.mesh))
 
 
-def _begin(
-    setup: Resolved, make_variables: Callable[..., Any], **options: Any
-) -> Callable[..., TrainState]:
+def _begin(setup: Resolved, make_variables: Function, **options: Any) -> Callable[..., TrainState]:
     """What makes a state of variables, without the optimizer's where that is kept on the host."""
     target, on_host = abstract_state(setup), setup.parallel.update == "host"
     made = dataclasses.replace(target, opt_state=()) if on_host else target
@@ -177,7 +163,7 @@ def _begin(
     return jax.jit(make, out_shardings=_places(made), **options)
 
 
-def _places(tree: Any) -> Any:
+def _places(tree: Tree) -> Arrays:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
@@ -264,10 +250,6 @@ def audit(state: TrainState) -> None:
         )
 
 
-def _check_stacking(setup: Resolved, _: int) -> None:
-    check_stacking(setup.storage, setup.optimizer)
-
-
 def _check_optimizer(setup: Resolved, state: TrainState) -> None:
     """Raises where what it keeps for a parameter cannot be laid out, or not be updated in parts."""
     task = setup.task
@@ -281,9 +263,10 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
     if not (task.has_optimizer and setup.parallel.update == "host"):
         return
     with jax.numpy_dtype_promotion("standard"):
-        found = reductions(setup.optimizer.update, state.params, state.opt_state, state.params)
+        args = setup.optimizer.update, state.params, state.opt_state, state.params
+        found, has_noise = reductions(*args), draws(*args)
     why = f"looks at more than one number at once ({', '.join(sorted(found))})" if found else ""
-    if not found and draws(setup.optimizer, state.params):
+    if not found and has_noise:
         why = "draws random numbers"
     if why:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from jaxpar.base.compiler import compiler_options
 from jaxpar.base.jax_private import num_programs
 from jaxpar.base.keys import new_key
 from jaxpar.base.parts import RATE, part_of
+from jaxpar.base.types import Arrays, Batch, Carry, Function, Tree
 from jaxpar.data.batches import check_numbers, owned
 from jaxpar.mesh import release_freed_memory
 from jaxpar.model.facts import ModelFacts
@@ -28,6 +28,7 @@ from jaxpar.step.forward import full_table, make_forward, table_of
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.optimizer import HostOptimizer, clip_scale, global_norm, update
 from jaxpar.step.parts import Parts
+from jaxpar.step.per_layer import without_empty_rows
 from jaxpar.step.resolved import Resolved
 from jaxpar.step.state import TrainState, abstract_state, state_shardings
 from jaxpar.trace.source_lines import source_line_of_instruction
@@ -65,12 +66,12 @@ class CompiledStep:
     each length is compiled once.
     """
 
-    def __init__(self, step: Callable[..., Any], parts: Parts, *, backward: bool, **jit_options):
+    def __init__(self, step: Function, parts: Parts, *, backward: bool, **jit_options):
         self._parts, self._backward = parts, backward
         options = compiler_options(parts.facts.platform, parts.partition.parallel.mesh.stage)
         self._jitted = jax.jit(step, compiler_options=options, **jit_options)
 
-    def __call__(self, state: TrainState, batch: Any) -> Any:
+    def __call__(self, state: TrainState, batch: Batch) -> Arrays:
         """Runs the step. NumPy arrays of the batch are copied: they may be filled again at once.
 
         Raises:
@@ -86,7 +87,7 @@ class CompiledStep:
             self._parts.facts.task.check_batch(jax.device_get(batch))
         return self.run(state, batch)
 
-    def run(self, state: TrainState, batch: Any) -> Any:
+    def run(self, state: TrainState, batch: Batch) -> Arrays:
         """The same, without checking the values of the batch."""
         arguments = (state, *self._with_table(owned(batch)))
         if not self.num_programs:
@@ -116,7 +117,7 @@ class CompiledStep:
                 f"Fix: make both with the same parallel."
             )
 
-    def lower(self, state: Any, batch: Any) -> Any:
+    def lower(self, state: Tree, batch: Batch) -> Arrays:
         """`jax.jit(...).lower` of the program, for arrays or their shapes."""
         return self._jitted.lower(state, *self._with_table(batch))
 
@@ -130,7 +131,7 @@ class CompiledStep:
         """How many programs have been compiled."""
         return num_programs(self._jitted)
 
-    def _with_table(self, batch: Any) -> tuple[Any, TickTable | None]:
+    def _with_table(self, batch: Batch) -> tuple[Any, TickTable | None]:
         parts, parallel = self._parts, self._parts.partition.parallel
         length = check_batch_shape(parts.facts, batch)
         is_whole = parallel.mesh.stage == 1 and parallel.num_chunks == 1
@@ -155,7 +156,7 @@ class CompiledStep:
         return batch, table_of(parallel, length // chunk_len, self._backward)
 
 
-def check_batch_shape(facts: ModelFacts, batch: Any) -> int:
+def check_batch_shape(facts: ModelFacts, batch: Batch) -> int:
     """The time steps of a batch (1 if the model has no time), if it is as the task's example.
 
     Raises:
@@ -191,10 +192,10 @@ def check_batch_shape(facts: ModelFacts, batch: Any) -> int:
     return length
 
 
-def check_arrays(facts: ModelFacts, batch: Any) -> None:
+def check_arrays(facts: ModelFacts, batch: Batch) -> None:
     """Raises a ValueError if a batch, or some of its rows, has not the arrays that the task's example has."""
 
-    def describe(tree: Any) -> str:
+    def describe(tree: Tree) -> str:
         paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
         return in_words(tree) + f" of {', '.join(names)}" * any(names)
@@ -210,17 +211,17 @@ def check_arrays(facts: ModelFacts, batch: Any) -> None:
 class _GradientStep(CompiledStep):
     """A compiled program up to the gradients, which does not see the optimizer's state."""
 
-    def run(self, state: TrainState, batch: Any) -> Any:
+    def run(self, state: TrainState, batch: Batch) -> Arrays:
         return super().run(_without_optimizer(state), batch)
 
-    def lower(self, state: TrainState, batch: Any) -> Any:
+    def lower(self, state: TrainState, batch: Batch) -> Arrays:
         return super().lower(_without_optimizer(state), batch)
 
 
 class _ValueAndGrad(_GradientStep):
     """Gradients for an optimizer of the user's: parameters stay as they are, outside of the program."""
 
-    def run(self, state: TrainState, batch: Any) -> Any:
+    def run(self, state: TrainState, batch: Batch) -> Arrays:
         (loss, (step, carry, sums)), grads = super().run(state, batch)
         return (loss, (dataclasses.replace(state, step=step, carry=carry), sums)), grads
 
@@ -231,11 +232,15 @@ class _HostStep(_GradientStep):
     def __init__(self, gradients, parts: Parts, optimizer, states: TrainState, out_shardings):
         super().__init__(gradients, parts, backward=True, out_shardings=out_shardings)
         self._host = HostOptimizer(optimizer)
+        has_own, rows_of = parts.facts.task.has_own_optimizer, parts.partition.rows_of
         self._gather = jax.jit(  # into the memory of the old parameters
-            lambda old, new: new, out_shardings=states.params, donate_argnums=0, keep_unused=True
+            lambda old, new: without_empty_rows(new, rows_of) if has_own else new,
+            out_shardings=states.params,
+            donate_argnums=0,
+            keep_unused=True,
         )
 
-    def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         split, grads, *how, metrics = super().run(state, batch)
         params, opt_state = self._host.update(split.params, grads, state.opt_state, *how)
         params = self._gather(state.params, params)
@@ -251,7 +256,7 @@ def train_step(setup: Resolved, *_: Any) -> CompiledStep:
     train, parts, mesh, optimizer = setup.train, setup.parts, setup.mesh, setup.optimizer
     loss_and_grad = make_loss_and_grad(setup, seed=train.seed)
 
-    def gradients(state: TrainState, batch: Any, table: TickTable | None):
+    def gradients(state: TrainState, batch: Batch, table: TickTable | None):
         (loss, (carry, sums)), grads = loss_and_grad(state, batch, table)
         initial = parts.initial_carry(state.params, state.frozen)
         # The update runs where the optimizer state lies: what is split is updated in parts.
@@ -266,7 +271,9 @@ def train_step(setup: Resolved, *_: Any) -> CompiledStep:
             metrics = Metrics(loss, norm, state.skipped, sums)
             return state, grads, applies, scale, rate, metrics
 
-    def step(state: TrainState, batch: Any, table: TickTable | None) -> tuple[TrainState, Metrics]:
+    def step(
+        state: TrainState, batch: Batch, table: TickTable | None
+    ) -> tuple[TrainState, Metrics]:
         state, grads, applies, scale, rate, metrics = gradients(state, batch, table)
         with jax.named_scope("update"):
             old = state.params, state.opt_state
@@ -287,7 +294,7 @@ def train_step(setup: Resolved, *_: Any) -> CompiledStep:
 
 
 def _count(
-    state: TrainState, carry: Any, initial: Any, is_finite: jax.Array, max_skipped: int
+    state: TrainState, carry: Carry, initial: Any, is_finite: jax.Array, max_skipped: int
 ) -> tuple[TrainState, jax.Array]:
     """Step, skipped and carry after a step, and whether its update applies.
 
@@ -334,7 +341,7 @@ def value_and_grad(setup: Resolved, seed: int) -> CompiledStep:
     """Loss and gradients; see `functions.value_and_grad`."""
     loss_and_grad = make_loss_and_grad(setup, seed=seed)
 
-    def step(state: TrainState, batch: Any, table: TickTable | None):
+    def step(state: TrainState, batch: Batch, table: TickTable | None):
         (loss, (carry, sums)), grads = loss_and_grad(state, batch, table)
         return (loss, (state.step + 1, carry, sums)), grads
 
@@ -344,7 +351,7 @@ def value_and_grad(setup: Resolved, seed: int) -> CompiledStep:
     return _ValueAndGrad(step, setup.parts, backward=True, out_shardings=out)
 
 
-def make_loss_and_grad(setup: Resolved, *, seed: int | None = 0) -> Callable[..., Any]:
+def make_loss_and_grad(setup: Resolved, *, seed: int | None = 0) -> Function:
     """(state, batch, table=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
 
     The state's step numbers the dropout masks; without a table the batch has the full length. On a mesh with
@@ -382,7 +389,7 @@ def eval_step(setup: Resolved) -> CompiledStep:
     """The sums of a batch; see `functions.make_eval_step`."""
     forward = make_forward(setup.parts, setup.mesh)
 
-    def step(state: TrainState, batch: Any, table: TickTable | None):
+    def step(state: TrainState, batch: Batch, table: TickTable | None):
         return forward(state.params, state.frozen, state.carry, batch, None, table)
 
     return CompiledStep(step, setup.parts, backward=False)
@@ -393,7 +400,7 @@ def predict_step(setup: Resolved) -> CompiledStep:
     forward = make_forward(setup.parts, setup.mesh, predicts=True)
     check_rows_alone(setup.parts, predicts=True)
 
-    def step(state: TrainState, batch: Any, table: TickTable | None):
+    def step(state: TrainState, batch: Batch, table: TickTable | None):
         carry, outputs = forward(state.params, state.frozen, state.carry, batch, None, table)
         if setup.facts.time_major:
             outputs = jax.tree.map(lambda a: a.swapaxes(0, 1), outputs)
@@ -411,7 +418,7 @@ def batch_sharding(setup: Resolved) -> NamedSharding:
     return NamedSharding(setup.mesh, setup.partition.carry_rules.spec((BATCH,)))
 
 
-def abstract_batch(setup: Resolved) -> Any:
+def abstract_batch(setup: Resolved) -> Arrays:
     """A batch without its values, as a step takes it: shapes, dtypes and shardings."""
     where = batch_sharding(setup)
 

@@ -5,14 +5,15 @@ steps, and each process, mesh and compilation has others.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from jaxpar.base.types import ArrayLike, Atom, Value
 from jaxpar.trace.jaxprs import made_with
 from jaxpar.trace.source_lines import source_line_of_equation
 
@@ -43,7 +44,7 @@ def difference(one: ClosedJaxpr, other: ClosedJaxpr) -> Difference | None:
     return Difference(next(filter(None, lines), ""), sorted(outputs))
 
 
-def same_value(one: Any, other: Any) -> bool:
+def same_value(one: Value, other: Value) -> bool:
     """Whether two constants are the same, as far as they are numbers, texts or arrays of them."""
     if one is other or type(one).__qualname__ != type(other).__qualname__:
         return one is other
@@ -59,7 +60,7 @@ def same_value(one: Any, other: Any) -> bool:
     return not isinstance(one, _PLAIN) or repr(one) == repr(other)
 
 
-def _unlike(one: Any, other: Any) -> tuple[set[Var], set[int]]:
+def _unlike(one: ClosedJaxpr | Jaxpr, other: ClosedJaxpr | Jaxpr) -> tuple[set[Var], set[int]]:
     """What differs by itself between two programs, closed or not: variables of the first, and outputs."""
     (a, of_a), (b, of_b) = map(_parts, (one, other))
     sizes = [tuple(map(len, (p.constvars, p.invars, p.eqns, p.outvars))) for p in (a, b)]
@@ -68,7 +69,7 @@ def _unlike(one: Any, other: Any) -> tuple[set[Var], set[int]]:
     unlike = {v for v, *both in zip(a.constvars, of_a, of_b, strict=False) if not same_value(*both)}
     names = dict(zip([*b.constvars, *b.invars], [*a.constvars, *a.invars], strict=True))
 
-    def is_same(v: Any, w: Any) -> bool:
+    def is_same(v: Atom, w: Atom) -> bool:
         if isinstance(v, Literal) or isinstance(w, Literal):
             return same_value(getattr(v, "val", None), getattr(w, "val", None))
         return names.get(w) is v
@@ -86,10 +87,10 @@ def _unlike(one: Any, other: Any) -> tuple[set[Var], set[int]]:
     }
 
 
-def _parts(program: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+def _parts(program: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, Sequence[ArrayLike]]:
     is_closed = isinstance(program, ClosedJaxpr)
     return (program.jaxpr, program.consts) if is_closed else (program, ())
 
 
-def _variables(eqn: Any) -> set[Var]:
+def _variables(eqn: JaxprEqn) -> set[Var]:
     return {*eqn.outvars, *(v for v in eqn.invars if isinstance(v, Var))}

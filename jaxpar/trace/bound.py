@@ -1,20 +1,21 @@
-"""Collectives over axes of one's own, where a function is looked at outside of any mesh."""
+"""Collectives over the axes of a task, where a function is traced outside of any mesh."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+Arguments = ParamSpec("Arguments")
 Traced = TypeVar("Traced")
 
 
 def bound(axes: Sequence[str], trace: Callable[[], Traced]) -> Traced:
-    """What a function that traces others returns, while these axes have a meaning: size 1.
+    """Calls a function that traces others, while these axes exist with size 1.
 
     Args:
-      trace: makes programs or shapes of its own (`jax.make_jaxpr`, `jax.eval_shape`), no arrays.
+      trace: A function that makes programs or shapes (`jax.make_jaxpr`, `jax.eval_shape`), and no arrays.
     """
     if not axes:
         return trace()
@@ -31,13 +32,15 @@ def bound(axes: Sequence[str], trace: Callable[[], Traced]) -> Traced:
     return found[0]
 
 
-def in_bound(axes_of: Callable[[Any], Sequence[str]]) -> Callable[[Any], Any]:
+def in_bound(
+    axes_of: Callable[[Any], Sequence[str]],
+) -> Callable[[Callable[Arguments, Traced]], Callable[Arguments, Traced]]:
     """A decorator of methods that trace: they run `bound` by the axes of their object."""
 
-    def decorate(method: Callable[..., Traced]) -> Callable[..., Traced]:
+    def decorate(method: Callable[Arguments, Traced]) -> Callable[Arguments, Traced]:
         @functools.wraps(method)
-        def run(owner: Any, *args: Any, **options: Any) -> Traced:
-            return bound(axes_of(owner), lambda: method(owner, *args, **options))
+        def run(*args: Arguments.args, **options: Arguments.kwargs) -> Traced:
+            return bound(axes_of(args[0]), lambda: method(*args, **options))
 
         return run
 

@@ -3,14 +3,23 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxpar.trace.jaxprs import CHEAP, equations_for, equations_in, inlined, programs_in, reads_of
+from jaxpar.base.types import Arrays, Atom, Function
+from jaxpar.trace.jaxprs import (
+    CHEAP,
+    aval_of,
+    equations_for,
+    equations_in,
+    inlined,
+    programs_in,
+    reads_of,
+)
 
 # How the names of factorizations begin, LAPACK's included; see `reductions`.
 FACTORIZATIONS = ("cholesky", "qr", "householder", "lu", "svd", "eig", "triangular_solve")
@@ -57,7 +66,7 @@ class Amount(NamedTuple):
         return Amount(*map(sum, zip(self, other, strict=True)))
 
 
-def amount(function: Callable[..., Any], *args: Any) -> Amount:
+def amount(function: Function, *args: Arrays) -> Amount:
     """What a function does.
 
     Loops count by their length, a conditional by its largest branch. A loop whose length depends on data
@@ -69,19 +78,19 @@ def amount(function: Callable[..., Any], *args: Any) -> Amount:
     return _amount(_traced(function, args))
 
 
-def _traced(function: Callable[..., Any], args: tuple[Any, ...]) -> core.Jaxpr:
+def _traced(function: Function, args: Sequence[Arrays]) -> core.Jaxpr:
     """The program of a function, traced now: JAX knows a function that it has traced, not what that reads."""
     return jax.make_jaxpr(lambda *args: function(*args))(*args).jaxpr
 
 
-def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
+def used_inputs(function: Function, *args: Arrays) -> list[bool]:
     """For each array among the arguments of a function, whether anything is computed from it."""
     jaxpr = _traced(function, args)
     used = reads_of(jaxpr.eqns, jaxpr.outvars)
     return [v in used for v in jaxpr.invars]
 
 
-def moving_inputs(function: Callable[..., Any], inputs: Any, *others: Any) -> list[bool]:
+def moving_inputs(function: Function, inputs: Arrays, *others: Arrays) -> list[bool]:
     """For each float array of `inputs`, whether a small change of it may change what a function returns.
 
     It may not where JAX knows that the derivative is zero: behind `stop_gradient`, `argmax`, `round` or a
@@ -93,8 +102,8 @@ def moving_inputs(function: Callable[..., Any], inputs: Any, *others: Any) -> li
     leaves, structure = jax.tree.flatten(inputs)
     moves = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
 
-    def change(changes: list[Any], leaves: list[Any], *others: Any) -> Any:
-        def run(floats: list[Any]) -> Any:
+    def change(changes: Arrays, leaves: Arrays, *others: Arrays) -> Arrays:
+        def run(floats: Arrays) -> Arrays:
             given = iter(floats)
             whole = [
                 next(given) if is_float else a for is_float, a in zip(moves, leaves, strict=True)
@@ -109,7 +118,7 @@ def moving_inputs(function: Callable[..., Any], inputs: Any, *others: Any) -> li
     return [v in needed for v in jaxpr.invars[: len(floats)]]
 
 
-def reductions(function: Callable[..., Any], *args: Any) -> dict[str, float]:
+def reductions(function: Function, *args: Arrays) -> dict[str, float]:
     """The operations that combine elements of an array (sums, matrix products, sorts): bytes that they read.
 
     What is in a loop counts once.
@@ -122,12 +131,17 @@ def reductions(function: Callable[..., Any], *args: Any) -> dict[str, float]:
         name = equation.primitive.name
         if not name.startswith(_REDUCING) or name == "reduce_precision":
             continue
-        if any(v.aval.shape for v in equation.invars):
+        if any(aval_of(v).shape for v in equation.invars):
             found[name] = found.get(name, 0.0) + sum(map(_bytes, equation.invars))
     return found
 
 
-def _amount(jaxpr: Any) -> Amount:
+def draws(function: Function, *args: Arrays) -> bool:
+    """Whether a function draws random numbers."""
+    return any(eqn.primitive.name == "random_bits" for eqn in equations_in(_traced(function, args)))
+
+
+def _amount(jaxpr: core.Jaxpr) -> Amount:
     whole = inlined(core.ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))).jaxpr
     held = {v for v in whole.outvars if isinstance(v, core.Var)}
     for equation in whole.eqns:
@@ -135,7 +149,7 @@ def _amount(jaxpr: Any) -> Amount:
         if name not in _FUSED and not name.startswith("reduce_"):
             held |= {v for v in equation.invars if isinstance(v, core.Var)}
 
-    def amount_of(equation: Any) -> Amount:
+    def amount_of(equation: core.JaxprEqn) -> Amount:
         name = equation.primitive.name
         if name in _SAME:
             return Amount()
@@ -151,7 +165,7 @@ def _amount(jaxpr: Any) -> Amount:
     return functools.reduce(Amount.plus, map(amount_of, whole.eqns), Amount())
 
 
-def _inside(equation: Any, parts: list[Amount]) -> Amount:
+def _inside(equation: core.JaxprEqn, parts: list[Amount]) -> Amount:
     """Of what is in a loop, by its length, in the largest branch of a conditional, or in a call."""
     if equation.primitive.name == "cond":
         return Amount(*map(max, zip(*parts, strict=True)))
@@ -166,9 +180,9 @@ def _inside(equation: Any, parts: list[Amount]) -> Amount:
     )
 
 
-def _flops_of(product: Any) -> float:
-    params, shapes = product.params, [v.aval.shape for v in product.invars]
-    made = 2.0 * math.prod(product.outvars[0].aval.shape)
+def _flops_of(product: core.JaxprEqn) -> float:
+    params, shapes = product.params, [aval_of(v).shape for v in product.invars]
+    made = 2.0 * math.prod(aval_of(product.outvars[0]).shape)
     if product.primitive.name == "dot_general":
         contracted = params["dimension_numbers"][0][0]
         return made * math.prod(shapes[0][dim] for dim in contracted)
@@ -176,8 +190,8 @@ def _flops_of(product: Any) -> float:
     return made * math.prod(shapes[1]) / max(out, 1)
 
 
-def _bytes(v: Any) -> float:
+def _bytes(v: Atom) -> float:
     try:
-        return float(math.prod(v.aval.shape) * v.aval.dtype.itemsize)
+        return float(math.prod(aval_of(v).shape) * aval_of(v).dtype.itemsize)
     except (AttributeError, TypeError):  # a random key, or nothing
         return 0.0

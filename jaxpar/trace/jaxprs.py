@@ -3,11 +3,16 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from typing import Any
+from typing import TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
+
+from jaxpar.base.types import ArrayLike, Arrays, Atom, Function
+
+Item = TypeVar("Item")
 
 # Done again, where that keeps less.
 CHEAP = {
@@ -17,7 +22,7 @@ CHEAP = {
 }  # fmt: skip
 
 
-def programs_in(eqn: Any) -> list[Jaxpr]:
+def programs_in(eqn: JaxprEqn) -> list[Jaxpr]:
     """The programs of a loop, a conditional or a call."""
     return [
         part.jaxpr if isinstance(part, ClosedJaxpr) else part
@@ -27,7 +32,7 @@ def programs_in(eqn: Any) -> list[Jaxpr]:
     ]
 
 
-def equations_in(jaxpr: Jaxpr) -> Iterator[Any]:
+def equations_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """All equations of a program, and of those within it."""
     for eqn in jaxpr.eqns:
         yield eqn
@@ -36,7 +41,7 @@ def equations_in(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def made_of(
-    jaxpr: Jaxpr, known: Iterable[Var], by: Callable[[Any], bool] = lambda eqn: True
+    jaxpr: Jaxpr, known: Iterable[Var], by: Callable[[JaxprEqn], bool] = lambda eqn: True
 ) -> set[Var]:
     """What such equations compute of known variables and constants, and of nothing else that is given."""
     known, made = {*known, *jaxpr.constvars}, set[Var]()
@@ -48,10 +53,14 @@ def made_of(
     return made
 
 
-def varying_of(v: Var) -> frozenset[str]:
+def aval_of(v: Atom) -> ShapedArray:
+    """The shape, dtype and axes of a variable or literal; a key of random numbers has them, too."""
+    return v.aval  # pyright: ignore[reportReturnType]  # nothing else is in these programs
+
+
+def varying_of(v: Atom) -> frozenset[str]:
     """The axes of a `shard_map` that a variable is typed as differing over."""
-    aval: Any = v.aval
-    return aval.manual_axis_type.varying
+    return aval_of(v).manual_axis_type.varying
 
 
 def made_with(jaxpr: Jaxpr, given: Iterable[Var]) -> set[Var]:
@@ -63,35 +72,36 @@ def made_with(jaxpr: Jaxpr, given: Iterable[Var]) -> set[Var]:
     return found
 
 
-def is_call(eqn: Any) -> bool:
+def is_call(eqn: JaxprEqn) -> bool:
     """Whether an equation calls a program with its own arguments."""
     return eqn.primitive.name in ("jit", "pjit", "checkpoint", "remat2")
 
 
-def is_plain_call(eqn: Any) -> bool:
+def is_plain_call(eqn: JaxprEqn) -> bool:
     """Whether it is a function that was jitted without shardings."""
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     unspecified = all(type(each).__name__ == "UnspecifiedValue" for each in shardings)
     return eqn.primitive.name in ("jit", "pjit") and unspecified
 
 
-def inlined(closed: ClosedJaxpr, calls: Callable[[Any], bool] = is_plain_call) -> ClosedJaxpr:
+def inlined(closed: ClosedJaxpr, calls: Callable[[JaxprEqn], bool] = is_plain_call) -> ClosedJaxpr:
     """The same program with the programs of such equations written out."""
-    jaxpr, eqns = closed.jaxpr, list[Any]()
+    jaxpr, eqns = closed.jaxpr, list[JaxprEqn]()
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
 
-    def add(part: Jaxpr, names: dict[Var, Any], scope: Any) -> list[Any]:
+    def add(part: Jaxpr, names: dict[Var, Atom], caller: JaxprEqn | None) -> list[Atom]:
         def named(atoms):
             return [names.get(v, v) if isinstance(v, Var) else v for v in atoms]
 
         for eqn in part.eqns:
             info = eqn.source_info
-            if scope is not None:
-                info = info.replace(name_stack=scope + info.name_stack)
+            if caller is not None:
+                stack = caller.source_info.name_stack + info.name_stack
+                info = info.replace(name_stack=stack)
             reads = named(eqn.invars)
             if not calls(eqn):
                 # What is called twice makes other variables each time.
-                makes = eqn.outvars if scope is None else [type(v)(v.aval) for v in eqn.outvars]
+                makes = eqn.outvars if caller is None else [type(v)(v.aval) for v in eqn.outvars]
                 eqns.append(eqn.replace(invars=reads, outvars=makes, source_info=info))
             else:
                 [called] = programs_in(eqn)
@@ -99,7 +109,7 @@ def inlined(closed: ClosedJaxpr, calls: Callable[[Any], bool] = is_plain_call) -
                     zip(called.constvars, getattr(eqn.params["jaxpr"], "consts", ()), strict=True)
                 )
                 own = dict(zip(called.invars, reads, strict=True))
-                makes = add(called, own, info.name_stack)
+                makes = add(called, own, eqn.replace(source_info=info))
             names.update(zip(eqn.outvars, makes, strict=True))
         return named(part.outvars)
 
@@ -108,20 +118,20 @@ def inlined(closed: ClosedJaxpr, calls: Callable[[Any], bool] = is_plain_call) -
     return ClosedJaxpr(program, [*consts.values()])
 
 
-def is_cheap(eqn: Any) -> bool:
+def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation is simple arithmetic, element by element, on arrays no larger than its result."""
-    largest = max((math.prod(v.aval.shape) for v in eqn.invars), default=0)
-    outs = [math.prod(v.aval.shape) for v in eqn.outvars]
+    largest = max((math.prod(aval_of(v).shape) for v in eqn.invars), default=0)
+    outs = [math.prod(aval_of(v).shape) for v in eqn.outvars]
     return eqn.primitive.name in CHEAP and len(outs) == 1 and outs[0] >= largest
 
 
 def equations_for(
-    eqns: Sequence[Any],
-    outs: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
+    outs: Sequence[Atom],
     there: Set[Var] = frozenset(),
     *,
     effects: bool = False,
-) -> list[Any]:
+) -> list[JaxprEqn]:
     """Those of the equations that outputs need, in order, but for those whose results are there.
 
     Args:
@@ -135,14 +145,14 @@ def equations_for(
     return found[::-1]
 
 
-def reads_of(eqns: Sequence[Any], outs: Sequence[Any] = ()) -> dict[Var, None]:
+def reads_of(eqns: Sequence[JaxprEqn], outs: Sequence[Atom] = ()) -> dict[Var, None]:
     """All that equations read, and outputs, in order."""
     reads = (v for eqn in eqns for v in eqn.invars)
     return dict.fromkeys(v for v in (*reads, *outs) if isinstance(v, Var))
 
 
 def program_of(
-    jaxpr: Jaxpr, invars: Sequence[Var], eqns: Sequence[Any], outvars: Sequence[Any]
+    jaxpr: Jaxpr, invars: Sequence[Var], eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]
 ) -> Jaxpr:
     """Some equations of a program, with inputs and outputs of their own."""
     return jaxpr.replace(
@@ -156,10 +166,10 @@ def program_of(
 def function_of(
     jaxpr: Jaxpr,
     invars: Sequence[Var],
-    eqns: Sequence[Any],
-    outvars: Sequence[Any],
-    consts: Sequence[Any] = (),
-) -> Callable[..., list[Any]]:
+    eqns: Sequence[JaxprEqn],
+    outvars: Sequence[Atom],
+    consts: Sequence[ArrayLike] = (),
+) -> Callable[..., list[jax.Array]]:
     """The same as a function of arrays.
 
     Args:
@@ -171,7 +181,7 @@ def function_of(
     return jaxpr_as_fun(ClosedJaxpr(program, consts))
 
 
-def pruned(function: Callable[..., Any], *args: Any) -> Callable[..., list[Any]]:
+def pruned(function: Function, *args: Arrays) -> Callable[..., list[jax.Array]]:
     """A function of arrays like these, as a list of arrays, without all that its results don't need.
 
     Calls and loops are looked into; what has an effect, such as printing, is left out.
@@ -182,7 +192,7 @@ def pruned(function: Callable[..., Any], *args: Any) -> Callable[..., list[Any]]
     return function_of(jaxpr, jaxpr.invars, eqns, jaxpr.outvars, whole.consts)
 
 
-def cut(values: Sequence[Any], *sizes: int) -> list[list[Any]]:
+def cut(values: Sequence[Item], *sizes: int) -> list[list[Item]]:
     """Values in parts of these sizes, and a last one of what is left."""
     ends = 0, *itertools.accumulate(sizes), len(values)
     return [[*values[start:end]] for start, end in itertools.pairwise(ends)]

@@ -3,9 +3,9 @@
 import itertools
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from jaxpar.base.axes import MESH_AXES, TENSOR
 from jaxpar.trace.source_lines import source_line_of_equation, source_line_of_error
@@ -66,7 +66,7 @@ def why_refused(what: str, error: Exception, *, has_key: bool) -> str | None:
     return None
 
 
-def check_equations(what: str, eqns: Iterable[Any]) -> None:
+def check_equations(what: str, eqns: Iterable[JaxprEqn]) -> None:
     """Raises a ValueError for an equation that a part of a model cannot have on every mesh."""
     for eqn in eqns:
         name, given = eqn.primitive.name, eqn.params

@@ -7,10 +7,10 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import flax
 import jax
+from jax.extend.core import JaxprEqn
 
 _PACKAGE = Path(__file__).parents[1]
 _LIBRARIES = tuple(
@@ -24,7 +24,10 @@ _LIBRARIES = tuple(
 # These modules call the user's functions. Frames further out, such as that of `fit`, are not part of them.
 CALLERS = {
     str(_PACKAGE / name)
-    for name in ("model/facts.py", "partition/partition.py", "step/independence.py")
+    for name in (
+        *("model/facts.py", "model/traced.py", "model/tracing.py"),
+        *("partition/storage.py", "step/parts.py", "step/trial.py"),
+    )
 }
 
 # Lines of the tables in a compiled program's text, such as 2 {file_location_id=1 parent_frame_id=2}.
@@ -38,7 +41,7 @@ def source_line_of_error(error: BaseException) -> str:
     return _first_of_user([(frame.f_code.co_filename, line) for frame, line in frames][::-1])
 
 
-def source_line_of_equation(eqn: Any) -> str:
+def source_line_of_equation(eqn: JaxprEqn) -> str:
     """The line of an equation of a traced program; "" if it is not the user's."""
     found = eqn.source_info.traceback
     return _first_of_user(

@@ -26,7 +26,6 @@ from typing import Any
 from jaxpar.base.bucket import as_path
 from jaxpar.base.checks import leaves_of
 from jaxpar.base.files import read_file
-from jaxpar.base.types import Json
 from jaxpar.config import Parallel
 from jaxpar.mesh import short_name
 from jaxpar.model.task import Settings, Task, find_task, spec_of
@@ -34,6 +33,8 @@ from jaxpar.model.task import Settings, Task, find_task, spec_of
 TASK, SIMULATE, TRAIN, MESH = "task", "simulate", "train", "mesh"
 PARALLEL = tuple(field.name for field in dataclasses.fields(Parallel))
 RESERVED = (TASK, SIMULATE, TRAIN, *PARALLEL)  # names that no field of a task may have
+
+Tables = dict[str, Any]  # of a TOML file
 
 
 def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> Settings:
@@ -65,7 +66,7 @@ def read_simulated(path: str | os.PathLike[str]) -> int | None:
     return _take_simulated(read_toml(as_path(path)))
 
 
-def read_toml(path: Path) -> Json:
+def read_toml(path: Path) -> Tables:
     """The tables of a config file.
 
     Raises:
@@ -136,7 +137,7 @@ def to_toml(settings: Settings, simulate: int | None = None) -> str:
     return text
 
 
-def keys_of(settings: Settings) -> Json:
+def keys_of(settings: Settings) -> Tables:
     """Every value of the settings by its key, such as `optimizer.learning_rate`."""
     task, parallel, train = settings
     return leaves_of(task) | leaves_of(parallel) | leaves_of({TRAIN: train})
@@ -159,7 +160,7 @@ def default_settings(task: type[Task]) -> Settings:
     return Settings(task(), task.parallel, task.train)
 
 
-def _take_simulated(tables: Json) -> int | None:
+def _take_simulated(tables: Tables) -> int | None:
     """The number of simulated devices, which is removed from the tables."""
     number = tables.pop(SIMULATE, None)
     if number is not None and (type(number) is not int or number < 1):
@@ -167,7 +168,7 @@ def _take_simulated(tables: Json) -> int | None:
     return number
 
 
-def _base(tables: Json, base: Settings | None) -> Settings:
+def _base(tables: Tables, base: Settings | None) -> Settings:
     """The settings that a file changes; the name of the task is removed from the tables."""
     spec = tables.pop(TASK, None)
     if base is not None and spec in (None, spec_of(base.task)):
@@ -179,7 +180,7 @@ def _base(tables: Json, base: Settings | None) -> Settings:
     return default_settings(find_task(spec))
 
 
-def _change(settings: Settings, tables: Json) -> Settings:
+def _change(settings: Settings, tables: Tables) -> Settings:
     """The settings with the values of a file."""
     task, parallel, train = settings
     known = [*keys_of(settings)]
@@ -234,9 +235,9 @@ def _unknown(name: str, value: object, known: Sequence[str]) -> str:
     return f"no key {name}\nFix: use {near[0]}."
 
 
-def _tables(values: Json) -> Json:
+def _tables(values: Tables) -> Tables:
     """Values by their keys as tables, without those that are None."""
-    tables: Json = {}
+    tables: Tables = {}
     for key, value in values.items():
         *names, last = key.split(".")
         table = functools.reduce(lambda table, name: table.setdefault(name, {}), names, tables)

@@ -191,7 +191,7 @@ class CheckedBatches:
 def do_not_run_ahead(mesh: Mesh, outputs: Arrays) -> None:
     """Waits for a step on simulated devices; on other devices the host queues the next step.
 
-    The CPU devices of a process share a pool of threads. With several steps in their queues, XLA can give all
+    The CPU devices of a process share their threads. With several steps in their queues, XLA can give all
     threads to devices that wait in a collective for one without a thread, and abort.
     """
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":

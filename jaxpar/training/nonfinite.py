@@ -168,6 +168,7 @@ class _Repeat:
 
     def __init__(self, setup: Setup, seed: int):
         self._setup, self._facts, self._seed = setup, setup.facts, seed
+        self._layers = setup.parts.layer_functions(in_units=False)
         self.forward = jax.jit(self._forward, static_argnums=0)
         self.backward = jax.jit(self._backward, static_argnums=0, donate_argnums=5)
         self.bad_arrays = jax.jit(self._bad_arrays)
@@ -282,8 +283,7 @@ class _Repeat:
             model = nnx.merge(facts.graphdef, params, frozen)
             sums = [parts.after_layers(model, x, at, predicts=False)]
         else:
-            layer = parts.layer_functions(in_units=False)[int(kind)]
-            _, y, *sums = layer(params, frozen, carry, x, at)
+            _, y, *sums = self._layers[int(kind)](params, frozen, carry, x, at)
         loss, weight = sums[0][:2] if sums else (jnp.float32(0), jnp.float32(0))
         y = jax.tree.map(lambda a: a[None], y)
         if axes:

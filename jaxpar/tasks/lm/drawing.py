@@ -8,7 +8,7 @@ Legend of the dim suffixes: T time, B rows, V vocabulary.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxpar.base.axes import BATCH, STAGE
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.keys import new_key
 from jaxpar.base.trees import vary_like
+from jaxpar.base.types import Index, Number
 from jaxpar.data.order import check_at_least
 
 TOKEN = "token"  # what is drawn, as `predict` gives it
@@ -38,12 +39,12 @@ class Draw(NamedTuple):
       place: int32, that of the window's first token in its text.
     """
 
-    seed: Any
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    separator: Any
-    place: Any
+    seed: Number
+    temperature: Number
+    top_k: Number
+    top_p: Number
+    separator: Number
+    place: Number
 
     @classmethod
     def of(
@@ -80,7 +81,7 @@ def draw_tokens(logits_TBV: jax.Array, draw: Draw, at: At) -> jax.Array:
     scores_TBV = lax.cond(is_limited, limit, lambda scores: scores, scores_TBV)
     key = new_key(draw.seed)
 
-    def noise(time: jax.Array, row: jax.Array) -> jax.Array:
+    def noise(time: Index, row: Index) -> jax.Array:
         own = jax.random.fold_in(jax.random.fold_in(key, row), time)
         return jax.random.gumbel(own, (V,), jnp.float32)
 

@@ -4,7 +4,6 @@ Legend: T time, B batch, H hidden, V vocabulary (or this device's part of it).
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.trees import vary_like, zeros
+from jaxpar.base.types import Arrays
 from jaxpar.internal.products import transposable
 from jaxpar.model.model import Sums
 from jaxpar.nn.linear import matmul
@@ -60,7 +60,7 @@ def cross_entropy(
     Returns:
       the sum, and the number of targets that count.
     """
-    nll: Any = _nll(manual_axis, logits_TBV, targets_TB)
+    nll: Arrays = _nll(manual_axis, logits_TBV, targets_TB)
     return Sums(nll, jnp.sum(targets_TB != IGNORE, dtype=jnp.float32))
 
 
@@ -152,7 +152,7 @@ def linear_cross_entropy(
       max_logits: how many are computed at once; at least those of `MIN_ROWS` rows.
     """
     num_chunks, y_TBH, targets_TB = _padded(y_TBH, targets_TB, kernel_HV.shape[1], max_logits)
-    nll: Any = _linear_nll(num_chunks, y_TBH, kernel_HV, bias_V, targets_TB)
+    nll: Arrays = _linear_nll(num_chunks, y_TBH, kernel_HV, bias_V, targets_TB)
     return Sums(nll, jnp.sum(targets_TB != IGNORE, dtype=jnp.float32))
 
 
@@ -195,7 +195,9 @@ def _logits(y_tBH: jax.Array, kernel_HV, bias_V) -> jax.Array:
     return matmul(y_tBH, kernel_HV) + bias_V[None, None]
 
 
-def _padded(y_TBH: jax.Array, targets_TB: jax.Array, V: int, max_logits: int) -> tuple[Any, ...]:
+def _padded(
+    y_TBH: jax.Array, targets_TB: jax.Array, V: int, max_logits: int
+) -> tuple[int, jax.Array, jax.Array]:
     """In how many chunks of time so many logits are computed; and both, with steps that fill the last one."""
     T, B = targets_TB.shape
     num_chunks = min(-(-T * B // max(max_logits // V, MIN_ROWS)), T)

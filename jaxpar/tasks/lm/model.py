@@ -5,7 +5,7 @@ Legend of the dim suffixes: B batch, T time, E embedding, H hidden, V vocabulary
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import EMBED, INPUT, STAGE, TENSOR, TOKENS, VOCAB
+from jaxpar.base.types import Carry, Module
 from jaxpar.model.model import Sums
 from jaxpar.model.stack import Stack
 from jaxpar.nn.dropout import dropout
@@ -64,8 +65,8 @@ class LanguageModel(nnx.Module):
             options["num_heads"] = task.heads
 
         @functools.cache  # layers of one function are drawn at once
-        def maker(inputs: int, width: int) -> Any:
-            def make(rngs: nnx.Rngs) -> Any:
+        def maker(inputs: int, width: int) -> Callable[[nnx.Rngs], Module]:
+            def make(rngs: nnx.Rngs) -> Module:
                 layer = task.layer_class(width, inputs=inputs, rngs=rngs, **options)
                 return GatedBlock(layer, rngs=rngs, init=init) if task.has_blocks else layer
 
@@ -141,8 +142,8 @@ class LanguageModel(nnx.Module):
         return matmul(self._normed(y), kernel_HV) + jnp.expand_dims(bias_V, range(y.ndim - 1))
 
     def unroll(
-        self, tokens_BT: jax.Array, carry: Any, resets_BT: jax.Array | None = None
-    ) -> tuple[Any, jax.Array]:
+        self, tokens_BT: jax.Array, carry: Carry, resets_BT: jax.Array | None = None
+    ) -> tuple[Carry, jax.Array]:
         """One window of a text from the state that the window before left, without dropout.
 
         Args:
