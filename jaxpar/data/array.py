@@ -30,11 +30,9 @@ class ArrayBatches(DrawnBatches):
 
     def __init__(self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int | None = None):
         super().__init__(arrays, batch_size, seed)
-        require(
-            seed is None or batch_size <= self.length,
-            f"batch_size={batch_size} is more than the {self.length} rows.\n"
-            f"Fix: use {self.length} or less.",
-        )
+        fact = f"batch_size={batch_size} is more than the {self.length} rows."
+        is_valid = seed is None or batch_size <= self.length
+        require(is_valid, f"{fact}\nFix: use {self.length} or less.")
         whole, rest = divmod(self.length, batch_size)
         self.num_windows = whole + (seed is None and rest > 0)
 

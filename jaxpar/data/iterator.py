@@ -158,10 +158,9 @@ class IteratorBatches:
         arrays = {str(name): np.array(leaf) for name, leaf in batch.items()}
         for name, array in arrays.items():
             fact = f"batch[{name!r}] of the stream has the type {array.dtype}."
-            require(
-                array.dtype.kind not in "OSUM",
-                f"{fact}\nFix: leave out what is no array of numbers.",
-            )
+            fact = f"{fact}"
+            is_valid = array.dtype.kind not in "OSUM"
+            require(is_valid, f"{fact}\nFix: leave out what is no array of numbers.")
         check_parts(arrays, "of the stream")
         sizes = {len(array) for array in arrays.values() if array.ndim}
         if len(sizes) != 1 or not 0 < (size := max(sizes)) <= B:

@@ -59,11 +59,9 @@ def check_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
       ValueError: they are no whole numbers, one is negative, or all are 0.
     """
     lengths_S = np.asarray(lengths)
-    require(
-        lengths_S.ndim == 1 and np.issubdtype(lengths_S.dtype, np.integer),
-        f"lengths of shape {lengths_S.shape} and type {lengths_S.dtype}.\n"
-        f"Fix: give one whole number for each sequence.",
-    )
+    fact = f"lengths of shape {lengths_S.shape} and type {lengths_S.dtype}."
+    is_valid = lengths_S.ndim == 1 and np.issubdtype(lengths_S.dtype, np.integer)
+    require(is_valid, f"{fact}\nFix: give one whole number for each sequence.")
     nothing = f"none of {len(lengths_S)} sequences has a step.\nFix: give one of 1 step or more."
     require(bool(lengths_S.any()), nothing)
     require(lengths_S.min() >= 0, f"a length of {lengths_S.min()}.\nFix: give 0 or more.")

@@ -55,10 +55,9 @@ class SeriesBatches(DrawnBatches):
         super().__init__(arrays, batch_size, seed)
         check_at_least(1, seq_len=seq_len)
         require_instance("warmup", warmup, int | np.integer, "a whole number")
-        require(
-            warmup == 0 or (warmup > 0 and seed is None),
-            f"warmup={warmup} with seed={seed}.\nFix: use 0 in training, and 0 or more without a seed.",
-        )
+        fact = f"warmup={warmup} with seed={seed}."
+        is_valid = warmup == 0 or (warmup > 0 and seed is None)
+        require(is_valid, f"{fact}\nFix: use 0 in training, and 0 or more without a seed.")
         num_steps = self.length - self.lookahead
         needed = warmup + 1 if seed is None else batch_size * seq_len
         require(

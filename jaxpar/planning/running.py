@@ -62,11 +62,9 @@ def propose_shares(seconds: Sequence[float]) -> tuple[int, ...]:
     Raises:
       ValueError: `seconds` is empty, or has a value that is not positive and finite.
     """
-    require(
-        len(seconds) > 0 and all(0 < value < math.inf for value in seconds),
-        f"seconds={tuple(seconds)}: every group needs a time above 0 and below infinity\n"
-        f"Fix: give what jaxpar.planning.time_steps measures.",
-    )
+    fact = f"seconds={tuple(seconds)}: every group needs a time above 0 and below infinity"
+    is_valid = len(seconds) > 0 and all(0 < value < math.inf for value in seconds)
+    require(is_valid, f"{fact}\nFix: give what jaxpar.planning.time_steps measures.")
     times = np.asarray(seconds, np.float64)
 
     def wasted(shares: np.ndarray) -> float:

@@ -91,9 +91,8 @@ def load_corpus(
     require(max_vocab >= least, message)
     if level == "auto":
         level = "char" if name == "python-source" else "word"
-    tokenizer = {"char": "chars", "subword": SUBWORD}.get(
-        level, "marks" if name in NAMES else "spaces"
-    )
+    of_words = "marks" if name in NAMES else "spaces"
+    tokenizer = {"char": "chars", "subword": SUBWORD}.get(level, of_words)
     own = dict(zip(NAMES, (_docs_paragraphs, _source_paragraphs), strict=True))
     texts = _spread(own[name]()) if name in own else _user_texts(name)
     min_count = 2 if name in NAMES else 1

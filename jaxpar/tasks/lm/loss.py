@@ -41,9 +41,8 @@ def without_padding(
       num_words: ids from here on are padding.
       manual_axis: as of `cross_entropy`.
     """
-    return jnp.where(
-        _ids(bias_V, manual_axis) < num_words, bias_V, jnp.asarray(NO_WORD, bias_V.dtype)
-    )
+    no_word = jnp.asarray(NO_WORD, bias_V.dtype)
+    return jnp.where(_ids(bias_V, manual_axis) < num_words, bias_V, no_word)
 
 
 @jax.named_scope("loss")
@@ -161,21 +160,18 @@ def linear_cross_entropy(
 def _linear_nll(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB) -> jax.Array:
     def step(nll, chunk):
         y_tBH, targets_tB = chunk
-        return nll + _sums(y_tBH, kernel_HV, bias_V, targets_tB).loss, None
+        return nll + _nll_of_chunk(y_tBH, kernel_HV, bias_V, targets_tB), None
 
     chunks = _cut(num_chunks, y_TBH, targets_TB)
     return lax.scan(step, vary_like(jnp.float32(0), y_TBH), chunks)[0]
 
 
 def _linear_nll_fwd(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB):
-    def nll(y_tBH, kernel_HV, bias_V, targets_tB):
-        return _sums(y_tBH, kernel_HV, bias_V, targets_tB).loss
+    nll_and_grads = jax.value_and_grad(_nll_of_chunk, (0, 1, 2))
 
     def step(totals, chunk):
         y_tBH, targets_tB = transposable(chunk[0]), chunk[1]
-        loss, (dy_tBH, *grads) = jax.value_and_grad(nll, (0, 1, 2))(
-            y_tBH, kernel_HV, bias_V, targets_tB
-        )
+        loss, (dy_tBH, *grads) = nll_and_grads(y_tBH, kernel_HV, bias_V, targets_tB)
         return jax.tree.map(jnp.add, totals, (loss, grads)), dy_tBH
 
     start = vary_like((jnp.float32(0), zeros([kernel_HV, bias_V])), y_TBH)
@@ -191,8 +187,8 @@ def _linear_nll_bwd(num_chunks: int, grads, d_nll: jax.Array):
 _linear_nll.defvjp(_linear_nll_fwd, _linear_nll_bwd)
 
 
-def _sums(y_tBH: jax.Array, kernel_HV, bias_V, targets_tB) -> Sums:
-    return cross_entropy(_logits(y_tBH, kernel_HV, bias_V), targets_tB)
+def _nll_of_chunk(y_tBH: jax.Array, kernel_HV, bias_V, targets_tB) -> jax.Array:
+    return cross_entropy(_logits(y_tBH, kernel_HV, bias_V), targets_tB).loss
 
 
 def _logits(y_tBH: jax.Array, kernel_HV, bias_V) -> jax.Array:

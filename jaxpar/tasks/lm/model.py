@@ -24,15 +24,8 @@ from jaxpar.nn.linear import Linear, matmul
 from jaxpar.nn.lstm import extend
 from jaxpar.nn.param import lecun_uniform, named_param, uniform
 from jaxpar.sharding import dims_of
+from jaxpar.tasks.lm import loss
 from jaxpar.tasks.lm.drawing import TOKEN, draw_tokens, whole_logits
-from jaxpar.tasks.lm.loss import (
-    cross_entropy,
-    linear_cross_entropy,
-    linear_log_likelihood,
-    log_likelihood,
-    logits_at_once,
-    without_padding,
-)
 from jaxpar.tasks.lm.sizes import Sizes
 from jaxpar.tasks.lm.streams import Batch
 
@@ -62,13 +55,9 @@ class LanguageModel(nnx.Module):
         E, V = task.embed_size, self.vocab_size
         # A table that is the head as well is drawn and split like a head.
         tied = task.tie_embedding
-        self.embedding = Embedding(
-            V,
-            E,
-            dims=(VOCAB, INPUT) if tied else (TOKENS, EMBED),
-            init=(of_head or lecun_uniform(E)) if tied else (init or UNIT_VARIANCE),
-            rngs=rngs,
-        )
+        dims = (VOCAB, INPUT) if tied else (TOKENS, EMBED)
+        of_table = (of_head or lecun_uniform(E)) if tied else (init or UNIT_VARIANCE)
+        self.embedding = Embedding(V, E, dims=dims, init=of_table, rngs=rngs)
         options: dict[str, Any] = {"init": init, "dropout": task.dropout}
         if task.forget_bias != 1.0:  # as layers have it by themselves
             options["forget_bias"] = task.forget_bias
@@ -111,23 +100,22 @@ class LanguageModel(nnx.Module):
 
     def last(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """Negative log-likelihood of the targets, and how many there are."""
-        y_TBH, most = dropout(self._normed(y_TBH), self.dropout, at), logits_at_once(at)
+        y_TBH, most = dropout(self._normed(y_TBH), self.dropout, at), loss.logits_at_once(at)
         targets_TB = jnp.asarray(batch.targets_BT)
-        return linear_cross_entropy(y_TBH, *self._head(), targets_TB, max_logits=most)
+        return loss.linear_cross_entropy(y_TBH, *self._head(), targets_TB, max_logits=most)
 
     def last_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """`last` on every stage with its part of the vocabulary."""
         logits_TBV = self._logits_part(dropout(self._normed(y_TBH), self.dropout, at))
-        return cross_entropy(logits_TBV, jnp.asarray(batch.targets_BT), manual_axis=STAGE)
+        return loss.cross_entropy(logits_TBV, jnp.asarray(batch.targets_BT), manual_axis=STAGE)
 
     def predict(self, y_TBH: jax.Array, batch: Batch, at: At) -> dict[str, jax.Array]:
         """The log-likelihood of each target, in nats: float32 [T, B]; or a token that is drawn."""
         if batch.draw is not None:
             return {TOKEN: draw_tokens(self.logits(y_TBH), batch.draw, at)}
-        targets_TB, most = jnp.asarray(batch.targets_BT), logits_at_once(at)
-        found_TB = linear_log_likelihood(
-            self._normed(y_TBH), *self._head(), targets_TB, max_logits=most
-        )
+        y_TBH, most = self._normed(y_TBH), loss.logits_at_once(at)
+        targets_TB = jnp.asarray(batch.targets_BT)
+        found_TB = loss.linear_log_likelihood(y_TBH, *self._head(), targets_TB, max_logits=most)
         return {LOG_LIKELIHOOD: found_TB}
 
     def predict_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> dict[str, jax.Array]:
@@ -136,7 +124,7 @@ class LanguageModel(nnx.Module):
         targets_TB = jnp.asarray(batch.targets_BT)
         if batch.draw is not None:
             return {TOKEN: draw_tokens(whole_logits(logits_TBV), batch.draw, at)}
-        return {LOG_LIKELIHOOD: log_likelihood(logits_TBV, targets_TB, manual_axis=STAGE)}
+        return {LOG_LIKELIHOOD: loss.log_likelihood(logits_TBV, targets_TB, manual_axis=STAGE)}
 
     def _normed(self, y: jax.Array) -> jax.Array:
         """y with a norm where it is a sum of what blocks add."""
@@ -183,5 +171,5 @@ class LanguageModel(nnx.Module):
         else:
             kernel_HV, bias_V = self.head.kernel[...], self.head.bias[...]
         if self.num_words < self.vocab_size:
-            bias_V = without_padding(bias_V, self.num_words, manual_axis=manual_axis)
+            bias_V = loss.without_padding(bias_V, self.num_words, manual_axis=manual_axis)
         return kernel_HV, bias_V

@@ -88,9 +88,8 @@ def sample_tokens(
     sample = sampler.cached(_make_sampler, num_steps)
     drawn_TB = sample(placed["params"], placed["frozen"], zero_carry(sampler), given_TB, draw)
     found_TB = np.asarray(drawn_TB.addressable_data(0))
-    return np.stack(
-        [found_TB[len(prompt) - 1 :, row][:length] for row, prompt in enumerate(prompts)]
-    )
+    rows = enumerate(prompts)
+    return np.stack([found_TB[len(prompt) - 1 :, row][:length] for row, prompt in rows])
 
 
 def _setup_of(setup: Setup, task: LM, parallel: Parallel) -> Setup:
@@ -134,11 +133,8 @@ def _make_sampler(setup: Setup, num_steps: int) -> jax.stages.Compiled:
     options = compiler_options(setup.facts.platform, setup.parallel.mesh.stage)
     everywhere, state = NamedSharding(setup.mesh, P()), abstract_state(setup)
     given_TB = jax.ShapeDtypeStruct((num_steps, setup.facts.batch_size), jnp.int32)
-    program = (
-        jax.jit(run, compiler_options=options, out_shardings=everywhere)
-        .lower(state.params, state.frozen, state.carry, given_TB, Draw.of())
-        .compile()
-    )
+    jitted = jax.jit(run, compiler_options=options, out_shardings=everywhere)
+    program = jitted.lower(state.params, state.frozen, state.carry, given_TB, Draw.of()).compile()
     if setup.parallel.mesh.tensor > 1 and setup.parallel.mesh.stage > 1:
         check_program(program)
     return program

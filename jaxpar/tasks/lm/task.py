@@ -8,19 +8,12 @@ import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from jaxpar.base.axes import TENSOR
-from jaxpar.base.checks import (
-    check_divides,
-    nearest_multiples,
-    require,
-    require_not_negative,
-    require_rate,
-    require_sizes,
-)
-from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
-from jaxpar.model.task import Task
+from jaxpar.base.checks import check_divides, require
+from jaxpar.config import Parallel, PipelineConfig
+from jaxpar.tasks.lm.sizes import Sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,28 +30,6 @@ VOCAB_MULTIPLE = 384
 
 VOCABULARY = "vocabulary.json"
 
-# That a list of layers and a batch can have here.
-MOST_LAYERS, MOST_TOKENS = 10_000, 2**28
-
-# Layers by their names here, and in `jaxpar.nn`; those with a forget bias; and how many heads those have that
-# can have several, where nothing else is said.
-LAYERS = {
-    "lstm": "LSTM",
-    "gru": "GRU",
-    "rglru": "RGLRU",
-    "mingru": "MinGRU",
-    "slstm": "SLSTM",
-    "mlstm": "MLSTM",
-    "gated_delta": "GatedDeltaNet",
-}
-FORGETFUL = ("lstm", "slstm")
-HEADS = {"lstm": 1, "gru": 1, "slstm": 1, "mlstm": 4, "gated_delta": 4}
-
-# Layers that papers have in residual blocks, and that learn little without: `nn.GatedBlock` is around each.
-GATED = ("rglru", "slstm", "mlstm", "gated_delta")
-
-_FREE = {"free": True}  # may change between two runs of one state
-
 
 def padded(num_words: int) -> int:
     """Rows of an embedding for a number of words."""
@@ -66,7 +37,7 @@ def padded(num_words: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class LM(Task):
+class LM(Sizes):
     """A deep recurrent language model, and the text that it learns.
 
     Attributes:
@@ -105,117 +76,10 @@ class LM(Task):
     parallel: ClassVar[Parallel] = Parallel(pipeline=PipelineConfig(num_chunks=4))
     run_class: ClassVar[str] = "jaxpar.tasks.lm.loaded:TextRun"
 
-    num_layers: int = 4
-    hidden_size: int = 192
-    embed_size: int = 192
-    vocab_size: int | None = None
-    num_words: int | None = None
-    dropout: float = dataclasses.field(default=0.2, metadata=_FREE)
-    layer: Literal["lstm", "gru", "rglru", "mingru", "slstm", "mlstm", "gated_delta"] = "lstm"
-    num_heads: int | None = None
-    forget_bias: float = dataclasses.field(default=1.0, metadata=_FREE)
-    init_range: float = dataclasses.field(default=0.0, metadata=_FREE)
-    tie_embedding: bool = False
-    dtype: Literal["float32", "bfloat16"] = dataclasses.field(default="float32", metadata=_FREE)
-    corpus: str = dataclasses.field(default="python-docs", metadata=_FREE)
-    level: Literal["auto", "word", "char", "subword"] = dataclasses.field(
-        default="auto", metadata=_FREE
-    )
-    max_vocab: int = dataclasses.field(default=10_000, metadata=_FREE)
-    batch_size: int = dataclasses.field(default=16, metadata=_FREE)
-    seq_len: int = dataclasses.field(default=32, metadata=_FREE)
-    num_buckets: int = dataclasses.field(default=0, metadata=_FREE)
-    bucket_multiple: int = dataclasses.field(default=1, metadata=_FREE)
-    packed: bool = dataclasses.field(default=False, metadata=_FREE)
-    optimizer: OptimizerConfig = dataclasses.field(default=OptimizerConfig(), metadata=_FREE)
-
-    def __post_init__(self):
-        super().__post_init__()
-        message = (
-            f"num_layers={self.num_layers} must be at most {MOST_LAYERS}.\nFix: use fewer layers."
-        )
-        require(self.num_layers <= MOST_LAYERS, message)
-        require_sizes(
-            self, "num_layers", "hidden_size", "embed_size", "max_vocab", "batch_size", "seq_len",
-            "bucket_multiple", "vocab_size", "num_words", "num_heads",
-        )  # fmt: skip
-        require(
-            self.batch_size * self.seq_len <= MOST_TOKENS,
-            f"batch_size={self.batch_size} x seq_len={self.seq_len} are more than {MOST_TOKENS} tokens.\n"
-            f"Fix: use fewer rows or steps.",
-        )
-        require_rate(self, "dropout")
-        require_not_negative(self, "init_range")
-        require(
-            self.layer in FORGETFUL or self.forget_bias == 1.0,
-            f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget bias.\n"
-            f"Fix: leave it out, or use layer='lstm' or 'slstm'.",
-        )
-        require(
-            self.layer in HEADS or self.num_heads in (None, 1),
-            f"num_heads={self.num_heads}: layer={self.layer!r} has no recurrent matrix to cut.\n"
-            f"Fix: leave it out, or use layer={' or '.join(map(repr, HEADS))}.",
-        )
-        check_divides("hidden_size", self.hidden_size, {"num_heads": self.heads})
-        require(
-            self.num_words is None or self.num_words <= (self.vocab_size or self.num_words),
-            f"num_words={self.num_words} is more than vocab_size={self.vocab_size}.\n"
-            f"Fix: use vocab_size={self.num_words} or more, or leave it out.",
-        )
-        first, *_, last = self.widths
-        fact = f"embed_size={self.embed_size} is larger than hidden_size={first}."
-        require(self.embed_size <= first, f"{fact}\nFix: use embed_size={first} or less.")
-        require(
-            not self.tie_embedding or self.embed_size == last,
-            f"tie_embedding needs embed_size={self.embed_size} equal to hidden_size={last}.\n"
-            f"Fix: use embed_size={last}, or leave tie_embedding out.",
-        )
-        fact = "corpus='' names no text."
-        require(self.corpus != "", f"{fact}\nFix: use python-docs, or a file or folder.")
-        require_not_negative(self, "num_buckets")
-        require(
-            self.num_buckets == 0 or self.seq_len % self.bucket_multiple == 0,
-            f"bucket_multiple={self.bucket_multiple} does not divide seq_len={self.seq_len}, the longest "
-            f"bucket.\nFix: use seq_len={nearest_multiples(self.seq_len, self.bucket_multiple)}.",
-        )
-        require(
-            not (self.packed and self.num_buckets),
-            f"packed and num_buckets={self.num_buckets} are two ways to read lines.\n"
-            f"Fix: use num_buckets=0, or leave packed out.",
-        )
-
     @property
     def variable_length(self) -> bool:
         """Whether lines are read in buckets, the batches of which are as long as their bucket."""
         return self.num_buckets > 0
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Of what goes into each layer, and of what the last one gives."""
-        return (self.hidden_size,) * (self.num_layers + 1)
-
-    @property
-    def heads(self) -> int:
-        """Of each layer."""
-        return self.num_heads or HEADS.get(self.layer, 1)
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether each layer is in a `nn.GatedBlock`, and a norm comes after the last one."""
-        return self.layer in GATED
-
-    @property
-    def known_vocab_size(self) -> int:
-        """The rows of the embedding.
-
-        Raises:
-          ValueError: vocab_size is None.
-        """
-        message = (
-            "vocab_size=None is not known yet.\nFix: set it, or call task.resolve(), as fit does."
-        )
-        require(self.vocab_size is not None, message)
-        return self.vocab_size or 0
 
     @property
     def reads_lines(self) -> bool:
@@ -231,13 +95,6 @@ class LM(Task):
         from jaxpar.tasks.lm.model import LanguageModel
 
         return LanguageModel(self, rngs=rngs)
-
-    @property
-    def layer_class(self) -> Any:
-        """The class of its layers, of `jaxpar.nn`."""
-        from jaxpar import nn
-
-        return getattr(nn, LAYERS[self.layer])
 
     def make_batches(self, split: str, seed: int | None = None) -> "TextBatches":
         """Windows of the text as one long stream, or its lines in buckets or packed.
@@ -310,11 +167,9 @@ class LM(Task):
         require(
             room is None or found <= room, f"{fact}\nFix: leave it out, or use a smaller max_vocab."
         )
-        require(
-            self.num_words is not None or room in (None, found),
-            f"vocab_size={room} has rows that are not words: corpus {corpus.name!r} has {found}.\n"
-            f"Fix: use num_words={found} with it, or leave vocab_size out.",
-        )
+        fact = f"vocab_size={room} has rows that are not words: corpus {corpus.name!r} has {found}."
+        is_valid = self.num_words is not None or room in (None, found)
+        require(is_valid, f"{fact}\nFix: use num_words={found} with it, or leave vocab_size out.")
         return corpus
 
     # ---- with data and devices ----

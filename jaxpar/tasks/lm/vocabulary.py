@@ -247,9 +247,8 @@ def _encode_pieces(tokenizer: Any, text: str, separator: int) -> np.ndarray:
 
 
 def _as_word(word: Any) -> str:
-    require_instance(
-        "a word of the text", word, str, "a string; `decode` makes a text of token ids"
-    )
+    use = "a string; `decode` makes a text of token ids"
+    require_instance("a word of the text", word, str, use)
     return word
 
 

@@ -35,6 +35,7 @@ WORDS = "words"  # in the metadata of a file: a JSON list
 
 # Layers that PyTorch has, too: how many gates, and how many biases of the state apart, the last rows of ours.
 _GATES = {"lstm": (4, 0), "gru": (3, 1)}
+_Make = Callable[[np.ndarray], np.ndarray]
 # The parameters that have a row for each word, along this dim.
 _OF_WORDS = {"embedding.table": 0, "head.kernel": 1, "head.bias": 0, "head_bias": 0}
 
@@ -103,7 +104,7 @@ def _from_torch(weights: Weights, task: Sizes) -> dict[str, Tensor]:
         require(other == kind, f"{fact}\nFix: use --layer {other}.")
     own: dict[str, Tensor] = {}
 
-    def move(old: str, new: str, make: Callable[[np.ndarray], np.ndarray] = np.asarray) -> None:
+    def move(old: str, new: str, make: _Make = np.asarray) -> None:
         if old in theirs:
             tensor = theirs.pop(old)
             shape = make(np.broadcast_to(np.empty((), tensor.dtype), tensor.shape)).shape
@@ -133,9 +134,8 @@ def _layer_from_torch(
     """
     G, num_apart = _GATES[kind]
     names = [f"{kind}.{name}_l{layer}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-    require(
-        names[0] in theirs, f"{source} has {names[1]} and no {names[0]}.\nFix: export it again."
-    )
+    fact = f"{source} has {names[1]} and no {names[0]}."
+    require(names[0] in theirs, f"{fact}\nFix: export it again.")
     w_ih, w_hh, *biases = (theirs.pop(name, None) for name in names)
     assert w_ih is not None
     assert w_hh is not None
@@ -189,9 +189,7 @@ def to_torch(tensors: Mapping[str, Outgoing], task: Sizes) -> dict[str, Outgoing
         )
     (G, num_apart), found = _GATES[kind], dict[str, Outgoing]()
 
-    def add(
-        name: str, shape: tuple[int, ...], source: str, make: Callable[[np.ndarray], np.ndarray]
-    ) -> None:
+    def add(name: str, shape: tuple[int, ...], source: str, make: _Make) -> None:
         tensor = tensors[source]
         found[name] = Outgoing(shape, tensor.dtype, lambda: make(tensor.gather()))
 
