@@ -16,12 +16,10 @@ from jaxpar.trace.source_lines import frames_of
 
 # How often the busiest of n devices sends (n-1)/n of a payload, by the usual ring algorithms: NCCL's bus
 # bandwidth factors, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-_ROUNDS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-_ROUNDS |= {
-    "ragged-all-to-all": 1,
-    "collective-permute": 0,
-    "collective-broadcast": 0,
-}  # 0: all of it
+_ROUNDS = {
+    "all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1,
+    "collective-permute": 0, "collective-broadcast": 0,  # 0: all of it
+}  # fmt: skip
 
 # Parts of an `op_name` that say how the program is built, not which module it is from.
 _STRUCTURE = re.compile(

@@ -172,9 +172,8 @@ def measure_step(
         operations = read_trace(folder)
     ticks, num_stages = slice(int(table.num_ticks)), mesh.shape[STAGE]
     # Every stage has its part of a sharded head; otherwise the last stage has all of it.
-    has_head_S = np.arange(num_stages) >= (
-        0 if setup.partition.head == "sharded" else num_stages - 1
-    )
+    first = 0 if setup.partition.head == "sharded" else num_stages - 1
+    has_head_S = np.arange(num_stages) >= first
     busy = {part: busy[0, ticks] for part, busy in busy_of(table).items()}
     busy[HEAD] = busy[HEAD] & has_head_S
     branches = _find_branches(compiled.as_text())

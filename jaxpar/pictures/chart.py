@@ -111,11 +111,9 @@ def draw(chart: Chart) -> tuple[str, float, float]:
     elements += [_block(chart, b, high * row.top) for row in chart.rows for b in row.blocks]
     elements += _covers(chart) if chart.seconds else ()
     elements += [_head(high * (place + 1), line) for place, line in chart.heads]
-    lines = [
-        TEXT * len(line)
-        for line in (*chart.caption.splitlines(), *(head for _, head in chart.heads))
-    ]
-    width = max(left + chart.width + 16, 620.0 * (bool(chart.legend) and not chart.heads), *lines)
+    lines = *chart.caption.splitlines(), *(head for _, head in chart.heads)
+    longest = TEXT * max(map(len, lines), default=0)
+    width = max(left + chart.width + 16, 620.0 * (bool(chart.legend) and not chart.heads), longest)
     legend, height = draw_legend(chart.legend, chart.caption, width, bottom + 30)
     return "".join(elements) + legend, width, height
 
@@ -175,11 +173,8 @@ def _block(chart: Chart, block: Block, y: float) -> str:
     if chart.fits(block):
         style = f'style="fill:{text_color_on(colors[0])}"'
         text = _text(x + width / 2, y + chart.row / 2 + 3, block.label, style, "middle")
-    return (
-        "".join(bands)
-        + _foot(inside[0], y + chart.row - 6, inside[1], 5, FEET[block.letter])
-        + text
-    )
+    foot = _foot(inside[0], y + chart.row - 6, inside[1], 5, FEET[block.letter])
+    return "".join([*bands, foot, text])
 
 
 def _foot(x: float, y: float, width: float, height: float, darkness: float) -> str:

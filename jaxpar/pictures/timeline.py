@@ -4,10 +4,9 @@ Units are drawn as wide as `Schedule.bubble` counts them: the share of grey is t
 """
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from jaxpar.base.display import format_count, show
@@ -72,9 +71,7 @@ class _Text:
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names, *columns = _columns(self.schedule)
         band = [names]
         for column in columns[:MAX_TEXT_TICKS]:
@@ -135,17 +132,12 @@ def _chart(s: Schedule) -> Chart:
     shown = int(np.searchsorted(times * scale, MAX_WIDTH, "right")) - 1  # whole ticks in that width
     end, left_out = float(times[shown]), s.num_ticks - shown
     live = " ".join(map(str, s.live_units))
+    of = [[b for b in blocks if b.stage == n and b.start < end] for n in range(s.num_stages)]
     return Chart(
         title=f"{s.title}: bubble {s.bubble:.1%}"
         + f"; the first {shown} of {s.num_ticks} ticks" * bool(left_out),
         rows=[
-            Row(
-                f"stage {stage}",
-                stage,
-                [(0.0, end)],
-                [b for b in blocks if b.stage == stage and b.start < end],
-            )
-            for stage in range(s.num_stages)
+            Row(f"stage {stage}", stage, [(0.0, end)], of[stage]) for stage in range(s.num_stages)
         ],
         colors=unit_colors(s),
         marks=[(float(times[tick]), str(tick)) for tick in range(shown)],

@@ -22,11 +22,8 @@ _NEXT_CUT = 1.5
 # With this many units per stage the bubble is at most 1/17: finer cuts have little to gain.
 _UNITS_PER_STAGE = 16
 # From the most memory and the least time to the least memory and the most time.
-_SAVINGS = tuple(
-    itertools.product(
-        (False, True), ({}, {"update": "sharded"}, {"fsdp": True}, {"update": "host"})
-    )
-)
+_WHERE = {}, {"update": "sharded"}, {"fsdp": True}, {"update": "host"}
+_SAVINGS = tuple(itertools.product((False, True), _WHERE))
 
 
 def rank(
@@ -83,9 +80,8 @@ def describe(parallel: Parallel) -> str:
     if parallel.runs_in_units:
         words.append(f"M={pipeline.num_microbatches}")
     if parallel.mesh.stage > 1:
-        words += [f"K={pipeline.num_chunks}"] + [f"head={pipeline.head}"] * (
-            pipeline.head != "auto"
-        )
+        words.append(f"K={pipeline.num_chunks}")
+        words += [f"head={pipeline.head}"] * (pipeline.head != "auto")
         if named := pipeline.named_placement:
             words.append(f"placement={str(named)!r}")
         elif not isinstance(pipeline.placement, str) and len(set(pipeline.placement)) > 1:
@@ -137,6 +133,5 @@ def cuts(n: int) -> list[int]:
 def _saves(parallel: Parallel, remat: bool, where: dict[str, Value]) -> bool:
     """Whether these savings of memory would save some."""
     only_over_data = where not in ({}, {"update": "host"})
-    return not (remat and not parallel.runs_in_units) and not (
-        only_over_data and parallel.mesh.data == 1
-    )
+    saves = parallel.runs_in_units or not remat
+    return saves and (parallel.mesh.data > 1 or not only_over_data)
