@@ -34,11 +34,11 @@ from orbax.checkpoint import v1 as orbax
 
 from jaxpar.config import OptimizerConfig
 from jaxpar.nn import named_param
-from jaxpar.partition.by_layer import abstract_by_layer, by_layer
+from jaxpar.partition.by_layer import by_layer
 from jaxpar.sharding import is_variable
 from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, audit
+from jaxpar.step.state import audit
 from jaxpar.training.checkpoint import Checkpoints, best_of
 
 run = checkpoints.run  # a fixture
@@ -530,23 +530,19 @@ class Factored(Toy):
 
 
 @pytest.mark.slow
-def test_state_of_other_shapes_is_stored_where_layers_lie_in_order(tmp_path):
-    setup = make_setup((1, 2, 1), task=Factored(**vars(SMALL)))
+@pytest.mark.parametrize("placement", [(1, 1), (1, 3)])
+def test_state_of_other_shapes_is_stored_by_layer(placement, tmp_path):
+    task = Factored(**vars(dataclasses.replace(SMALL, num_layers=sum(placement))))
+    setup = make_setup((1, 2, 1), placement, task)
     state = init_state(*setup)
     with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)) as checkpoints:
         checkpoints.save(state)
     one = make_setup(task=setup[0])
-    for actual, expected in zip(
-        jax.tree.leaves(restore(tmp_path, one)), jax.tree.leaves(state), strict=True
-    ):
-        np.testing.assert_array_equal(np.array(actual), np.array(expected))
-    uneven = make_setup(
-        (1, 2, 1), (1, 3), Factored(**vars(dataclasses.replace(SMALL, num_layers=4)))
-    )
-    with pytest.raises(
-        ValueError, match=r"with other dims than its parameter cannot be stored by layer"
-    ):
-        abstract_by_layer(abstract_state(Setup.of(*uneven)), Setup.of(*uneven).storage)
+    actual = by_layer(restore(tmp_path, one), Setup.of(*one).storage)
+    expected = by_layer(state, Setup.of(*setup).storage)
+    assert actual.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(np.array(actual[name]), np.array(array))
 
 
 @pytest.mark.parametrize("metadata", [None, {"config": {}}, {"task": "LM", "fields": 1}])

@@ -133,7 +133,7 @@ def test_checksums_are_the_same_on_every_mesh(own):
         assert list(sums) == ["6"]
         found.add(tuple(sums.items()))
         batches.check(described, "the checkpoint")
-        with pytest.raises(ValueError, match="batch 5 is not the one that it goes on with"):
+        with pytest.raises(ValueError, match="batch 5 is not the one that it continues with"):
             batches.check({**described, "batches": {"5": sums["6"]}}, "it")
     assert len(found) == 1
 
@@ -227,7 +227,7 @@ def test_a_row_that_changes_in_a_later_batch_is_found(own, tmp_path):
     assert batches.num_windows == 8
     assert describe_data(setup) == before
     with pytest.raises(
-        ValueError, match="batch 4 is not the one that the checkpoint of step 4 goes on with: the"
+        ValueError, match="batch 4 is not the one that the checkpoint of step 4 continues with: the"
     ):
         fit(own, on("dp4"), make_train(tmp_path, num_steps=6), resume=True)
 

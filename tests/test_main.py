@@ -417,7 +417,7 @@ def test_ctrl_c_saves_and_resume_goes_on(text, tmp_path):
     assert [path.name for path in (out_dir / "checkpoints").iterdir()] == [str(step)]
 
     # The command that was told goes on, on as many simulated devices.
-    hint = re.search(r"go on with python -m jaxpar (train --resume --train\.out-dir \S+)", out)
+    hint = re.search(r"continue with python -m jaxpar (train --resume --train\.out-dir \S+)", out)
     assert hint, out
     resumed = subprocess.run(
         [*command, *hint[1].split(), "--train.num-steps", str(step + 2)],

@@ -144,7 +144,7 @@ def test_what_training_says_of_the_balance():
     def said(mesh, num_layers=8, **pipeline):
         task = dataclasses.replace(MODEL, num_layers=num_layers, vocab_size=32 * 16)
         settings = make_settings(mesh, task=task, **pipeline)
-        return describe_balance(Setup.of(settings.task, settings.parallel).partition)
+        return [*describe_balance(Setup.of(settings.task, settings.parallel).partition)]
 
     assert dict(said((1, 2, 1), head="last")) == {
         "work": "stage 0: ~33%, stage 1: ~67%; the head is that of ~4.0 layers"

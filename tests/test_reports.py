@@ -67,8 +67,8 @@ def test_what_a_report_raises_is_one_warning_and_ends_no_run(whole, tmp_path, ca
     assert hears.told[-5:] == ["end", "evaluation", "evaluation", "finish", "close"]
     [said] = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(
-        r"Hears.plan: ConnectionError: no route to host \(.*test_reports.py, line \d+\); training goes on, "
-        r"and further errors of this report are not told",
+        r"Hears.plan: ConnectionError: no route to host \(.*test_reports.py, line \d+\); training continues, "
+        r"and further errors of this report are not shown",
         said,
     )
 

@@ -23,13 +23,12 @@ from jaxpar import (
     Sums,
     Task,
     fit,
-    rows,
 )
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.model.task import find_task
 from jaxpar.nn import Stateless
-from jaxpar.step import trial
+from jaxpar.step import independence, trial
 from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.setup import Setup
@@ -558,7 +557,7 @@ def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
 def test_the_model_of_a_setup_is_looked_at_once_and_one_row_not_at_all(monkeypatch):
     setup = Setup.of(Regress(), ONE)
     check_rows_alone(setup.parts)
-    monkeypatch.setattr(rows, "Trial", None)
+    monkeypatch.setattr(independence, "IndependenceCheck", None)
     check_rows_alone(setup.replace(num_steps=3).parts)
     on_stages = Parallel(on_devices((1, 2, 1)))
     check_rows_alone(Setup.of(setup.task, on_stages, facts=setup.facts).parts)

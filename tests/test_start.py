@@ -312,9 +312,9 @@ def test_parts_are_renamed_left_out_and_new(run, tmp_path):
     assert told["taken", "layers.1.w_x"] == "was layers.0.w_x"
     assert told["taken", "scale"] == ""
     assert told["new", "outputs.kernel"] == ""
-    assert told["left out", "layers.4.kernel"] == ""
-    assert told["left out", "outputs.kernel"] == ""
-    assert {what for what, _ in told} == {"taken", "new", "left out"}
+    assert told["ignored", "layers.4.kernel"] == ""
+    assert told["ignored", "outputs.kernel"] == ""
+    assert {what for what, _ in told} == {"taken", "new", "ignored"}
 
 
 def start_of(task, start):
@@ -371,7 +371,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_begins_with_the_same_weight
     notes = Notes()
     again = fit(task, ONE, train(out_dir), resume=True, report=notes)
     assert again.losses == first.losses
-    assert ("left out", "scale") in {row[:2] for row in notes.rows}
+    assert ("ignored", "scale") in {row[:2] for row in notes.rows}
     notes = Notes()
     more = fit(task, ONE, train(out_dir, 3), resume=True, report=notes)
     assert more.first_step == 2

@@ -18,14 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxpar.base.axes import LAYERS
 from jaxpar.base.checks import require
 from jaxpar.base.keys import data_of, is_key, key_as
 from jaxpar.partition.storage import Storage, on_device
 from jaxpar.sharding import (
     array_of,
     axes_of_spec,
-    dims_of,
     is_variable,
     to_spec,
 )
@@ -90,7 +88,7 @@ def from_layers(target: Tree, storage: Storage, arrays: Mapping[str, jax.Array])
         wanted = array_of(leaf)
         value = arrays[name] if wanted.size else on_device(_numbers(wanted))
         if rows is not None and wanted.size:
-            value = _take_layers(value, _places_in_order(rows), value.sharding)
+            value = _take_layers(value, places_in_order(rows), value.sharding)
         value = jax.device_put(value, wanted.sharding)
         return key_as(wanted, value) if is_key(wanted) else value
 
@@ -111,7 +109,7 @@ def _each(
     state: Tree, storage: Storage, change: Callable[[str, Any, Rows | None], jax.Array | None]
 ) -> Tree:
     """As `Storage.each_by_name`; with what lies in the rows of a leaf, see `_rows`."""
-    rows_of = dict(zip(storage.facts.kinds, storage.partition.slots.rows, strict=True))
+    rows_of = storage.partition.rows_of
     return storage.each_by_name(
         state, lambda name, leaf: change(name, leaf, _rows(name, leaf, rows_of))
     )
@@ -121,28 +119,22 @@ def _rows(name: str, leaf: Any, rows_of: Mapping[str, Rows]) -> Rows | None:
     """What lies in the rows of a stacked array; None if they are not stacked, or the layers in order.
 
     Raises:
-      ValueError: the array has not as many rows, or not the dims of its parameter.
+      ValueError: the array has another number of rows.
     """
     kind = kind_of(leaf)
     if kind is None:
         return None
-    rows, is_stacked = rows_of[kind], LAYERS in dims_of(leaf)
+    rows = rows_of[kind]
     require(
-        not is_stacked or leaf.shape[0] == len(rows),
+        leaf.shape[0] == len(rows),
         f"{name} has {leaf.shape[0]} rows of layers, and the placement {len(rows)}.\n"
         f"Fix: give the task and placement that the state was made with.",
     )
-    if -1 not in rows and list(rows) == sorted(rows):
-        return None
-    require(
-        is_stacked,
-        f"{name} has the shape {leaf.shape}: optimizer state with other dims than its parameter cannot be "
-        f"stored by layer.\nFix: place as many layers on each stage, or use another optimizer.",
-    )
-    return rows
+    is_in_order = -1 not in rows and list(rows) == sorted(rows)
+    return None if is_in_order else rows
 
 
-def _places_in_order(rows: Rows) -> Rows:
+def places_in_order(rows: Rows) -> Rows:
     """For each row the place of its layer among the layers of its kind; -1 in empty ones."""
     in_order = sorted(layer for layer in rows if layer >= 0)
     return tuple(in_order.index(layer) if layer >= 0 else -1 for layer in rows)

@@ -138,6 +138,11 @@ class Partition:
         return make_slots(self.placement, self.route.stages, self.facts.kind_of)
 
     @property
+    def rows_of(self) -> dict[str, tuple[int, ...]]:
+        """By kind, the layer in each row of its stack; -1 in empty rows."""
+        return dict(zip(self.facts.kinds, self.slots.rows, strict=True))
+
+    @property
     def costs(self) -> PartCosts:
         """Of the parts of the model, in FLOPs; nothing for what all stages share."""
         costs, parallel = self.facts.costs, self.parallel

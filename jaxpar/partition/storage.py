@@ -7,39 +7,32 @@ which of the two it is. All others read variables by their names, or one layer a
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.axes import DATA, STAGE, TENSOR
-from jaxpar.base.display import format_bytes
+from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.keys import key_of
-from jaxpar.base.trees import shape_of, zeros
-from jaxpar.base.types import Arrays, Module, Shapes, Tree
-from jaxpar.model.model import says
-from jaxpar.model.outer import LAYERS_OF_MODEL, name_dims
+from jaxpar.base.trees import zeros
+from jaxpar.base.types import Arrays, Module, Tree
+from jaxpar.model.outer import LAYERS_OF_MODEL
 from jaxpar.model.stack import Stack
-from jaxpar.model.task import Task
-from jaxpar.partition import partition
-from jaxpar.partition.partition import Partition
+from jaxpar.partition.packing import Packing
 from jaxpar.partition.pool import (
-    OTHER,
     LayerPool,
+    Leaf,
     OuterPool,
-    Pool,
-    dim_over_tensor,
     stack_of,
     with_stack,
 )
 from jaxpar.pipeline.store import Stacks, Store
 from jaxpar.sharding import (
-    PARAM_SHAPE,
     array_of,
     axes_of_spec,
     is_variable,
@@ -55,48 +48,8 @@ Names = Sequence[str]
 POOLS = ("@pool", "@pool of frozen")
 
 
-class Storage:
-    """Where the variables of a partition's model are stored.
-
-    Attributes:
-      partition: of the model.
-    """
-
-    def __init__(self, partition: Partition):
-        """Makes nothing; shapes are found when they are asked for."""
-        self.partition, self.facts = partition, partition.facts
-
-    # ---- the model, its layers in the slots of stacks ----
-
-    def make(self, seed: int | jax.Array) -> Module:
-        """The model with its values, of a seed or a key, its layers in their slots. Call under `jit`."""
-        model = self.facts.make(seed)
-        if self.partition.slots.layers:
-            model.layers.place(self.partition.slots)
-        for _, variable in nnx.iter_graph(model):
-            if is_variable(variable):
-                variable.set_metadata(PARAM_SHAPE, tuple(variable.shape))
-        name_dims(model, self.facts.ends)
-        return model
-
-    @functools.cached_property
-    def _shapes(self) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-        return self.facts.split(nnx.eval_shape(lambda: self.make(0)))
-
-    @property
-    def graphdef(self) -> nnx.GraphDef:
-        """The structure of the model."""
-        return self._shapes[0]
-
-    @property
-    def params(self) -> nnx.State:
-        """Shapes of the variables that are trained, layers in stacks."""
-        return self._shapes[1]
-
-    @property
-    def frozen(self) -> nnx.State:
-        """Shapes of all other variables, layers in stacks."""
-        return self._shapes[2]
+class Storage(Packing):
+    """Where the variables of a partition's model are stored; see `Packing`."""
 
     @functools.cached_property
     def stored(self) -> tuple[nnx.State, nnx.State]:
@@ -109,157 +62,23 @@ class Storage:
         ]
         return self._in_pools((self.params, self.frozen), planes)
 
-    # ---- what is in pools ----
-
-    @functools.cached_property
-    def pools(self) -> tuple[Pool, Pool] | None:
-        """One for each tree; None if nothing is in pools."""
-        if self.pools_layers:
-            return self.possible_pools
-        return None if self._has_own_optimizer else self._pools_of_outer
-
-    @functools.cached_property
-    def pools_layers(self) -> bool:
-        """Whether layers are in pools; otherwise they are in stacks.
-
-        They are in stacks where a task's own axes may split them, where an optimizer that is not an
-        `OptimizerConfig` may look at single parameters, where the model's `draw` or `prepare` looks at them,
-        and where the carry that they begin with depends on parameters.
-        """
-        return (
-            self.possible_pools is not None
-            and not (self.facts.task.axes or self._has_own_optimizer)
-            and not any(path.startswith(f"{LAYERS_OF_MODEL}/") for path in self._looked_at)
-            and not self.facts.starts_with_variables
-        )
-
-    @property
-    def _has_own_optimizer(self) -> bool:
-        names = "make_optimizer", "after_validation", "evaluated_params"
-        kind, task = type(self.facts.task), self.facts.task
-        is_own = any(getattr(kind, name) is not getattr(Task, name) for name in names)
-        return is_own or not task.has_optimizer
-
-    @property
-    def _looked_at(self) -> frozenset[str]:
-        """The variables that the model's `draw` and `prepare` change or depend on."""
-        sizes = tuple(self.partition.parallel.mesh.sizes.items())
-        asked = {"draw": None, "prepare": sizes}
-        found = (self.facts.looked_at(*a) for a in asked.items() if says(self.facts.model, a[0]))
-        return frozenset().union(*found)
-
-    @functools.cached_property
-    def possible_pools(self) -> tuple[Pool, Pool] | None:
-        """Pools, if layers can be in them and take so much less than in stacks that it matters.
-
-        Layers of one kind take as much in a stack, which a scan reads without a copy.
-        """
-        if self.partition.parallel.mesh.stage == 1 or len(self.facts.kinds) < 2:
-            return None
-        if (pools := self._make_pools(self.facts.layer_stacks)) is None:
-            return None
-        in_stacks, in_pools = (
-            sum(getattr(pool, name) for pool in pools) for name in ("stack_bytes", "num_bytes")
-        )
-        saves = in_stacks - in_pools > max(partition.LITTLE * in_stacks, partition.FEW * 4)
-        return pools if saves else None
-
-    @functools.cached_property
-    def _pools_of_outer(self) -> tuple[Pool, Pool] | None:
-        """Pools for the modules before and after the layers alone, if these are large.
-
-        No stage but its own has them then, and their gradients are not summed over stages.
-        """
-        size = sum(array_of(leaf).size for own in self._outer[0] for leaf in own.values())
-        of_stage = self.facts.layer_numbers / self.partition.parallel.mesh.stage
-        if size <= max(partition.LITTLE * of_stage, partition.FEW):
-            return None
-        nothing = tuple({} for _ in self.facts.kinds)
-        return self._make_pools((nothing, nothing))
-
-    def _make_pools(self, layer_stacks: Sequence[Sequence[Shapes]]) -> tuple[Pool, Pool] | None:
-        """Pools for layers by kind, and for both outer parts; None if their arrays do not fit."""
-        sizes, rules = self.partition.parallel.mesh.sizes, self.partition.rules
-        stages = sizes[STAGE]
-        outer = [
-            [0 if s == own else -1 for s in range(stages)] for own in self.partition.outer_stages
-        ]
-        pools = []
-        for stacks, of_outer in zip(layer_stacks, self._outer, strict=True):
-            shapes: list[Shapes] = [
-                jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stack)
-                for stack in stacks
-            ]
-            leaves = [jax.tree.leaves(own, is_leaf=is_variable) for own in stacks]
-            dims = [[dim_over_tensor(leaf, 1, rules, sizes) for leaf in own] for own in leaves]
-            if any(dim == OTHER for own in dims for dim in own):
-                return None  # or a mistake, which `check_sizes` reports
-            for own in of_outer:
-                shapes.append({name: shape_of(array_of(leaf)) for name, leaf in own.items()})
-                dims += [[dim_over_tensor(leaf, 0, rules, sizes) for leaf in own.values()]]
-            rows = (*self.partition.slots.rows, *outer)
-            pools.append(Pool.of(shapes, dims, rows, stages, sizes[TENSOR]))
-        return pools[0], pools[1]
-
-    @functools.cached_property
-    def _outer(self) -> list[list[dict[str, nnx.Variable]]]:
-        """Variables outside of the layers that one stage alone uses, and that no rule splits over stages.
-
-        For both trees: those that `first` uses and those that `last` uses, by name.
-        """
-        partition, task = self.partition, self.facts.task
-        if partition.parallel.mesh.stage == 1 or task.axes:  # all stays where it is
-            return [[{}, {}], [{}, {}]]
-        first, last = self.facts.reads
-        looked_at, sizes = self._looked_at, partition.parallel.mesh.sizes
-        uses = (
-            frozenset() if partition.shares_first else first - last - looked_at,
-            last - first - looked_at if partition.head == "last" else frozenset(),
-        )
-        fits = [
-            {n: v for n, v in own.items() if dim_over_tensor(v, 0, partition.rules, sizes) != OTHER}
-            for own in self.facts.outer_variables
-        ]
-        return [[{n: own[n] for n in own if n in names} for names in uses] for own in fits]
-
-    def packed_names(self, number: int) -> list[list[str]]:
-        """The variables in the pool of a tree: for each kind of layer, of `first`, and of `last`."""
-        if self.pools is None:
-            return []
-        stacks = zip(self.facts.kinds, self.facts.layer_stacks[number], strict=True)
-        names = [
-            [f"{LAYERS_OF_MODEL}/{kind}/{name}" for name, _ in named_leaves(stack, "/")]
-            if self.pools_layers
-            else []
-            for kind, stack in stacks
-        ]
-        return [*names, *map(list, self._outer[number])]
-
-    def describe(self) -> list[tuple[str, str]]:
-        """A row of the table before a run: how much layers of unequal kinds take."""
-        if self.possible_pools is None:
-            return []
-        size = format_bytes(sum(pool.num_bytes for pool in self.possible_pools))
-        pools = f"pools: {size} a device"
-        return [
-            ("layers in", pools if self.pools_layers else "stacks of their kinds, which take more")
-        ]
-
     # ---- from stacks to pools and back, in a traced program ----
 
-    def _in_pools(self, trees: Sequence[nnx.State], planes: Sequence[Sequence[Arrays]]):
+    def _in_pools(
+        self, trees: Sequence[nnx.State], planes: Sequence[Sequence[Arrays]]
+    ) -> tuple[nnx.State, nnx.State]:
         """Both trees as a state has them, of trees with layers in stacks and the planes of both pools."""
+        first, second = map(self._in_pool, trees, range(2), planes)
+        return first, second
+
+    def _in_pool(self, tree: nnx.State, number: int, planes: Sequence[Arrays]) -> nnx.State:
+        """One tree, with these planes of its pool."""
         assert self.pools is not None
-        made, classes = [], (nnx.Param, nnx.Variable)
-        for n, (tree, pool, arrays, of) in enumerate(
-            zip(trees, self.pools, planes, classes, strict=True)
-        ):
-            own = {}
-            for plane, array in zip(pool.planes, arrays, strict=True):
-                own[plane.name] = of(array, out_sharding=plane.dims, eager_sharding=False)
-            rest = self._not_pooled(tree, n)
-            made.append(nnx.State({**rest, POOLS[n]: nnx.State(own)} if own else rest))
-        return made[0], made[1]
+        own, of = {}, (nnx.Param, nnx.Variable)[number]
+        for plane, array in zip(self.pools[number].planes, planes, strict=True):
+            own[plane.name] = of(array, out_sharding=plane.dims, eager_sharding=False)
+        rest = self._not_pooled(tree, number)
+        return nnx.State({**rest, POOLS[number]: nnx.State(own)} if own else rest)
 
     def _not_pooled(self, tree: nnx.State, number: int) -> nnx.State:
         """The variables of a tree that are in no pool."""
@@ -292,6 +111,59 @@ class Storage:
     def planes(self, number: int, state: nnx.State) -> nnx.State:
         """The planes of the pool in a tree of a state; empty if it has none."""
         return nnx.State(state.get(POOLS[number], {}))
+
+    def unpacked(self, tree: Variables, mesh: Mesh) -> Variables:
+        """A tree with parameters of a state in it, those in pools in stacks; in a traced program."""
+
+        def of(node: Tree) -> Tree:
+            if not _has_pool(node):
+                return node
+            assert self.pools is not None
+            planes = jax.tree.leaves(node[POOLS[0]])
+            where = self.partition.opt_rules
+            found = {name: leaf for name, leaf in named_leaves(node, "/") if POOLS[0] not in name}
+            for kind, name, leaf, variable in self._packed_leaves:
+                place = array_of(shardings(variable, mesh, where))
+                stack = stack_of(planes[leaf.plane], self.pools[0], kind, leaf, place)
+                found[name] = variable.replace(stack)
+            names = [name for name, _ in named_leaves(self.params, "/")]
+            structure = jax.tree.structure(self.params, is_leaf=is_variable)
+            return jax.tree.unflatten(structure, [found[name] for name in names])
+
+        return jax.tree.map(of, tree, is_leaf=_is_whole)
+
+    def packed(self, tree: Variables, mesh: Mesh) -> Variables:
+        """The reverse: whatever has arrays like the parameters is in pools as they are."""
+        wanted, of_params = jax.tree.flatten(self.params, is_leaf=is_variable)
+
+        def is_like(node: Tree) -> bool:
+            leaves, structure = jax.tree.flatten(node, is_leaf=is_variable)
+            return structure == of_params and all(
+                (a.shape, a.dtype) == (b.shape, b.dtype)
+                for a, b in zip(leaves, wanted, strict=True)
+            )
+
+        def of(node: Tree) -> Tree:
+            if not isinstance(node, nnx.State) or not is_like(node):
+                return node
+            assert self.pools is not None
+            pool, found = self.pools[0], dict(named_leaves(node, "/"))
+            planes = [jnp.zeros(pool.shape_of(plane), plane.dtype) for plane in pool.planes]
+            for kind, name, leaf, _ in self._packed_leaves:
+                n, place = leaf.plane, NamedSharding(mesh, pool.planes[leaf.plane].spec)
+                planes[n] = with_stack(planes[n], array_of(found[name]), pool, kind, leaf, place)
+            return self._in_pool(node, 0, planes)
+
+        return jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, nnx.State))
+
+    @property
+    def _packed_leaves(self) -> Iterator[tuple[int, str, Leaf, nnx.Variable]]:
+        """Trained variables in the pool: number of the kind, name, place, and shapes in a stack."""
+        assert self.pools is not None
+        shapes = dict(named_leaves(self.params, "/"))
+        for kind, names in enumerate(self.packed_names(0)):
+            for name, leaf in zip(names, self.pools[0].leaves[kind], strict=True):
+                yield kind, name, leaf, shapes[name]
 
     def stores(self, first: Sequence[Names], last: Sequence[Names]) -> tuple[Store, Store]:
         """How the pipeline reads layers of both trees, and adds to their gradients.

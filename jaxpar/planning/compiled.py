@@ -41,9 +41,8 @@ def setup_on(settings: Settings, machine: Machine, facts: ModelFacts | None = No
     Raises:
       ValueError: there is no compiler for it, or sizes do not fit each other.
     """
-    mesh = None
-    if not machine.is_here:
-        mesh = settings.parallel.mesh.build(described_devices(machine.name))
+    shape = settings.parallel.mesh
+    mesh = None if machine.is_here else shape.build(described_devices(machine.name))
     return Setup.of(*settings, mesh, facts=facts)
 
 

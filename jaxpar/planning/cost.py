@@ -9,7 +9,6 @@ of one's own is not counted.
 
 import dataclasses
 import functools
-import itertools
 import math
 import statistics
 from collections import Counter
@@ -93,11 +92,6 @@ class StepCost(Printed):
         return self.settings.parallel
 
     @property
-    def partition(self) -> Partition:
-        """Of the task's model on these devices."""
-        return Partition(self.counts.facts, self.parallel)
-
-    @property
     def estimated_seconds(self) -> float:
         """Of a step, by arithmetic; of a compiled program, with the transfers that it waits for."""
         return sum(self.parts.values()) - self.parts["sending"] + self.waiting
@@ -163,17 +157,16 @@ def estimate_step(
     """
     machine = find_machine(machine)
     parallel, train = Parallel.of(parallel, task.parallel), train or task.train
-    if -1 in parallel.mesh.sizes.values() and machine.is_here:
-        parallel = Setup.of(task, parallel, train).parallel
-    elif -1 in parallel.mesh.sizes.values():
-        parallel = parallel.resolve(machine.num_devices)
+    if -1 in parallel.mesh.sizes.values():
+        is_here, count = machine.is_here, machine.num_devices
+        parallel = Setup.of(task, parallel, train).parallel if is_here else parallel.resolve(count)
     return estimate(counts_of(task, train.num_steps, machine.platform), parallel, train, machine)
 
 
 def estimate(counts: Counts, parallel: Parallel, train: TrainConfig, machine: Machine) -> StepCost:
     """The same, of counts; `parallel` has no -1 left."""
     step = Step(counts, parallel, train)
-    sent = tuple(step.sent())
+    sent = step.sent()
     sending = sum(each.seconds(machine, step.sizes) for each in sent)
     return StepCost(
         counts=counts,
@@ -218,14 +211,10 @@ class Step:
         self.unit = counts.unit(self.partition.chunk_len, rows)
         self.rows = tuple(map(len, self.partition.slots.rows))
         self.bytes_of((*counts.params, *counts.frozen), self.partition.param_rules)  # or it raises
-        ends, kind_of = np.cumsum((0, *self.partition.placement)), np.asarray(facts.kind_of, int)
-        placed = [
-            np.bincount(kind_of[start:end], minlength=len(facts.kinds))
-            for start, end in itertools.pairwise(ends)
-        ]
-        route = self.schedule.route
+        route, placement = self.schedule.route, self.partition.placement
         self.layers_GSK = np.zeros((route.num_groups, route.num_stages, len(facts.kinds)), int)
-        self.layers_GSK[list(route.groups), list(route.stages)] = placed
+        places = np.repeat(route.groups, placement), np.repeat(route.stages, placement)
+        np.add.at(self.layers_GSK, (*places, np.asarray(facts.kind_of, int)), 1)
         self.kinds = [self._kind(number) for number in range(len(self.rows))]
 
     # ---- what a device has of the variables ----
@@ -313,12 +302,11 @@ class Step:
         halves_T2S = (self.schedule.work_at(*costs) + around_T2S) * self.parallel.num_segments
         busy_S = halves_T2S.sum((0, 1))
         busiest = int(busy_S.argmax())
-        ticks = self.num_ticks if self.parallel.runs_in_units else 0
         return {
             "layers": float(layers_S[busiest]),
             "head": float(busy_S[busiest] - layers_S[busiest]),
             "bubble": float(halves_T2S.max(2).sum() - busy_S[busiest]),
-            "ticks": machine.tick_seconds * ticks,
+            "ticks": machine.tick_seconds * self.num_ticks * self.parallel.runs_in_units,
             "update": self._update_seconds(machine),
         }
 
@@ -348,10 +336,10 @@ class Step:
 
     # ---- what is sent ----
 
-    def sent(self) -> list[Sent]:
+    def sent(self) -> tuple[Sent, ...]:
         """The collectives of 1 kB and more."""
         found = (*self.sent_once(), *self._over_stages(), *self._over_tensor())
-        return [each for each in found if each.runs and each.bytes >= LEAST_BYTES]
+        return tuple(each for each in found if each.runs and each.bytes >= LEAST_BYTES)
 
     def sent_once(self) -> Iterator[Sent]:
         """Those that run once a step: gradients are summed, and what is updated in parts is gathered."""
@@ -408,9 +396,7 @@ def _part_of(array: Array, rows: int, rules: Rules, sizes: tuple[tuple[str, int]
     Raises:
       ValueError: a dim does not divide by the axes that split it.
     """
-    on, shape = dict(sizes), array.shape
-    if array.kind is not None:
-        shape = (rows, *shape[1:])
+    on, shape = dict(sizes), array.shape if array.kind is None else (rows, *array.shape[1:])
     spec = rules.spec(array.dims, shape, on)
     check_split(f"parameter {array.name}", array.dims, shape, spec, on)
     return math.prod(shape) // math.prod(on[axis] for axes in axes_of_spec(spec) for axis in axes)

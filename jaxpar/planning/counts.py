@@ -98,9 +98,7 @@ class Counts:
         self.facts = facts
         self._parts = parts = Parts.of(Partition(facts, Parallel(MeshConfig())))
         storage = parts.storage
-        self.params, self.frozen = (
-            tuple(self._arrays(tree)) for tree in (storage.params, storage.frozen)
-        )
+        self.params, self.frozen = map(tuple, map(self._arrays, (storage.params, storage.frozen)))
         optimizer = facts.task.make_optimizer(num_steps)
         opt_state = jax.eval_shape(lambda params: optimizer.init(params), storage.params)
         self.opt_copies = whole_bytes(opt_state) / max(whole_bytes(storage.params), 1)
@@ -140,9 +138,7 @@ class Counts:
 
         def cut(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             """A unit's part of an array of the batch, as the model sees it."""
-            shape = list(leaf.shape)
-            if shape:
-                shape[0] = b
+            shape = [b, *leaf.shape[1:]][: len(leaf.shape)]
             if facts.time_major and len(shape) > 1:
                 shape[:2] = t if leaf.shape[0] > 1 else 1, b
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
@@ -159,28 +155,20 @@ class Counts:
 
             return jax.grad(loss, (0, 1))(leaves, y)
 
-        of_first, of_last = (
-            [
-                tuple(shape_of(own[n]) for n in each)
-                for own, each in zip(outer.leaves, numbers, strict=True)
-            ]
-            for numbers in (outer.first, outer.last)
-        )
+        def shapes(numbers):
+            pairs = zip(outer.leaves, numbers, strict=True)
+            return [tuple(shape_of(own[n]) for n in each) for own, each in pairs]
+
+        of_first, of_last = shapes(outer.first), shapes(outer.last)
         x = jax.eval_shape(first, *of_first, batch)
-        kinds = []
-        for function, (_, (_, carry, _, _)), params, frozen in zip(
-            self._parts.layer_functions(), facts.traces.layers, *self._parts.of_row, strict=True
-        ):
+        kinds, layers = [], (self._parts.layer_functions(), facts.traces.layers)
+        each = zip(*layers, *self._parts.of_row, strict=True)
+        for function, (_, (_, carry, _, _)), params, frozen in each:
             carry = jax.tree.map(lambda a: jax.ShapeDtypeStruct((b, *a.shape[1:]), a.dtype), carry)
             x_and_sums = x, self._parts.no_sums
             kinds.append(_count_layer(function, params, frozen, carry, x_and_sums, facts.at(batch)))
-        return Unit(
-            steps=t or 1,
-            x=whole_bytes(x),
-            kinds=tuple(kinds),
-            first=amount(first, *of_first, batch),
-            last=amount(last, *of_last, x, batch),
-        )
+        ends = amount(first, *of_first, batch), amount(last, *of_last, x, batch)
+        return Unit(t or 1, whole_bytes(x), tuple(kinds), *ends)
 
 
 def _count_layer(function: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At) -> Kind:

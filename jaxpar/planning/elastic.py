@@ -44,7 +44,7 @@ def fit_devices(
             if kept != parallel:  # a size was inferred, and rows may not divide by it
                 Partition(ModelFacts.of(task), kept)
             return kept, ""
-    device, tensor = jax.devices()[0], divisors(max(asked.tensor, 1)) if keep else None
+    device, tensor = jax.devices()[0], divisors(max(asked.tensor, 1)) if keep else ()
     name = sheet_of(device)
     # Its own memory may differ from process to process.
     machine = Machine(name, num_devices, len(jax.local_devices()), **SHEETS[name])

@@ -69,11 +69,8 @@ class Machine:
           dtype: of the inputs of matmuls; one that the sheet does not have counts as float32.
         """
         rate = self.flops_per_second.get(dtype, self.flops_per_second["float32"])
-        return max(
-            amount.flops / rate,
-            amount.bytes / self.memory_bytes_per_second,
-            amount.turns * self.loop_seconds,
-        )
+        work, moving = amount.flops / rate, amount.bytes / self.memory_bytes_per_second
+        return max(work, moving, amount.turns * self.loop_seconds)
 
 
 def find_machine(name: Machine | str | None = None, memory_bytes: float | None = None) -> Machine:

@@ -3,12 +3,12 @@
 Bytes sent and memory are those of the compiled programs. Where none can be compiled, they are not known.
 """
 
-import dataclasses
 import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,14 +32,8 @@ from jaxpar.sharding import shardings
 from jaxpar.training.summary import ends_by_stage
 
 # What a device does in a block, by `Block.unit`.
-WORK = (
-    "forward",
-    "backward",
-    "gradients of weights, where apart",
-    "before and after the layers",
-    "sending",
-    "update",
-)
+WORK = ("forward", "backward", "gradients of weights, where apart")
+WORK += ("before and after the layers", "sending", "update")
 _AROUND, _SENDING, _UPDATE = 3, 4, 5
 # A pass of a step that is not cut is told in at most so many turns of computing and sending.
 _MOST_TURNS = 8
@@ -78,7 +72,7 @@ class Parallelism(NamedTuple):
         return max(1 - busy / self.cost.seconds, 0.0)
 
 
-@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Parallelisms(Printed):
     """Four ways to share a step of one task; `print` it, or read its attributes.
 
@@ -135,14 +129,11 @@ def compare_parallelisms(
         "model parallelism": (STAGE, PipelineConfig("gpipe", placement=placement, head=cut.head)),
         "pipeline parallelism": (STAGE, cut),
     }
-    one = dataclasses.replace(mesh, data=1, stage=1, tensor=1, devices=None)
+    one = replace(mesh, data=1, stage=1, tensor=1, devices=None)
     costs, left_out, drawn = dict[str, StepCost](), dict[str, str](), list[Parallelism]()
     for name, (axis, pipeline) in ways.items():
-        shape = dataclasses.replace(one, **{axis: n})
-        speeds = given.speeds if axis == STAGE else None
-        layout = dataclasses.replace(
-            given, mesh=shape, pipeline=pipeline, shares=None, speeds=speeds
-        )
+        shape, speeds = replace(one, **{axis: n}), given.speeds if axis == STAGE else None
+        layout = replace(given, mesh=shape, pipeline=pipeline, shares=None, speeds=speeds)
         try:
             costs[name] = _estimate(name, axis, counts, layout, train, machine)
         except ValueError as error:
@@ -184,14 +175,12 @@ def _estimate(
     """
     facts, n = counts.facts, parallel.mesh.sizes[axis]
     if axis == STAGE and len(facts.kind_of) < n:
-        layers = format_count(len(facts.kind_of), "layer")
-        raise ValueError(
-            f"{layers} for {n} devices\nFix: use {n} layers or more, or fewer devices."
-        )
+        count = format_count(len(facts.kind_of), "layer")
+        raise ValueError(f"{count} for {n} devices\nFix: use {n} layers or more, or fewer devices.")
     tried, rows, steps = [parallel.pipeline], facts.batch_size, facts.num_steps or 1
     if name.startswith("pipeline") and parallel.num_units == 1:
         tried = [
-            dataclasses.replace(parallel.pipeline, num_microbatches=M, num_chunks=K)
+            replace(parallel.pipeline, num_microbatches=M, num_chunks=K)
             for M, K in itertools.product(cuts(rows), cuts(steps))
             if 1 < M * K <= _UNITS_PER_STAGE * n
         ]
@@ -200,18 +189,15 @@ def _estimate(
         f"batch_size={rows}: neither rows nor time steps can be cut into units\nFix: use more rows."
     )
     for pipeline in tried:
-        layout = dataclasses.replace(parallel, pipeline=pipeline)
         try:
-            costs.append(estimate(counts, layout, train, machine))
+            costs.append(estimate(counts, replace(parallel, pipeline=pipeline), train, machine))
         except ValueError as error:
             refused = error
     if not costs:
         raise refused
     if axis == TENSOR:
-        step = Step(counts, parallel, train)
-        if not any(
-            TENSOR in sum(step.axes_of(each), ()) for each in (*counts.params, *counts.frozen)
-        ):
+        step, arrays = Step(counts, parallel, train), (*counts.params, *counts.frozen)
+        if not any(TENSOR in sum(step.axes_of(each), ()) for each in arrays):
             raise ValueError(
                 f"tensor={n} splits no parameter\n"
                 f"Fix: name dims of weights by jaxpar.nn.named_param, as the layers of jaxpar.nn do."
@@ -220,14 +206,12 @@ def _estimate(
 
 
 def _parallelism(name: str, axis: str, cost: StepCost, unknown: str) -> Parallelism:
-    _, parallel, train = cost.settings
-    counts = cost.counts
+    (_, parallel, train), counts = cost.settings, cost.counts
     step, n = Step(counts, parallel, train), parallel.mesh.sizes[axis]
-    storage, whole = Storage(step.partition), counts.facts.model_size[1]
+    storage = Storage(step.partition)
+    stored, whole = storage.stored, counts.facts.model_size[1]
     mesh = AbstractMesh(tuple(step.sizes.values()), tuple(step.sizes))
-    weight_bytes = device_bytes(
-        placed(storage.stored, shardings(storage.stored, mesh, step.partition.param_rules))
-    )
+    weight_bytes = device_bytes(placed(stored, shardings(stored, mesh, step.partition.param_rules)))
     share = f"{100 * weight_bytes / whole:.3g}% of all weights"
     share = "all weights" if weight_bytes == whole else share
     holds = [share] * n
@@ -249,10 +233,8 @@ def _places(storage: Storage) -> list[str]:
     on = [*zip(partition.route.stages, words, strict=True)]
     stages = range(partition.parallel.mesh.stage)
     layers = ["; ".join(w for s, w in on if s == d) for d in stages]
-    return [
-        ", ".join(filter(None, (own, *more)))
-        for own, more in zip(layers, ends_by_stage(storage), strict=True)
-    ]
+    pairs = zip(layers, ends_by_stage(storage), strict=True)
+    return [", ".join(filter(None, (own, *more))) for own, more in pairs]
 
 
 def _blocks(step: Step, cost: StepCost) -> Iterator[Block]:

@@ -26,11 +26,8 @@ def time_steps(setups: Sequence[Setup], num_rounds: int, num_steps: int = 3) -> 
       num_steps: in a row of each, after one that is not counted; the quickest counts, since disturbances only
         add time.
     """
-    seconds: list[list[float]] = [[] for _ in setups]
-    for round_number in range(num_rounds):
-        for setup, found in zip(setups, seconds, strict=True):
-            found.append(_seconds_of_step(setup, round_number, num_steps))
-    return seconds
+    rounds = [[_seconds_of_step(s, n, num_steps) for s in setups] for n in range(num_rounds)]
+    return [list(seconds) for seconds in zip(*rounds, strict=True)]
 
 
 def _seconds_of_step(setup: Setup, number: int, num_steps: int) -> float:
@@ -77,8 +74,6 @@ def propose_shares(seconds: Sequence[float]) -> tuple[int, ...]:
         ends = shares * (times / times.max())
         return 1 - float(ends.mean() / ends.max())
 
-    candidates = [
-        np.maximum(np.rint(times.min() / times * most), 1).astype(int)
-        for most in range(1, _MOST_PARTS + 1)
-    ]
+    parts = times.min() / times * np.arange(1, _MOST_PARTS + 1)[:, None]
+    candidates = np.maximum(np.rint(parts), 1).astype(int)
     return tuple(min(candidates, key=lambda shares: round(wasted(shares), 3)).tolist())

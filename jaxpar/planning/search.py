@@ -7,7 +7,7 @@ not fit without it; an update that is split over `data` also where it is quicker
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxpar.base.types import Value
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
@@ -22,17 +22,12 @@ _NEXT_CUT = 1.5
 # With this many units per stage the bubble is at most 1/17: finer cuts have little to gain.
 _UNITS_PER_STAGE = 16
 # From the most memory and the least time to the least memory and the most time.
-_WHERE = {}, {"update": "sharded"}, {"fsdp": True}, {"update": "host"}
-_SAVINGS = tuple(itertools.product((False, True), _WHERE))
+_PLACES = ({}, {"update": "sharded"}, {"fsdp": True}, {"update": "host"})
+_SAVINGS = tuple(itertools.product((False, True), _PLACES))
 
 
 def rank(
-    task: Task,
-    given: Parallel,
-    train: TrainConfig,
-    machine: Machine,
-    *,
-    tensor: Collection[int] | None = None,
+    task: Task, given: Parallel, train: TrainConfig, machine: Machine, *, tensor: Sequence[int] = ()
 ) -> list[StepCost]:
     """The cost of every layout by arithmetic, the quickest first; of those that do not fit, too.
 
@@ -42,18 +37,16 @@ def rank(
     Args:
       given: its shares, its speeds and the devices that its mesh names are kept; everything else is searched
         for.
-      tensor: sizes of `tensor` to try; None tries all.
+      tensor: sizes of `tensor` to try; none tries all.
     Raises:
       ValueError: no mesh of this many devices fits the sizes of the model and the batch.
     """
     counts = counts_of(task, train.num_steps, machine.platform)
     found, refused = list[StepCost](), None
     for cut in _cuts_of(counts, given, machine.num_devices):
-        if tensor is not None and cut.mesh.tensor not in tensor:
+        if tensor and cut.mesh.tensor not in tensor:
             continue
-        for remat, where in _SAVINGS:
-            if not _saves(cut, remat, where):
-                continue
+        for remat, where in (each for each in _SAVINGS if _saves(cut, *each)):
             pipeline = dataclasses.replace(cut.pipeline, remat=remat)
             parallel = dataclasses.replace(cut, pipeline=pipeline, **where)
             try:
@@ -61,8 +54,7 @@ def rank(
             except ValueError as error:
                 refused = refused or error
                 break
-            is_plain = not remat and not where
-            if found[-1].fits and not (is_plain and cut.mesh.data > 1):
+            if found[-1].fits and (remat or where or cut.mesh.data == 1):
                 break
     if not found:
         layers, rows = len(counts.facts.kind_of), counts.facts.batch_size
@@ -132,6 +124,5 @@ def cuts(n: int) -> list[int]:
 
 def _saves(parallel: Parallel, remat: bool, where: dict[str, Value]) -> bool:
     """Whether these savings of memory would save some."""
-    only_over_data = where not in ({}, {"update": "host"})
-    saves = parallel.runs_in_units or not remat
-    return saves and (parallel.mesh.data > 1 or not only_over_data)
+    is_useful = where in ({}, {"update": "host"}) or parallel.mesh.data > 1
+    return is_useful and (parallel.runs_in_units or not remat)

@@ -58,7 +58,7 @@ def make_train_step(
     Returns:
       (state, batch) -> (state, metrics); the batch lies on `batch_sharding` of their setup.
     Raises:
-      ValueError: sizes do not fit the mesh, or the optimizer does not update stacked layers as single ones.
+      ValueError: sizes do not fit the mesh.
     """
     return Setup.of(task, parallel, train, mesh).train_step()
 

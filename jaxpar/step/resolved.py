@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxpar.base.checks import require
+from jaxpar.base.types import OptState, Params
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.model import in_words
@@ -17,6 +18,7 @@ from jaxpar.model.task import Settings, Task
 from jaxpar.partition.partition import Partition
 from jaxpar.partition.storage import Storage
 from jaxpar.step.parts import Parts
+from jaxpar.step.per_layer import per_layer
 
 Made = TypeVar("Made")
 
@@ -74,6 +76,9 @@ class Resolved:
     def optimizer(self) -> optax.GradientTransformation:
         """Of a run of `train.num_steps`; gradients are clipped before it.
 
+        A task's own optimizer sees each layer's own arrays. One of an `OptimizerConfig` treats each number
+        alone, and sees stacks.
+
         Raises:
           ValueError: the task makes something else.
         """
@@ -84,7 +89,10 @@ class Resolved:
             f"make_optimizer of task {self.task.name} returns {in_words(made)}.\n"
             f"Fix: return an optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer is none.",
         )
-        return made
+        has_own, rows_of = self.task.has_own_optimizer, self.partition.rows_of
+        if not has_own:
+            return made
+        return _of_stored(per_layer(made, rows_of), self.storage, self.mesh)
 
     def replace(self, **changes: Any) -> Self:
         """With other fields of `train`."""
@@ -99,3 +107,20 @@ class Resolved:
         if make not in self._made or self._made[make][0] != args:
             self._made[make] = args, make(self, *args)
         return self._made[make][1]
+
+
+def _of_stored(
+    optimizer: optax.GradientTransformation, storage: Storage, mesh: Mesh
+) -> optax.GradientTransformation:
+    """An optimizer of parameters as a state has them, which gives them to another one in stacks."""
+    if storage.pools is None:
+        return optimizer
+
+    def init(params: Params) -> OptState:
+        return storage.packed(optimizer.init(storage.unpacked(params, mesh)), mesh)
+
+    def update(updates: Params, state: OptState, params: Params = None) -> tuple[Params, OptState]:
+        trees = (storage.unpacked(tree, mesh) for tree in (updates, state, params))
+        return storage.packed(optimizer.update(*trees), mesh)
+
+    return optax.GradientTransformation(init, update)

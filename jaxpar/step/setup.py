@@ -82,7 +82,6 @@ class Setup(Resolved):
 
     def train_step(self) -> CompiledStep:
         """One optimizer step; see `functions.make_train_step`."""
-        state.check_optimizer(self)
         train = self.train
         options = train.num_steps, train.clip_norm, train.allowed_skips, train.seed
         return self.cached(step.train_step, *options)

@@ -28,8 +28,7 @@ from jaxpar.sharding import (
 )
 from jaxpar.step.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.step.resolved import Resolved
-from jaxpar.step.stacking import check_stacking, draws
-from jaxpar.trace.counts import reductions
+from jaxpar.trace.counts import draws, reductions
 
 
 @jax.tree_util.register_dataclass
@@ -77,16 +76,6 @@ def abstract_state(setup: Resolved) -> TrainState:
     return setup.cached(_abstract_state, setup.train.num_steps)
 
 
-def check_optimizer(setup: Resolved) -> None:
-    """Checks that an optimizer updates stacked layers as it would update single ones; see `stacking`.
-
-    Raises:
-      ValueError: it does not.
-    """
-    if setup.task.has_optimizer:
-        setup.cached(_check_stacking, setup.train.num_steps)
-
-
 def zero_carry(setup: Resolved) -> dict[str, Any]:
     """Zeros for what layers carry on, laid out as in the state."""
     carry = abstract_state(setup).carry
@@ -121,7 +110,6 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
 def init_state(setup: Resolved, seed: int) -> TrainState:
     """The state before the first step; see `functions.init_state`."""
     check_room(abstract_state(setup), setup.mesh)
-    check_optimizer(setup)
     make = setup.cached(_initializer, setup.train.num_steps)
     return _with_host_state(setup, make(_key_data(seed)))
 
@@ -264,10 +252,6 @@ def audit(state: TrainState) -> None:
         )
 
 
-def _check_stacking(setup: Resolved, _: int) -> None:
-    check_stacking(setup.storage, setup.optimizer)
-
-
 def _check_optimizer(setup: Resolved, state: TrainState) -> None:
     """Raises where what it keeps for a parameter cannot be laid out, or not be updated in parts."""
     task = setup.task
@@ -281,9 +265,10 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
     if not (task.has_optimizer and setup.parallel.update == "host"):
         return
     with jax.numpy_dtype_promotion("standard"):
-        found = reductions(setup.optimizer.update, state.params, state.opt_state, state.params)
+        args = setup.optimizer.update, state.params, state.opt_state, state.params
+        found, has_noise = reductions(*args), draws(*args)
     why = f"looks at more than one number at once ({', '.join(sorted(found))})" if found else ""
-    if not found and draws(setup.optimizer, state.params):
+    if not found and has_noise:
         why = "draws random numbers"
     if why:
         raise ValueError(

@@ -28,6 +28,7 @@ from jaxpar.step.forward import full_table, make_forward, table_of
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.optimizer import HostOptimizer, clip_scale, global_norm, update
 from jaxpar.step.parts import Parts
+from jaxpar.step.per_layer import without_empty_rows
 from jaxpar.step.resolved import Resolved
 from jaxpar.step.state import TrainState, abstract_state, state_shardings
 from jaxpar.trace.source_lines import source_line_of_instruction
@@ -231,8 +232,12 @@ class _HostStep(_GradientStep):
     def __init__(self, gradients, parts: Parts, optimizer, states: TrainState, out_shardings):
         super().__init__(gradients, parts, backward=True, out_shardings=out_shardings)
         self._host = HostOptimizer(optimizer)
+        has_own, rows_of = parts.facts.task.has_own_optimizer, parts.partition.rows_of
         self._gather = jax.jit(  # into the memory of the old parameters
-            lambda old, new: new, out_shardings=states.params, donate_argnums=0, keep_unused=True
+            lambda old, new: without_empty_rows(new, rows_of) if has_own else new,
+            out_shardings=states.params,
+            donate_argnums=0,
+            keep_unused=True,
         )
 
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

@@ -136,6 +136,11 @@ def reductions(function: Function, *args: Arrays) -> dict[str, float]:
     return found
 
 
+def draws(function: Function, *args: Arrays) -> bool:
+    """Whether a function draws random numbers."""
+    return any(eqn.primitive.name == "random_bits" for eqn in equations_in(_traced(function, args)))
+
+
 def _amount(jaxpr: core.Jaxpr) -> Amount:
     whole = inlined(core.ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))).jaxpr
     held = {v for v in whole.outvars if isinstance(v, core.Var)}

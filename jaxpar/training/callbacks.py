@@ -143,8 +143,8 @@ class Callbacks:
                     self._warned_of.add(number)
                     place = traceback.extract_tb(error.__traceback__)[-1]
                     _log.warning(
-                        "%s.%s: %s: %s (%s, line %d); training goes on, and further errors of this report "
-                        "are not told",
+                        "%s.%s: %s: %s (%s, line %d); training continues, and further errors of this "
+                        "report are not shown",
                         *(type(report).__name__, method.__name__, type(error).__name__, error),
                         *(place.filename, place.lineno),
                     )
@@ -228,7 +228,7 @@ class ConsoleReport(Report):
         if stopped_by is not None:
             self._print(
                 f"{describe_stop(stopped_by)} after step {step}/{num_steps}; its state is saved, "
-                f"go on with {PROGRAM} train --resume --train.out-dir {self._out_dir}"
+                f"continue with {PROGRAM} train --resume --train.out-dir {self._out_dir}"
             )
 
     def profile(self, path: Path) -> None:

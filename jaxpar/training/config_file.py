@@ -25,8 +25,7 @@ from typing import Any
 
 from jaxpar.base.bucket import as_path
 from jaxpar.base.checks import leaves_of
-from jaxpar.base.files import read_file
-from jaxpar.base.types import Json
+from jaxpar.base.files import Json, read_file
 from jaxpar.config import Parallel
 from jaxpar.mesh import short_name
 from jaxpar.model.task import Settings, Task, find_task, spec_of

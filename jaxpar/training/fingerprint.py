@@ -170,11 +170,10 @@ class HashedBatches(CheckedBatches):
         """
         if described["settings"] != self.settings:
             return
-        position = described["position"]
-        stream = None if position is None else self._stream
+        stream = self._stream if described["position"] else None
         try:
-            if stream is not None and position is not None:
-                stream.seek(position)
+            if stream is not None:
+                stream.seek(described["position"])
             self._compare(described, what)
         except ValueError as error:
             if stream is None:
@@ -188,7 +187,7 @@ class HashedBatches(CheckedBatches):
         for step, expected in described["batches"].items():
             require(
                 _as_text(hash_rows(self.batch(int(step)), 0)) == expected,
-                f"batch {step} is not the one that {what} goes on with: the data have changed.\n"
+                f"batch {step} is not the one that {what} continues with: the data have changed.\n"
                 f"Fix: restore them, or start another run.",
             )
 

@@ -36,7 +36,6 @@ from jaxpar.step.state import (
     TrainState,
     abstract_state,
     audit,
-    check_optimizer,
     check_room,
     release,
 )
@@ -128,42 +127,46 @@ def fit(
     report: Report | Sequence[Report] | None = None,
     quiet: bool = False,
 ) -> FitResult:
-    """Trains a model as the task says, and evaluates it.
+    """Trains the model of a task, and evaluates it.
 
-    SIGINT (Ctrl-C, or a notebook's stop button) and SIGTERM end the run after the step that is
-    under way; the state is saved, and a resumed run continues with the same losses as if nothing had
-    happened. A second signal ends it at once.
+    SIGINT (Ctrl-C, or a notebook's stop button) and SIGTERM end the run after the current step. The state is
+    saved, and a resumed run continues with the same losses as an undisturbed one. A second signal ends it at
+    once.
 
     Args:
-      task: what it leaves open, such as sizes that follow from the data, is filled in.
-      parallel: the layout on devices, or its mesh, or the shape of that such as "dp2pp2tp2"; None is the
+      task: model, data and optimizer; settings that it leaves open, such as sizes of the data, are filled in.
+      parallel: layout on the devices, or its mesh, or the shape of the mesh such as "dp2pp2tp2"; None is the
         task's own.
-      train: None is the task's own; `out_dir=None` takes the next free folder of runs/0001, runs/0002...
-      start: weights to begin with, instead of drawn ones: a run, or files of safetensors; see `Start`.
+      train: settings of the run; None is the task's own. `out_dir=None` takes the next free folder of
+        runs/0001, runs/0002, ...
+      start: weights to begin with, instead of random ones: a run, or files of safetensors; see `Start`.
       resume: continue from the newest whole checkpoint in `train.out_dir` (None: of the latest numbered
-        run), or from the start if there is none yet, with the same weights; the mesh may be another one.
+        run). If there is none yet, the run begins again, with the same weights. The mesh may be another one.
       overwrite: remove the run that `train.out_dir` holds.
       profile: write a trace of a few steps into `out_dir`/profile, for Perfetto and TensorBoard.
-      report: receives what happens while it runs, or several that do; None prints it (`ConsoleReport`).
-      quiet: prints nothing.
+      report: callback, or several, for the events of the run; None prints them (`ConsoleReport`).
+      quiet: print nothing.
 
     Raises:
-      ValueError: sizes do not fit each other or the mesh, a part of the model mixes rows of the batch, a
-        split has no batches of the task's sizes, the data have changed since the run began, weights to
-        begin with do not fit the model, or a file calls it while it is loaded for the task in it.
-      FloatingPointError: a loss or gradient is not finite, and `train.nonfinite` does not allow the step to
-        be skipped, or no more of them. The state before the step has been saved: a resumed run meets the
-        same batch.
-      OSError: the data or the checkpoint cannot be read (FileNotFoundError), `train.out_dir` holds
-        a run already (FileExistsError), or another process trains there (BlockingIOError); or what a run
-        writes cannot be written, in all of its processes; the newest checkpoint is whole.
+      ValueError: sizes do not fit each other or the mesh; a part of the model mixes rows of the batch; a
+        split has no batches of the task's sizes; the data have changed since the run began; weights do not
+        fit the model; or a file calls `fit` while it is loaded for its task.
+      FloatingPointError: a loss or gradient is not finite, and `train.nonfinite` does not allow to skip the
+        step, or no more steps. The state before the step is saved: a resumed run gets the same batch.
+      OSError: the data or the checkpoint cannot be read (FileNotFoundError), `train.out_dir` holds a run
+        already (FileExistsError), or another process trains there (BlockingIOError); or a file of the run
+        cannot be written, in all of its processes. The newest checkpoint is whole.
     """
     if remedy := guard_remedy("fit"):
         raise ValueError(f"fit would train once more\nFix: {remedy}.")
     check_task(task)
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")
-    reports = _list_of(report)
+    printed = ConsoleReport() if report is None else report
+    reports = printed if isinstance(printed, Sequence) else [printed]
+    for each in reports:
+        use = "a Report, such as ConsoleReport(), or a list of them"
+        require_instance("report", each, Report, use)
     require(
         report is None or not quiet,
         "quiet=True is for what is printed, and report=... takes its place\nFix: leave out one of them",
@@ -183,14 +186,14 @@ def fit(
     )  # fmt: skip
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
     setup = Setup.of(task, given, train)
+    prepared = _prepare(setup, folder, start, resume=resume)
     callbacks = Callbacks([] if quiet or jax.process_index() > 0 else reports)
-    prepared = _prepare(setup, folder if resume else None, start)
 
     with callbacks, contextlib.ExitStack() as stack:
         callbacks.call(Report.plan, setup, prepared.target)
         if prepared.weights is not None:
             callbacks.call(Report.start, prepared.weights)
-        run = _open_run(stack, setup, folder, callbacks, prepared, **options)
+        run = _open_run(stack, callbacks, prepared, overwrite=overwrite, profile=profile)
         stopped_by = _take_steps(run, profile=profile)
         evaluations = dict[str, Evaluation]()
         if not isinstance(stopped_by, signal.Signals):
@@ -199,18 +202,6 @@ def fit(
         in_process_0(run.folder.flush_metrics)
         callbacks.call(Report.finish, evaluations, run.folder.path, run.times.parts())
         return FitResult(run.losses, run.first_step, run.state, run.setup, evaluations, stopped_by)
-
-
-def _list_of(report: Report | Sequence[Report] | None) -> Sequence[Report]:
-    """The callbacks that `fit` is given; by default the console."""
-    if report is None:
-        return [ConsoleReport()]
-    reports = report if isinstance(report, Sequence) else [report]
-    for each in reports:
-        require_instance(
-            "report", each, Report, "a Report, such as ConsoleReport(), or a list of them"
-        )
-    return reports
 
 
 # ---- before the run: everything that can raise an error, before a file is written or a step compiled ----
@@ -243,15 +234,20 @@ def _check_holds_no_run(folder: RunFolder) -> None:
 
 
 class _Prepared(NamedTuple):
-    """What a run needs, checked.
+    """The parts of a run after all checks.
 
     Attributes:
+      folder: folder of the run; None if it gets the next number.
+      resume: whether the run is in the folder already.
       target: the state, as shapes.
       weights: weights that the run begins with; None for randomly initialized ones.
       texts: files that the run can be resumed from, by their names.
       is_cut_alike: whether a resumed run reads the same batches as before.
     """
 
+    setup: Setup
+    folder: RunFolder | None
+    resume: bool
     target: TrainState
     weights: MatchedWeights | None
     texts: dict[str, str]
@@ -259,13 +255,11 @@ class _Prepared(NamedTuple):
     is_cut_alike: bool
 
 
-def _prepare(setup: Setup, before: RunFolder | None, start: Start | None) -> _Prepared:
-    """Checks the model, the data and the weights; in all processes.
-
-    Args:
-      before: folder of the run to resume; None for a new run.
-    """
-    program, begins = program_facts(), True
+def _prepare(
+    setup: Setup, folder: RunFolder | None, start: Start | None, *, resume: bool
+) -> _Prepared:
+    """Checks the model, the data and the weights; in all processes."""
+    before, program, begins = folder if resume else None, program_facts(), True
     if before is not None:
         before.check_program(program)
     target = abstract_state(setup)
@@ -291,7 +285,7 @@ def _prepare(setup: Setup, before: RunFolder | None, start: Start | None) -> _Pr
         data, program, found,
         remedy="give all of them the same data, task, settings and devices", last=True,
     )  # fmt: skip
-    return _Prepared(target, weights, texts, batches, is_cut_alike)
+    return _Prepared(setup, folder, resume, target, weights, texts, batches, is_cut_alike)
 
 
 def _check_model(setup: Setup, target: TrainState) -> None:
@@ -304,7 +298,6 @@ def _check_model(setup: Setup, target: TrainState) -> None:
     )
     _ = setup.optimizer  # raises an error if there is none
     facts.check_gradient()
-    check_optimizer(setup)
     metrics: Mapping[str, float] = {}
     with contextlib.suppress(ArithmeticError, ValueError):  # these numbers may make no sense
         metrics = task.metrics(0.5, dict.fromkeys(facts.traces.sums.metrics, 0.5))
@@ -323,26 +316,22 @@ def _check_model(setup: Setup, target: TrainState) -> None:
 
 def _open_run(
     stack: contextlib.ExitStack,
-    setup: Setup,
-    folder: RunFolder | None,
     callbacks: Callbacks,
     prepared: _Prepared,
     *,
-    resume: bool,
     overwrite: bool,
     profile: bool,
 ) -> Run:
     """A run with its first state, in a folder that is locked until the stack is closed."""
-    state = None
-    if resume:
-        assert folder is not None
+    setup, folder, state = prepared.setup, prepared.folder, None
+    if folder is not None and prepared.resume:
         stack.enter_context(folder.lock)
-        state = _restore(folder, setup, prepared)
+        state = _restore(folder, prepared)
     if profile:
         _check_profile(setup.train, 0 if state is None else int(state.step))
     if folder is None:  # the same one for all processes
         folder = RunFolder(in_process_0(lambda: str(next_run_folder())))
-    if not resume:
+    if not prepared.resume:
         stack.enter_context(folder.lock)
         in_process_0(folder.clear if overwrite else lambda: _check_holds_no_run(folder))
     in_process_0(lambda: folder.start(prepared.texts))
@@ -356,9 +345,9 @@ def _open_run(
     return Run(setup, prepared.batches, folder, checkpoints, callbacks, state)
 
 
-def _restore(folder: RunFolder, setup: Setup, prepared: _Prepared) -> TrainState | None:
+def _restore(folder: RunFolder, prepared: _Prepared) -> TrainState | None:
     """The state to resume from; None if the run was killed before its first checkpoint."""
-    checkpoints = folder.checkpoints(setup)
+    checkpoints = folder.checkpoints(prepared.setup)
     if checkpoints.is_empty:
         if jax.process_index() == 0:
             _log.warning("%s has no checkpoint yet: the run begins again", folder)
@@ -367,7 +356,7 @@ def _restore(folder: RunFolder, setup: Setup, prepared: _Prepared) -> TrainState
     if prepared.is_cut_alike:
         step = int(state.step)
         prepared.batches.check(checkpoints.described(step), f"the checkpoint of step {step}")
-    return release(state, setup.train.allowed_skips)
+    return release(state, prepared.setup.train.allowed_skips)
 
 
 def _check_profile(train: TrainConfig, num_taken: int) -> None:

@@ -1,4 +1,4 @@
-"""A run, finished or not: its model with its values, to look at and to use."""
+"""A stored run, finished or not: load it, evaluate it, predict with it, export its weights."""
 
 import dataclasses
 import functools
@@ -31,12 +31,12 @@ from jaxpar.training.weights import Outgoing, outgoing, write_weights
 class LoadedRun:
     """A run from its folder, on devices.
 
-    Its programs are those of the task's code as it was at their first use: load the run again after a change.
+    Its programs are compiled at their first use. Load the run again after a change of the task's code.
 
     Attributes:
-      folder: of the run.
+      folder: folder of the run.
       setup: task, layout, mesh and settings; what the task left open is filled in.
-      state: parameters, what is carried, and the steps taken; the optimizer's state is left out.
+      state: parameters, recurrent state, and the number of steps; the optimizer's state is left out.
     """
 
     folder: RunFolder
@@ -82,19 +82,19 @@ class LoadedRun:
         quiet: bool = False,
         **sizes: int,
     ) -> dict[str, np.ndarray]:
-        """What the model predicts for each row of some data, as its method `predict` says, by name.
+        """The outputs of the model's method `predict` for each row of some data, by name.
 
-        Batches that know where their rows lie in the data, as jaxpar's do, have it in the order of the data:
+        Batches that know the places of their rows, as jaxpar's do, give outputs in the order of the data:
         [N, ...] for arrays of N rows (`ArrayBatches`), or of N steps, however they are read (one series,
         packed or bucketed sequences). Others have [batches x rows, ...] in the order of their rows. Where
         nothing is predicted, such as for a step in no batch, there is NaN, or 0 among integers.
 
         Args:
-          data: a split of the run's data, such as "test", or batches of your own.
+          data: a split of the run's data, such as "test", or your own batches.
           out: a folder, for more than the memory holds: each output is a file NAME.npy there, written as it
             is predicted. None keeps all in memory; several processes need a folder that all of them see.
           quiet: shows no progress bar.
-          sizes: fields of the task that shall differ from training, such as batch_size=1.
+          sizes: fields of the task that differ from training, such as batch_size=1.
         Returns:
           arrays by name; those of a folder are memory-mapped.
         Raises:
@@ -143,8 +143,8 @@ class LoadedRun:
           OSError: a file cannot be written.
         """
         check_export(path)
-        told = f"dtype must be 'bfloat16' or None, got {dtype!r}\nFix: use one of them"
-        require(dtype in (None, "bfloat16"), told)
+        fact = f"dtype must be 'bfloat16' or None, got {dtype!r}"
+        require(dtype in (None, "bfloat16"), f"{fact}\nFix: use one of them")
         tensors = outgoing((self.state.params, self.state.frozen), self.setup.storage)
         tensors = self._to_torch(tensors) if torch else tensors
         return write_weights(path, tensors, self._texts(), dtype)
@@ -157,16 +157,16 @@ class LoadedRun:
         )
 
     def _texts(self) -> dict[str, str]:
-        """What a file of its weights tells besides them."""
+        """Texts for the metadata of a file of its weights."""
         return {}
 
     def metrics(self) -> list[Json]:
-        """The lines of metrics.jsonl: what was reported while it ran."""
+        """The lines of metrics.jsonl."""
         return self.folder.metrics()
 
 
 def check_export(path: str | PathLike[str]) -> None:
-    """Nothing, if weights can be written there; all processes ask.
+    """Checks that weights can be written there; all processes call it.
 
     Raises:
       ValueError, OSError: they cannot.
@@ -184,8 +184,8 @@ def load_run(
 
     Args:
       run_dir: the folder that `fit` wrote, such as runs/0001.
-      mesh: where the state is to lie; it need not be that of the run.
-      best: the state with the lowest validation loss, not the newest.
+      mesh: mesh for the state; it may differ from that of the run.
+      best: load the state with the lowest validation loss, not the newest one.
     Raises:
       ValueError: the model does not fit the mesh, or a file is damaged.
       OSError: there is no run, no checkpoint in it, or the file of its task is gone.

@@ -1,4 +1,4 @@
-"""What `fit` does in its loop over steps: take a step, look at its numbers, log, validate, save."""
+"""The parts of the loop over steps in `fit`: take a step, look at its numbers, log, validate, save."""
 
 import contextlib
 import dataclasses
@@ -62,7 +62,7 @@ class Run:
         self._clock = self._saved = time.perf_counter()
 
     def begin(self) -> None:
-        """Removes what an earlier process has written of later steps, and reads what is left."""
+        """Removes lines of later steps, which an earlier process has written, and reads the others."""
         in_process_0(lambda: self.folder.rewind_metrics(self.step))
         stored = self.checkpoints.stored_losses().items()
         self.checkpoints.losses |= {step: loss for step, loss in stored if step <= self.step}

@@ -1,4 +1,4 @@
-"""Traces of what runs: files for Perfetto (ui.perfetto.dev), and for `analysis.measured` to read."""
+"""Traces of steps: files for Perfetto (ui.perfetto.dev), which `analysis.measured` reads, too."""
 
 import contextlib
 import itertools
@@ -15,9 +15,9 @@ FIRST, LAST = 3, 5  # steps of a run that are traced; the first of all compiles
 
 @contextlib.contextmanager
 def trace(folder: str | Path, *, perfetto: bool = False) -> Iterator[None]:
-    """Writes what the devices do meanwhile, operation by operation, into a new folder below `folder`.
+    """Traces each operation of the devices, into a new folder below `folder`.
 
-    Calls of Python functions, of which there are many more, are left out.
+    Calls of Python functions are left out.
 
     Args:
       perfetto: write `perfetto_trace.json.gz` as well.
@@ -29,13 +29,13 @@ def trace(folder: str | Path, *, perfetto: bool = False) -> Iterator[None]:
 
 
 class Operation(NamedTuple):
-    """A run of an HLO instruction.
+    """One execution of an HLO instruction.
 
     Attributes:
-      run: of the program that it is part of.
-      device: id.
-      thread: that ran it; on one thread operations follow or enclose each other.
-      name: of the instruction.
+      run: number of the execution of its program.
+      device: id of the device.
+      thread: number of its thread; operations of one thread follow or enclose each other.
+      name: name of the instruction.
       start, end: seconds, on one clock.
     """
 
@@ -48,7 +48,7 @@ class Operation(NamedTuple):
 
 
 def read_trace(folder: str | Path) -> list[Operation]:
-    """What `trace` saw on CPU devices."""
+    """The operations of CPU devices in a trace."""
     [path] = Path(folder).glob("**/*.xplane.pb")
     operations, threads = [], itertools.count()
     with warnings.catch_warnings():
@@ -66,10 +66,13 @@ def read_trace(folder: str | Path) -> list[Operation]:
 
 
 class StepTracer(contextlib.ExitStack):
-    """Traces steps FIRST to LAST of those taken while it is open."""
+    """Traces steps FIRST to LAST of those taken while it is open.
+
+    Args:
+      folder: folder of the trace; None traces nothing.
+    """
 
     def __init__(self, folder: Path | None):
-        """Traces into a folder; nothing, given None."""
         super().__init__()
         self._folder, self._step = folder, 0
 
@@ -80,7 +83,7 @@ class StepTracer(contextlib.ExitStack):
             self.enter_context(trace(self._folder, perfetto=True))
 
     def after_step(self, outputs: object) -> None:
-        """Ends with step LAST, when what it computes is there."""
+        """Ends with step LAST, once its outputs are computed."""
         if self._step == LAST and self._folder is not None:
             jax.block_until_ready(outputs)
             self.close()

@@ -29,7 +29,7 @@ class Progress:
       metrics: metrics that the task computes from the sums of that batch, by name.
       grad_norm: norm of the gradients before clipping.
       learning_rate: learning rate of this step; None if the task does not give one.
-      unit: what is counted, such as "tokens".
+      unit: unit of the speed, such as "tokens".
       units_per_second: speed since the last line; None for the first step of a process, whose time includes
         compiling.
       seconds: time since this process began.

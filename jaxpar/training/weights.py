@@ -332,13 +332,16 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    content, places = read_file(path, "the index", "give that of safetensors files"), None
+    content = read_file(path, "the index", "give that of safetensors files")
+    places: Json = {}
     with contextlib.suppress(ValueError):
-        places = read_json(content).get("weight_map")
-    if not places or not fits(places, dict[str, str]) or any(map(os.path.dirname, places.values())):
-        raise ValueError(
-            f"{path} is not an index of safetensors files.\nFix: give one, or a safetensors file."
-        )
+        places = read_json(content).get("weight_map", {})
+    require(
+        bool(places)
+        and fits(places, dict[str, str])
+        and all(n == Path(n).name for n in places.values()),
+        f"{path} is not an index of safetensors files.\nFix: give one, or a safetensors file.",
+    )
     return places
 
 
@@ -398,9 +401,8 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
         if own is not None and is_key(array_of(own)):
             continue
         is_stacked = first == "layers" and rest[0] in stack.kinds
-        shape, dtype = array.shape, np.dtype(array.dtype.numpy_dtype)
-        shape = shape if is_stacked else (1, *shape)
-        rows = Rows(shape, dtype, functools.partial(_read_rows, array, is_stacked))
+        array, dtype = array if is_stacked else array[None], np.dtype(array.dtype.numpy_dtype)
+        rows = Rows(array.shape, dtype, functools.partial(_read_rows, array))
         if is_stacked:
             kind = stack.kinds.index(rest[0])
             layers = [number for number, its_kind in enumerate(stack.kind_of) if its_kind == kind]
@@ -412,12 +414,8 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
     return Weights(f"{folder} after step {step}", tensors, texts)
 
 
-def _read_rows(
-    array: "TensorStore", is_stacked: bool, rows: Sequence[int], index: tuple[Tree, ...]
-) -> np.ndarray:
-    if is_stacked:
-        return array.oindex[rows, *index].read().result()
-    return array.oindex[index].read().result()[None]
+def _read_rows(array: "TensorStore", rows: Sequence[int], index: tuple[Tree, ...]) -> np.ndarray:
+    return array.oindex[rows, *index].read().result()
 
 
 # ---- matching them with a model ----
@@ -425,7 +423,7 @@ def _read_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    r"""Weights that a run begins with, instead of randomly initialized ones; optimizer and data begin anew.
+    r"""Weights that a run begins with, instead of random ones; without optimizer state, steps and data.
 
     Patterns are regular expressions of Python, for whole names: r"layers\.[45]\..*".
 
@@ -458,7 +456,7 @@ class Start:
         """The start that `fit` is given; a path is a start without patterns."""
         if isinstance(start, str | PathLike):
             return cls(os.fspath(start))
-        use = "a path, or jaxpar.Start(path, rename=..., leave=...)"
+        use = "a path, or jaxpar.Start(path, rename=..., ignore=...)"
         require_instance("start", start, Start | None, use)
         return start
 
@@ -503,7 +501,7 @@ class MatchedWeights:
     variables: Mapping[str, jax.ShapeDtypeStruct]
 
     def to_rows(self) -> list[tuple[str, str, str, str]]:
-        """Rows of a table: ("taken", "new" or "left out"; names; shape; note)."""
+        """Rows of a table: ("taken", "new" or "ignored"; names; shape; note)."""
         groups = collections.defaultdict[tuple[str, str, str, str, bool], list[str]](list)
 
         def add(what: str, name: str, shape: tuple[int, ...], note: str = "") -> None:
@@ -518,7 +516,7 @@ class MatchedWeights:
         for name in self.new:
             add("new", name, self.variables[name].shape)
         for name, shape in self.ignored.items():
-            add("left out", name, shape)
+            add("ignored", name, shape)
         rows = []
         for (what, _, shape, note, is_renamed), names in groups.items():
             if is_renamed:
@@ -574,20 +572,17 @@ class MatchedWeights:
 
     def _read(self, part: jax.Array, names: list[str], index: tuple[slice, ...]) -> np.ndarray:
         """The part that a device needs of tensors that are rows of one stored array."""
-        wanted: list[slice | np.ndarray] = [*index]
-        into: list[slice | np.ndarray] = [slice(None)] * len(index)
-        if is_part := names[0] in self.weights.rows:
-            dim, chosen = self.weights.rows[names[0]]
-            mine = chosen[index[dim]]
-            into[dim] = np.flatnonzero(mine >= 0)
-            wanted[dim] = mine[into[dim]]
         tensors = [self.weights.tensors[name] for name in names]
-        values = tensors[0].rows.read([tensor.row for tensor in tensors], tuple(wanted))
-        if is_part:
-            drawn = np.array(part)
-            drawn[:, *into] = values
-            values = drawn
-        return np.array(values, part.dtype)
+        rows, read = [tensor.row for tensor in tensors], tensors[0].rows.read
+        if names[0] not in self.weights.rows:
+            return np.array(read(rows, index), part.dtype)
+        dim, chosen = self.weights.rows[names[0]]
+        wanted = chosen[index[dim]]
+        places = np.flatnonzero(wanted >= 0)
+        found = read(rows, (*index[:dim], wanted[places], *index[dim + 1 :]))
+        values = np.array(part)  # other places keep their initial values
+        np.moveaxis(values, dim + 1, 0)[places] = np.moveaxis(found, dim + 1, 0)
+        return values
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -1,0 +1,368 @@
+"""An optimizer of a task sees each layer's own arrays, with the same updates on every mesh."""
+
+import dataclasses
+import functools
+import operator
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from lib.laws import on_devices, slow
+from optax import contrib
+
+from jaxpar import Parallel, SeriesBatches, Stack, Sums, Task, nn
+from jaxpar.sharding import is_variable, named_leaves
+from jaxpar.step import per_layer as module
+from jaxpar.step.functions import init_state, make_train_step
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state
+
+
+class Dense(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, carry, x, at):
+        return carry, jnp.tanh(self.linear(x))
+
+
+class Net(nnx.Module):
+    def __init__(self, kinds, rngs):
+        self.embed, self.out = nnx.Linear(1, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+        made = {"gru": lambda rngs: nn.GRU(8, rngs=rngs), "dense": Dense}
+        self.layers = Stack([made[kind] for kind in kinds], rngs=rngs)
+
+    def first(self, batch, at):
+        return self.embed(batch["x"])
+
+    def last(self, y, batch, at):
+        error = (self.out(y) - batch["y"])[..., 0] * batch["weight"]
+        return Sums(jnp.sum(error**2), jnp.sum(batch["weight"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(Task):
+    """With the optimizer of a name."""
+
+    made: ClassVar[dict] = {}
+    kinds: tuple[str, ...] = ("gru", "gru")
+    name: str = "adam"
+
+    def make_model(self, rngs):
+        return Net(self.kinds, rngs)
+
+    def make_batches(self, split, seed=None):
+        wave = np.sin(np.arange(161) / 5)[:, None].astype(np.float32)
+        return SeriesBatches({"x": wave[:-1], "y": wave[1:]}, batch_size=4, seq_len=4, seed=seed)
+
+    def make_optimizer(self, num_steps):
+        return self.made[self.name]
+
+
+def then(*optimizers):
+    return optax.chain(*optimizers, optax.sgd(0.1))
+
+
+def keys(path):
+    return [key.key for key in path if isinstance(getattr(key, "key", None), str)]
+
+
+def of_path(test):
+    """A tree of what a test gives for each path."""
+    return lambda params: jax.tree.map_with_path(lambda path, _: test(keys(path)), params)
+
+
+def decay_by_mean(updates, params):
+    """The number of all arrays' elements is a constant of the program."""
+    leaves = jax.tree.leaves(params)
+    mean = sum(jnp.sum(a**2) for a in leaves) / sum(a.size for a in leaves)
+    return jax.tree.map(lambda u, p: u + mean * p, updates, params)
+
+
+def by_number(updates, params):
+    """Another rate for each array."""
+    leaves, structure = jax.tree.flatten(updates)
+    return structure.unflatten([(n + 1) * a for n, a in enumerate(leaves)])
+
+
+def normalize(updates, params):
+    """Divides by the square root of a loop's sum over the rows of an array."""
+
+    def total(a):
+        return jax.lax.scan(lambda t, row: (t + jnp.sum(row**2), None), 0.0, a.reshape(-1, 1))[0]
+
+    return jax.tree.map(lambda a: a / jnp.sqrt(1 + total(a)), updates)
+
+
+def momentum():
+    """Its state has arrays in the place of variables."""
+
+    def init(params):
+        return jax.tree.map(lambda p: jnp.zeros(p.shape), params, is_leaf=is_variable)
+
+    def update(updates, state, params=None):
+        sums = [a + b for a, b in zip(*map(jax.tree.leaves, (updates, state)), strict=True)]
+        return [jax.tree.structure(tree).unflatten(sums) for tree in (updates, state)]
+
+    return optax.GradientTransformation(init, update)
+
+
+def print_step(updates, params):
+    jax.debug.print("a step")
+    return updates
+
+
+GROUPS = {"a": optax.adam(1e-2), "b": optax.lamb(1e-2)}
+# One program for all layers of a kind.
+MAPPED = {
+    "adam": optax.adam(1e-2),
+    "muon": contrib.muon(1e-2),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2),
+    "factored": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lars": optax.lars(0.1),
+    "agc": then(optax.adaptive_grad_clip(0.01)),
+    "novograd": optax.novograd(1e-2),
+    "fromage": optax.fromage(1e-2),
+    "block rms": then(optax.clip_by_block_rms(0.01)),
+    "param rms": then(optax.scale_by_param_block_rms()),
+    "centralize": then(optax.centralize()),
+    "by dims": optax.adamw(1e-2, mask=lambda params: jax.tree.map(lambda a: a.ndim > 1, params)),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+    "clipped lamb": optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-2)),
+    "groups": optax.multi_transform(GROUPS, of_path(lambda path: "b" if "w_x" in path else "a")),
+    "every second": optax.MultiSteps(optax.lamb(1e-2), 2).gradient_transformation(),
+    "yogi": optax.yogi(1e-2),
+    "mean": then(optax.stateless(decay_by_mean)),
+    "loops": then(optax.stateless(normalize)),
+    "prodigy": contrib.prodigy(),
+    "momentum": then(momentum()),
+    "prints": then(optax.stateless(print_step)),
+}
+# One program for each layer.
+SEPARATE = {
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(1e-2)),
+    "flat": optax.flatten(optax.adam(1e-2)),
+    "if finite": optax.apply_if_finite(optax.lamb(1e-2), 3),
+    "by number": then(optax.stateless(by_number)),
+}
+Own.made = MAPPED | SEPARATE
+LAYOUTS = {
+    "two kinds": (("gru", "dense", "dense", "gru", "dense"), (1, 2, 1)),
+    "dp1": (("gru",) * 3, (1, 1, 1)),
+    "empty row": (("gru", "gru", "gru"), (1, 2, 1)),
+    "dp2pp2tp2": (("gru", "dense", "gru", "gru"), (2, 2, 2)),
+}
+
+
+def setup_of(name, layout, **options):
+    kinds, mesh = LAYOUTS[layout]
+    return Setup.of(Own(kinds, name), Parallel(on_devices(mesh), **options))
+
+
+def drawn(setup, seed):
+    """Random arrays as a plain tree, with a list in the place of a stack, and in stacks on the devices."""
+    rng, scale = np.random.default_rng(seed), 3.0**seed
+    target = abstract_state(setup).params
+
+    def draw(shape):
+        return (rng.uniform(0.1, scale) * rng.standard_normal(shape)).astype(np.float32)
+
+    def of(leaf):
+        kind, shape = leaf.get_metadata("kind", None), leaf.shape
+        return draw(shape) if kind is None else [draw(shape[1:]) for _ in layers(setup, kind)]
+
+    plain = nnx.to_pure_dict(jax.tree.map(of, target, is_leaf=is_variable))
+    return plain, in_stacks(setup, plain)
+
+
+def layers(setup, kind):
+    return sorted(layer for layer in setup.partition.rows_of[kind] if layer >= 0)
+
+
+def in_stacks(setup, plain):
+    """Arrays of a plain tree as parameters of a state: empty rows are zeros."""
+
+    def of(leaf, own):
+        if (kind := leaf.get_metadata("kind", None)) is not None:
+            order = layers(setup, kind)
+            own = [
+                own[order.index(n)] if n >= 0 else np.zeros_like(own[0])
+                for n in setup.partition.rows_of[kind]
+            ]
+        return leaf.replace(jax.device_put(np.array(own), leaf.sharding))
+
+    target = abstract_state(setup).params
+    leaves, structure = jax.tree.flatten(target, is_leaf=is_variable)
+    paths = [[*keys(path)] for path, _ in jax.tree.leaves_with_path(target, is_leaf=is_variable)]
+    found = [functools.reduce(operator.getitem, path, plain) for path in paths]
+    return structure.unflatten(map(of, leaves, found))
+
+
+def run(optimizer, params, all_grads):
+    """The updates of some steps, and the state after them."""
+    with jax.numpy_dtype_promotion("standard"):
+        state, made = jax.jit(optimizer.init)(params), []
+        update = jax.jit(optimizer.update)
+        for grads in all_grads:
+            updates, state = update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            made.append(updates)
+    return made, state
+
+
+def assert_same_as_optax(name, layout):
+    setup = setup_of(name, layout)
+    (plain, *grads), (stacks, *of_stacks) = zip(*(drawn(setup, n) for n in range(3)), strict=True)
+    expected, _ = run(Own.made[name], plain, grads)
+    found, state = run(setup.optimizer, stacks, of_stacks)
+    tolerance = 1e-3 if name == "muon" else 1e-5
+    for wanted, updates in zip(expected, found, strict=True):
+        pairs = zip(named_leaves(in_stacks(setup, wanted)), named_leaves(updates), strict=True)
+        for (path, a), (_, b) in pairs:
+            a, b = np.asarray(a.get_value()), np.asarray(b.get_value())
+            assert a.shape == b.shape
+            np.testing.assert_allclose(b, a, 0, tolerance * np.abs(a).max(), err_msg=path)
+    floats = [a for a in jax.tree.leaves(state) if jnp.issubdtype(a.dtype, jnp.floating)]
+    assert all(np.isfinite(a).all() for a in floats)
+
+
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", Own.made)
+def test_updates_are_those_of_separate_modules(name, layout):
+    assert_same_as_optax(name, layout)
+
+
+def traced(setup):
+    """The program of an update."""
+    state = abstract_state(setup)
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.eval_shape(setup.optimizer.update, state.params, state.opt_state, state.params)
+
+
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("name", Own.made)
+def test_layers_of_a_kind_have_one_program_where_they_are_alike(name, monkeypatch):
+    calls, separate = [], module._one_by_one
+
+    def one_by_one(*args):
+        calls.append(name)
+        return separate(*args)
+
+    monkeypatch.setattr(module, "_one_by_one", one_by_one)
+    setup = setup_of(name, "two kinds")
+    params, state = traced(setup)
+    assert bool(calls) == (name in SEPARATE)
+    target = abstract_state(setup)
+    for made, wanted in ((params, target.params), (state, target.opt_state)):
+        assert jax.tree.structure(made) == jax.tree.structure(wanted)
+        assert [a.shape for a in jax.tree.leaves(made)] == [
+            a.shape for a in jax.tree.leaves(wanted)
+        ]
+
+
+@pytest.mark.parametrize("name", ["factored", slow("momentum"), slow("novograd"), slow("muon")])
+def test_state_of_layers_is_split_over_stages(name):
+    """It is also where it has other shapes than the parameters."""
+    state = abstract_state(setup_of(name, "two kinds")).opt_state
+    stacks = [v for _, v in named_leaves(state) if is_variable(v) and v.get_metadata("kind", None)]
+    assert len(stacks) > 5
+    assert {v.get_value().sharding.spec[0] for v in stacks} == {"stage"}
+
+
+def test_an_elementwise_optimizer_costs_and_sends_no_more_than_on_stacks():
+    setup = Setup.of(Own(("gru", "gru"), "adam"), Parallel(on_devices((2, 2, 2))))
+    state = abstract_state(setup)
+    trees, places = (state.params, state.opt_state, state.params), (state.params, state.opt_state)
+    where = jax.tree.map(lambda leaf: leaf.sharding, places)
+
+    def cost(optimizer):
+        with jax.numpy_dtype_promotion("standard"):
+            program = jax.jit(optimizer.update, out_shardings=where).lower(*trees).compile()
+        sends = [word for word in COLLECTIVES if word in program.as_text()]
+        return program.cost_analysis()["flops"], sends
+
+    assert cost(setup.optimizer) == (cost(Own.made["adam"])[0], [])
+
+
+COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
+
+
+def test_masks_see_the_names_types_and_shapes_of_one_layer():
+    seen, setup = [], setup_of("seen", "empty row")
+
+    def init(params):
+        for path, leaf in jax.tree.leaves_with_path(params):
+            seen.append((jax.tree_util.keystr(path), path[-2].key, leaf.shape))
+        for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_variable):
+            seen.append((keys(path)[:3], type(leaf), leaf.ndim, leaf.get_metadata("kind", None)))
+        assert params["layers"]["gru"]["w_x"].ndim == params["layers"]["gru"]["w_x"][0].ndim
+        return ()
+
+    Own.made["seen"] = optax.GradientTransformation(
+        init, lambda updates, state, _: (updates, state)
+    )
+    setup.optimizer.init(setup.storage.params)
+    shape = setup.storage.params["layers"]["gru"]["w_x"].shape[1:]
+    assert seen.count(("['layers']['gru']['w_x'].value", "w_x", shape)) == 3
+    assert seen.count((["layers", "gru", "w_x"], nnx.Param, len(shape), "gru")) == 3
+    assert seen.count(("['embed']['kernel'].value", "kernel", (1, 8))) == 1
+
+
+@pytest.mark.slow
+def test_a_step_is_printed_once(capfd):
+    setup = setup_of("prints", "empty row")
+    run(setup.optimizer, *(drawn(setup, n)[1] for n in range(1)), [drawn(setup, 1)[1]])
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "a step\n"
+
+
+def losses(setup, num_steps=6):
+    state, step = init_state(setup), make_train_step(setup)
+    batches, found = setup.task.make_batches("train", 0), []
+    for number in range(num_steps):
+        state, metrics = step(state, batches.batch(number))
+        found.append(float(metrics.loss))
+    return found, state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "factored", "clipped lamb", "noise", "flat", "mean"])
+def test_a_run_has_the_same_losses_on_every_mesh(name):
+    kinds = LAYOUTS["two kinds"][0]
+    meshes = [(1, 1, 1), (1, 2, 1), (2, 2, 2)]
+    found = [losses(Setup.of(Own(kinds, name), Parallel(on_devices(m))))[0] for m in meshes]
+    np.testing.assert_allclose(found, [found[0]] * 3, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_empty_rows_stay_zeros_where_the_host_updates_parts_of_stacks():
+    """Yogi makes an update of a gradient that is zero."""
+    rows = setup_of("yogi", "empty row").partition.rows_of["gru"]
+    found = [losses(setup_of("yogi", "empty row", update=how)) for how in ("host", "replicated")]
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-6)
+    for _, state in found:
+        stack = np.asarray(state.params["layers"]["gru"]["w_x"].get_value())
+        assert [bool(np.any(row)) for row in stack] == [layer >= 0 for layer in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("noise", "draws random numbers"), slow("lamb", r"looks at more than one .*")]
+)
+def test_the_host_refuses_what_parts_of_arrays_do_not_tell(name, why):
+    message = (
+        rf"update='host' updates parts .* optimizer of task {name} {why}\nFix: use update='sharded'"
+    )
+    with pytest.raises(ValueError, match=message):
+        abstract_state(setup_of(name, "empty row", update="host"))
+
+
+def test_an_optimizer_that_needs_the_loss_says_so_itself():
+    Own.made["plateau"] = contrib.reduce_on_plateau(patience=2)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'value'"):
+        traced(setup_of("plateau", "dp1"))
