@@ -10,14 +10,16 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import xxhash
 
 from jaxpar.base.bucket import SCHEME, as_path, in_bucket, storage
 from jaxpar.base.checks import require, require_instance
 
-Kind = TypeVar("Kind", dict[str, Any], list[Any])
+Json: TypeAlias = dict[str, Any]
+"""A table by names, as JSON has it."""
+Kind = TypeVar("Kind", Json, list[Any])
 WRITABLE = "give a place that can be written"
 _ELSEWHERE = "use another folder"
 

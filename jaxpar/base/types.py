@@ -13,6 +13,8 @@ from jax import lax
 from jax.extend.core import Literal, Var
 from jax.typing import DTypeLike
 
+from jaxpar.base.files import Json as Json
+
 Tree: TypeAlias = Any
 """Any pytree."""
 Arrays: TypeAlias = Any
@@ -59,5 +61,3 @@ Precision: TypeAlias = lax.PrecisionLike
 """The precision of a matrix product, as `lax.dot_general` takes it."""
 JsonValue: TypeAlias = Any
 """A value that JSON can hold."""
-Json: TypeAlias = dict[str, Any]
-"""A table by names, as JSON has it."""

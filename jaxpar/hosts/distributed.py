@@ -49,25 +49,15 @@ from jaxpar.hosts.group import (
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint")
 # Settings of JAX by which the same seed gives other random numbers, or the same numbers are of another type.
 OF_NUMBERS = (
-    "jax_enable_x64",
-    "jax_threefry_partitionable",
-    "jax_default_prng_impl",
-    "jax_random_seed_offset",
-    "jax_high_dynamic_range_gumbel",
-    "jax_accurate_erf_inv",
-)
+    "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_random_seed_offset",
+    "jax_high_dynamic_range_gumbel", "jax_accurate_erf_inv",
+)  # fmt: skip
 # Those by which a program is another one, or rounds in another way.
 _FLAGS = (
-    *OF_NUMBERS,
-    "jax_default_matmul_precision",
-    "jax_explicit_x64_dtypes",
-    "jax_allow_f16_reductions",
-    "jax_softmax_custom_jvp",
-    "jax_use_hlo_logistic_lowering",
-    "jax_use_shardy_partitioner",
-    "jax_optimization_level",
-    "jax_disable_most_optimizations",
-)
+    *OF_NUMBERS, "jax_default_matmul_precision", "jax_explicit_x64_dtypes", "jax_allow_f16_reductions",
+    "jax_softmax_custom_jvp", "jax_use_hlo_logistic_lowering", "jax_use_shardy_partitioner",
+    "jax_optimization_level", "jax_disable_most_optimizations",
+)  # fmt: skip
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # What is written down of a program, and where; how many devices there are is compared as such.
 _HARMLESS = re.compile(
@@ -225,9 +215,8 @@ def program_facts() -> dict[str, str]:
 def _flags_of(variable: str) -> Iterator[tuple[str, str]]:
     """The compiler's flags in a variable of the environment that may change a program."""
     flags = (flag.lstrip("-").partition("=") for flag in os.environ.get(variable, "").split())
-    found = {
-        name: value if equals else "true" for name, equals, value in flags
-    }  # the last of equals
+    # Of several with one name, the last counts.
+    found = {name: value if equals else "true" for name, equals, value in flags}
     yield from ((name, found[name]) for name in sorted(found) if not _HARMLESS.fullmatch(name))
 
 

@@ -24,15 +24,8 @@ from jaxpar.base.types import Arrays, Carry, DType, Leaves, Params, Value
 from jaxpar.internal.in_place_scan import scan_in_place
 from jaxpar.internal.products import contract, sum_of_outer_products, transposable, wide
 from jaxpar.internal.residuals import Residuals, Source
-from jaxpar.internal.step_program import (
-    Product,
-    Step,
-    StepProgram,
-    is_float,
-    read_step,
-    read_values,
-)
-from jaxpar.trace.jaxprs import aval_of, cut
+from jaxpar.internal.step_program import Product, Step, StepProgram, read_step, read_values
+from jaxpar.trace.jaxprs import aval_of, cut, is_float, zeros_of
 
 Name = TypeVar("Name", bound=Hashable)
 Item = TypeVar("Item")
@@ -329,7 +322,7 @@ def _backward(
     ):
         rest = iter(dz)
         for eqn, own in zip(program.weighed(eqns), operands, strict=True):
-            dz_own = [next(rest) for v in eqn.outvars if is_float(aval_of(v))]
+            dz_own = [next(rest) for v in eqn.outvars if is_float(v)]
             for weight, dw in _weight_gradients(program, eqn, env, own, dz_own):
                 d_fixed[weight] += dw
     d_given = _gradients_of_given(program, given, d_fixed)
@@ -410,12 +403,7 @@ def _taps(
     """Zeros like the results of every weighed equation, over time if it says how many steps."""
     over = () if num_steps is None else (num_steps,)
     taps = [
-        [
-            jnp.zeros((*over, *aval_of(v).shape), aval_of(v).dtype)
-            if is_float(aval_of(v))
-            else None
-            for v in eqn.outvars
-        ]
+        [zeros_of(v, *over) if is_float(v) else None for v in eqn.outvars]
         for eqn in program.weighed(eqns)
     ]
     return vary_like(taps, reference)

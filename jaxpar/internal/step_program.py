@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.base.trees import vary_over
@@ -20,9 +18,11 @@ from jaxpar.trace.jaxprs import (
     equations_for,
     function_of,
     inlined,
+    is_float,
     programs_in,
     reads_of,
     varying_of,
+    zeros_of,
 )
 
 # (weights, carry, x) -> (carry, y), of one time step.
@@ -75,23 +75,22 @@ class StepProgram:
         both = [*self.early, *self.late]
         self.fixed = [v for v in reads_of(both, self.outs) if v in fixed]
         self._of_fixed = equations_for(of_fixed, self.fixed)
-        floats = {v for v in self.fixed if is_float(aval_of(v))}
+        floats = {v for v in self.fixed if is_float(v)}
         whole = [eqn for eqn in both if not _is_plain(eqn)]
         self.live = [v for v in reads_of(whole, self.outs) if v in floats]
         self._weights = {
             id(eqn): [n for n, v in enumerate(eqn.invars) if isinstance(v, Var) and v in floats]
             for eqn in both
-            if _is_plain(eqn) and any(is_float(aval_of(v)) for v in eqn.outvars)
+            if _is_plain(eqn) and any(is_float(v) for v in eqn.outvars)
         }
 
         late_reads = reads_of(self.late, self.outs)
-        self.early_floats = [
-            v for v in reads_of(self.early) if v in {*self.xs} and is_float(aval_of(v))
-        ]
+        x_floats = {v for v in self.xs if is_float(v)}
+        self.early_floats = [v for v in reads_of(self.early) if v in x_floats]
         self.late_floats = [
-            v for v in (*self.xs, *self.crossing) if v in late_reads and is_float(aval_of(v))
+            v for v in (*self.xs, *self.crossing) if v in late_reads and is_float(v)
         ]
-        self.crossing_floats = [v for v in self.crossing if is_float(aval_of(v))]
+        self.crossing_floats = [v for v in self.crossing if is_float(v)]
         self.operands = {id(eqn): self._find_operands(eqn) for eqn in self.weighed(both)}
         found = {id(eqn): Product.find(eqn, self.weights_of(eqn)) for eqn in self.weighed(both)}
         self.products = {number: product for number, product in found.items() if product}
@@ -137,10 +136,8 @@ class StepProgram:
           dz: cotangents of its results of floats, [time, ...].
         """
         num_steps = dz[0].shape[0]
-        values = [
-            jnp.zeros((num_steps, *aval_of(v).shape), aval_of(v).dtype) if a is None else a
-            for v, a in zip(eqn.invars, operands, strict=True)
-        ]
+        pairs = zip(eqn.invars, operands, strict=True)
+        values = [zeros_of(v, num_steps) if a is None else a for v, a in pairs]
 
         def of_weights(*weights):
             own = list(values)
@@ -157,7 +154,7 @@ class StepProgram:
             if isinstance(v, Var) and n not in self.weights_of(eqn)
         ]
 
-        results = [v for v in eqn.outvars if is_float(aval_of(v))]
+        results = [v for v in eqn.outvars if is_float(v)]
 
         def gradients(operands, weights, dz):
             values: list[jax.Array | None] = [None] * len(eqn.invars)
@@ -171,9 +168,7 @@ class StepProgram:
             return self.weight_gradients(eqn, values, weights, dz)
 
         def shapes(names, *over):
-            return [
-                jax.ShapeDtypeStruct((*over, *aval_of(v).shape), aval_of(v).dtype) for v in names
-            ]
+            return [jax.eval_shape(lambda v=v: zeros_of(v, *over)) for v in names]
 
         arguments = (
             shapes([eqn.invars[n] for n in others], 2),
@@ -207,11 +202,6 @@ def _alone(
 def read_values(env: Mapping[Var, jax.Array], names: Sequence[Atom]) -> Leaves:
     """The values of variables and literals."""
     return [name.val if isinstance(name, Literal) else env[name] for name in names]
-
-
-def is_float(array: jax.Array | ShapedArray) -> bool:
-    """Whether an array, or what stands for one, has a gradient."""
-    return jnp.issubdtype(array.dtype, jnp.inexact)
 
 
 def _is_plain(eqn: JaxprEqn) -> bool:

@@ -3,14 +3,13 @@
 import html
 import itertools
 import math
-from collections.abc import Iterator
 
 import jax
 import numpy as np
 import rich.box
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -37,9 +36,7 @@ class Grid(Picture):
         super().__init__()
         self.caption, self.devices = caption, devices
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.caption)
         yield self._table(options.max_width)
 

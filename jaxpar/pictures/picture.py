@@ -2,9 +2,8 @@
 
 import html
 import io
-from collections.abc import Iterator
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -22,9 +21,7 @@ class Picture:
     def __init__(self, *parts: RenderableType):
         self.parts = parts
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self.parts
 
     def to_html(self) -> str:

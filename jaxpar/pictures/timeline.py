@@ -4,10 +4,9 @@ Units are drawn as wide as `Schedule.bubble` counts them: the share of grey is t
 """
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from jaxpar.base.display import format_count, show
@@ -72,9 +71,7 @@ class _Text:
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
 
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names, *columns = _columns(self.schedule)
         band = [names]
         for column in columns[:MAX_TEXT_TICKS]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -53,9 +54,19 @@ def made_of(
     return made
 
 
-def aval_of(v: Atom) -> ShapedArray:
-    """The shape, dtype and axes of a variable or literal; a key of random numbers has them, too."""
+def aval_of(v: Atom | jax.Array) -> ShapedArray:
+    """The shape, dtype and axes of a variable, a literal or an array."""
     return v.aval  # pyright: ignore[reportReturnType]  # nothing else is in these programs
+
+
+def is_float(a: Atom | jax.Array) -> bool:
+    """Whether a variable, a literal or an array has a gradient."""
+    return jnp.issubdtype(aval_of(a).dtype, jnp.inexact)
+
+
+def zeros_of(v: Atom, *over: int) -> jax.Array:
+    """Zeros like a variable, with more dims before its own."""
+    return jnp.zeros((*over, *aval_of(v).shape), aval_of(v).dtype)
 
 
 def varying_of(v: Atom) -> frozenset[str]:
