@@ -327,8 +327,8 @@ class Loop:
         def run(y: Activations, now: Tree) -> Arrays:
             (sums, _), grads = now
             (_, own), (d_last, dy) = differentiate(stage.of_end(1, stage.params), y)
-            grads = stage.add_to_end(1, grads, lambda before: add(before, d_last))
-            return (add(sums, own), dy), grads
+            others = add(sums, own), dy
+            return others, stage.add_to_end(1, grads, lambda before: add(before, d_last))
 
         others = state.sums, jax.tree.map(jnp.zeros_like, y)
         (sums, dy), grads = self._add_to_end(1, active, run, y, others, state.grads)
