@@ -251,7 +251,11 @@ def audit(state: TrainState) -> None:
 
 
 def _check_optimizer(setup: Resolved, state: TrainState) -> None:
-    """Raises where what it keeps for a parameter cannot be laid out, or not be updated in parts."""
+    """Checks that an optimizer runs, keeps arrays, and updates parts of a parameter alone where it must.
+
+    Raises:
+      ValueError: it does not.
+    """
     task = setup.task
     for name, variable in named_leaves(state.opt_state):
         kept = array_of(variable)
@@ -260,10 +264,14 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
                 f"the optimizer of task {task.name} keeps {name}, a {type(kept).__name__}\n"
                 f"Fix: use one that keeps arrays, such as optax.adafactor."
             )
-    if not (task.has_optimizer and setup.parallel.update == "host"):
+    if not task.has_optimizer:
         return
     with jax.numpy_dtype_promotion("standard"):
         args = setup.optimizer.update, state.params, state.opt_state, state.params
+        if setup.parallel.update != "host":
+            if task.has_own_optimizer:
+                jax.eval_shape(*args)  # mistakes in it are reported now
+            return
         found, has_noise = reductions(*args), draws(*args)
     why = f"looks at more than one number at once ({', '.join(sorted(found))})" if found else ""
     if not found and has_noise:
