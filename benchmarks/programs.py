@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 NAMES = {
     "Facts": "jaxpar.model.facts.ModelFacts", "Setup": "jaxpar.step.setup.Setup",
     "state": "jaxpar.step.state.abstract_state", "batch": "jaxpar.step.step.abstract_batch",
-    "step": "jaxpar.step.functions.make_train_step", "LAYERS": "jaxpar.tasks.lm.sizes.LAYERS",
+    "step": "jaxpar.step.functions.make_train_step", "LAYERS": "jaxpar.tasks.lm.options.LAYERS",
     "MODEL": "lib.laws.MODEL", "settings": "lib.laws.make_settings", "on": "lib.laws.on_devices",
     "Regress": "lib.models.Regress", "Tokens": "lib.models.Tokens", "awd": "lib.awd.awd",
     "Silent": "test_layer_sums.MIXED",

@@ -14,7 +14,7 @@ LEARNING_RATE = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Sizes of a deep LSTM language model and its batch."""
+    """Options of a deep LSTM language model and its batch."""
 
     num_layers: int
     hidden_size: int

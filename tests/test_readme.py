@@ -29,7 +29,7 @@ from jaxpar.planning.counts import counts_of
 from jaxpar.planning.planner import NUM_FINALISTS
 from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.sizes import LAYERS
+from jaxpar.tasks.lm.options import LAYERS
 from jaxpar.training.config_file import default_settings, to_toml
 from jaxpar.training.summary import summarize
 

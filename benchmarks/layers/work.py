@@ -14,7 +14,7 @@ LEARNING_RATE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Sizes.
+    """Options.
 
     Attributes:
       width: of inputs, state and outputs of every layer.

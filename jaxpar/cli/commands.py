@@ -185,9 +185,8 @@ class Plan(TaskOptions):
         from jaxpar.cli.options import train_command
 
         _compile_only(self.machine)
-        parallel = dataclasses.replace(
-            self.parallel, mesh=MeshConfig()
-        )  # shares and speeds are kept
+        # Shares and speeds are kept.
+        parallel = dataclasses.replace(self.parallel, mesh=MeshConfig())
         settings = Settings(self.task.resolve(), parallel, self.train)
         ranking = _plan(settings, self.machine, _num_bytes(self.memory))
         chosen = Settings(self.task, ranking.best.parallel, self.train)
@@ -265,9 +264,8 @@ class Export(TrainedOptions):
         run = load_run(self.run_dir, self.mesh, best=self.best)
         written = run.export(self.output, dtype=self.dtype, torch=self.torch)
         if jax.process_index() == 0:
-            print(
-                f"wrote {', '.join(map(str, written))}: the weights of {run.folder} after step {run.step}"
-            )
+            files = ", ".join(map(str, written))
+            print(f"wrote {files}: the weights of {run.folder} after step {run.step}")
         return 0
 
 
@@ -434,14 +432,9 @@ class Launch:
         from jaxpar.hosts.launch import launch
         from jaxpar.hosts.on_ray import OnRay
 
-        return launch(
-            self.command,
-            self.processes,
-            self.devices_per_process,
-            elastic=self.elastic,
-            min_processes=self.min_processes,
-            launcher=OnRay(self.platform) if self.on else None,
-        )
+        what = self.command, self.processes, self.devices_per_process
+        on = OnRay(self.platform) if self.on else None
+        return launch(*what, elastic=self.elastic, min_processes=self.min_processes, launcher=on)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -462,17 +455,8 @@ class Doctor:
 
 
 # By their names.
-COMMANDS: dict[str, type[Command]] = {
-    "train": Train,
-    "plan": Plan,
-    "evaluate": Evaluate,
-    "predict": Predict,
-    "export": Export,
-    "inspect": Inspect,
-    "plot": Plot,
-    "launch": Launch,
-    "doctor": Doctor,
-}
+_ALL = (Train, Plan, Evaluate, Predict, Export, Inspect, Plot, Launch, Doctor)
+COMMANDS: dict[str, type[Command]] = {each.__name__.lower(): each for each in _ALL}
 
 
 def _compile_only(machine: str | None) -> None:

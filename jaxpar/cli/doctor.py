@@ -29,9 +29,8 @@ def main() -> int:
         devices = jax.local_devices()
     except RuntimeError as error:
         devices = []
-        missing.append(
-            f"devices: {error}\nFix: repair what the message names, or set JAX_PLATFORMS=cpu."
-        )
+        remedy = "repair what the message names, or set JAX_PLATFORMS=cpu."
+        missing.append(f"devices: {error}\nFix: {remedy}")
     counts = collections.Counter(f"{each.device_kind} ({each.platform})" for each in devices)
     has_accelerator = any(each.platform != "cpu" for each in devices)
     asks_for_cpu = "cpu" in os.environ.get("JAX_PLATFORMS", "")

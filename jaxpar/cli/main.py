@@ -67,10 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         where = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
         text = " ".join([f"{type(error).__name__}:", *str(error).split(), *where])
-        print(
-            _error_text(f"{text}\nFix: see the traceback with --debug.", source_line),
-            file=sys.stderr,
-        )
+        said = f"{text}\nFix: see the traceback with --debug."
+        print(_error_text(said, source_line), file=sys.stderr)
         return _leave(2, text)
 
 

@@ -164,10 +164,9 @@ def _simulate_as_in(config: str | os.PathLike[str] | None) -> None:
     """Simulates the devices that a file of settings asks for; GPUs and variables of JAX take precedence."""
     if not config or "JAX_NUM_CPU_DEVICES" in os.environ:
         return
-    try:
+    number = None
+    with contextlib.suppress(OSError, ValueError):  # reported when all of the settings are read
         number = read_simulated(config)
-    except (OSError, ValueError):  # which is said when all of the settings are read
-        return
     if number is not None:
         import jax
 

@@ -62,14 +62,9 @@ def read_command(argv: Sequence[str]) -> Command:
         words += [] if spec is None else [spec]
         settings, resumes = read_settings(words, spec, arguments, may_resume=command is Train)
     _check_names(settings.task, command, name)
-    found = read_options(
-        command,
-        words,
-        arguments,
-        known=fields | settings._asdict(),
-        note=note,
-        parse_mesh=commands.read_mesh if command is Train else MeshConfig.parse,
-    )
+    fields |= settings._asdict()
+    parse = commands.read_mesh if command is Train else MeshConfig.parse
+    found = read_options(command, words, arguments, known=fields, note=note, parse_mesh=parse)
     # Decided once: another process may begin the run any moment.
     return dataclasses.replace(found, resume=resumes) if isinstance(found, Train) else found
 
@@ -102,11 +97,8 @@ def _help(known: dict[str, type[Command]]) -> str:
     """All commands, each with the first sentence of its docstring."""
     lines = [f"usage: {PROGRAM} COMMAND ...", ""]
     for name, command in known.items():
-        what = (
-            "KIND TASK" if command is Plot else "TASK" if issubclass(command, TaskOptions) else ""
-        )
+        what = "KIND " * (command is Plot) + "TASK" * issubclass(command, TaskOptions)
         summary = inspect.cleandoc(command.__doc__ or "").partition("\n")[0]
         lines.append(f"  {f'{name} {what}':16} {summary}")
-    return "\n".join(
-        [*lines, "", f"TASK is {TASKS}.", f"See {PROGRAM} COMMAND --help, {PROGRAM} --version."]
-    )
+    lines += ["", f"TASK is {TASKS}.", f"See {PROGRAM} COMMAND --help, {PROGRAM} --version."]
+    return "\n".join(lines)

@@ -24,6 +24,7 @@ from jaxpar.base.jax_private import global_state
 from jaxpar.base.types import JsonValue
 
 _Result = TypeVar("_Result")
+_Answer = Callable[[Mapping[int, JsonValue]], _Result]  # made of the values of all processes
 _NAMED = 5  # differences that a message names
 _NOTICE_SECONDS = 15.0  # twice as long each time
 _numbers = collections.defaultdict[str, Iterator[int]](itertools.count)
@@ -92,12 +93,7 @@ class Rendezvous:
         self._turn = 0
 
     def exchange(
-        self,
-        value: JsonValue,
-        answer: Callable[[Mapping[int, JsonValue]], _Result],
-        *,
-        error: str = "",
-        notice: str = "",
+        self, value: JsonValue, answer: _Answer[_Result], *, error: str = "", notice: str = ""
     ) -> _Result:
         """What process 0 makes of the values of all processes, in each of them.
 
@@ -117,15 +113,11 @@ class Rendezvous:
         turn = self._turn
         board.put(f"{turn}/{global_state.process_id}", json.dumps([value, error]))
         if global_state.process_id == 0:
-            told = {
-                number: json.loads(board.wait_for(f"{turn}/{number}", number, notice))
-                for number in range(global_state.num_processes)
-            }
-            values = {number: its_value for number, (its_value, _) in told.items()}
-            errors = {number: said for number, (_, said) in told.items() if said}
-            failed = "; ".join(
-                describe_processes(n) + said for said, n in _by_value(errors).items()
-            )
+            numbers = range(global_state.num_processes)
+            told = [json.loads(board.wait_for(f"{turn}/{n}", n, notice)) for n in numbers]
+            values = {number: its_value for number, (its_value, _) in enumerate(told)}
+            errors = _by_value({number: said for number, (_, said) in enumerate(told) if said})
+            failed = "; ".join(describe_processes(n) + said for said, n in errors.items())
             made = None if failed else answer(values)
             board.put(f"{turn}/answer", json.dumps([made, failed]))
             # All have come here, so all have read the answer before.
@@ -139,7 +131,7 @@ class Rendezvous:
         self,
         work: Callable[[], _Result],
         describe: Callable[[Exception], str] = str,
-        answer: Callable[[Mapping[int, _Result]], _Result] | None = None,
+        answer: _Answer[_Result] | None = None,
     ) -> _Result:
         """The result of this process's part of a work, once those of all have succeeded.
 
@@ -171,9 +163,7 @@ _of_main_threads = Rendezvous()
 _is_awaited = False  # in `agree`, before anything else that needs all processes
 
 
-def together(
-    work: Callable[[], _Result], answer: Callable[[Mapping[int, _Result]], _Result] | None = None
-) -> _Result:
+def together(work: Callable[[], _Result], answer: _Answer[_Result] | None = None) -> _Result:
     """The result of a work that all processes do, in their main threads; see `Rendezvous.do`."""
     return _of_main_threads.do(work, answer=answer)
 

@@ -49,20 +49,18 @@ from jaxpar.hosts.group import (
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint")
 # Settings of JAX by which the same seed gives other random numbers, or the same numbers are of another type.
 OF_NUMBERS = (
-    "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_random_seed_offset",
-    "jax_high_dynamic_range_gumbel", "jax_accurate_erf_inv",
+    "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl",
+    "jax_random_seed_offset", "jax_high_dynamic_range_gumbel", "jax_accurate_erf_inv",
 )  # fmt: skip
 # Those by which a program is another one, or rounds in another way.
 _FLAGS = (
-    *OF_NUMBERS, "jax_default_matmul_precision", "jax_explicit_x64_dtypes", "jax_allow_f16_reductions",
-    "jax_softmax_custom_jvp", "jax_use_hlo_logistic_lowering", "jax_use_shardy_partitioner",
-    "jax_optimization_level", "jax_disable_most_optimizations",
+    *OF_NUMBERS, "jax_default_matmul_precision", "jax_explicit_x64_dtypes",
+    "jax_allow_f16_reductions", "jax_softmax_custom_jvp", "jax_use_hlo_logistic_lowering",
+    "jax_use_shardy_partitioner", "jax_optimization_level", "jax_disable_most_optimizations",
 )  # fmt: skip
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # What is written down of a program, and where; how many devices there are is compared as such.
-_HARMLESS = re.compile(
-    r"xla_(\w+_)?dump_\w+|xla_force_host_platform_device_count|xla_gpu_cuda_data_dir"
-)
+_HARMLESS = re.compile(r"xla_((\w+_)?dump_\w+|force_host_platform_device_count|gpu_cuda_data_dir)")
 
 START_SECONDS = "JAXPAR_START_SECONDS"  # how long processes wait for each other
 # A process that is gone is missed after this time (JAX waits for 100 s), and the others end. One that stands
@@ -102,11 +100,8 @@ def start_processes() -> ProcessGroup | None:
     _join(address, count, index, seconds, "deactivate" if group.launcher == "hand" else None)
     output.share_streams()
     _check_secret(os.environ.get(SECRET, "").encode())
-    agree(
-        {"the number of processes": count, **program_facts()},
-        remedy="start all of them in the same way",
-        last=True,
-    )
+    facts = {"the number of processes": count, **program_facts()}
+    agree(facts, remedy="start all of them in the same way", last=True)
     return group
 
 
@@ -215,7 +210,7 @@ def program_facts() -> dict[str, str]:
 def _flags_of(variable: str) -> Iterator[tuple[str, str]]:
     """The compiler's flags in a variable of the environment that may change a program."""
     flags = (flag.lstrip("-").partition("=") for flag in os.environ.get(variable, "").split())
-    # Of several with one name, the last counts.
+    # The last of several values counts.
     found = {name: value if equals else "true" for name, equals, value in flags}
     yield from ((name, found[name]) for name in sorted(found) if not _HARMLESS.fullmatch(name))
 

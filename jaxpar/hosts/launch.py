@@ -45,9 +45,7 @@ kill -TERM $all; kill -CONT $all; sleep {GRACE_SECONDS}; kill -KILL $all
 """
 # Lines of what Gloo, under JAX's CPU collectives, prints: "[Gloo] Rank 0 is connected to 1 peer ranks.
 # Expected number of connected peer ranks is : 1", in pieces, from several threads at once.
-_CHATTER = re.compile(
-    r"(\[Gloo\]|Rank|is|connected|to|peer|ranks\.?|Expected|number|of|:|\d|\s)*\n?"
-)
+_GLOO = re.compile(r"(\[Gloo\]|Rank|is|connected|to|peer|ranks\.?|Expected|number|of|:|\d|\s)*\n?")
 
 
 class Launcher:
@@ -127,11 +125,9 @@ def launch(
                     f"Fix: add nodes (ray start --address ADDRESS), or start fewer processes."
                 )
             if not count:
-                _print(
-                    f"error: too few of {num_processes} processes are left, --min-processes is {least}\n"
-                    f"Fix: start the same command again when there are more.",
-                    sys.stderr,
-                )
+                fact = f"too few of {num_processes} processes are left, --min-processes is {least}"
+                remedy = "start the same command again when there are more."
+                _print(f"error: {fact}\nFix: {remedy}", sys.stderr)
                 return code
             if start or count < num_processes:
                 what = "continuing" if start else "beginning"
@@ -317,7 +313,7 @@ def _exit_code(returncode: int) -> int:
 def _relay(index: int, source: Iterable[str], target: IO[str]) -> None:
     """Prints the lines of a process as they come; read to their end, or the process would wait."""
     for line in source:
-        if target is sys.stdout or not _CHATTER.fullmatch(line):
+        if target is sys.stdout or not _GLOO.fullmatch(line):
             _print(f"[{index}] {line.rstrip()}", target)
 
 

@@ -20,15 +20,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxpar.hosts import launch
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS
-from jaxpar.hosts.launch import (
-    GRACE_SECONDS,
-    Launcher,
-    Platform,
-    environs,
-    start_command,
-    start_guard,
-)
 
 _PLACE_SECONDS = 10  # for Ray to find room; a node that was lost may count for a while
 
@@ -49,8 +42,8 @@ class Host:
     ):
         where = {COORDINATOR_ADDRESS: address, BIND_ADDRESS: address}
         environ = {**os.environ, **variables, **where}
-        self._guard = start_guard()
-        self._process = start_command(command, environ, self._guard, folder)
+        self._guard = launch.start_guard()
+        self._process = launch.start_command(command, environ, self._guard, folder)
 
     def lines(self, stream: str) -> Iterator[str]:
         """What it prints on "stdout" or "stderr", as it comes."""
@@ -95,7 +88,7 @@ class _Remote:
                 yield self._ray.get(line)
 
 
-class OnRay(Launcher):
+class OnRay(launch.Launcher):
     """The cluster that RAY_ADDRESS names, or that this machine is part of, as a place for processes.
 
     Args:
@@ -104,8 +97,8 @@ class OnRay(Launcher):
 
     settle_seconds = 15.0  # Ray may know of a lost actor later than that others miss its process
 
-    def __init__(self, platform: Platform):
-        self._platform: Platform = platform
+    def __init__(self, platform: launch.Platform):
+        self._platform: launch.Platform = platform
         self._ray: Any = None
         self._room: Any = None
 
@@ -135,7 +128,7 @@ class OnRay(Launcher):
         address = finder.remote()
         shared = {k: v for k, v in os.environ.items() if k.startswith(("JAX", "XLA_"))}
         try:
-            for index, variables in enumerate(environs(count, devices, shared)):
+            for index, variables in enumerate(launch.environs(count, devices, shared)):
                 variables["JAX_PLATFORMS"] = "cpu" if self._platform == "cpu" else "cuda,cpu"
                 actor = ray.remote(scheduling_strategy=strategy(room, index), **own)(Host)
                 host = actor.remote(command, variables, address, os.getcwd())
@@ -144,7 +137,8 @@ class OnRay(Launcher):
         finally:
             ray.util.remove_placement_group(room)  # and with it the actors
             if sys.exc_info()[0] or any(each.poll() for each in processes):
-                time.sleep(GRACE_SECONDS + 1)  # until none is left that the next start could meet
+                # Until none is left that the next start could meet.
+                time.sleep(launch.GRACE_SECONDS + 1)
 
 
 def find_address() -> str:

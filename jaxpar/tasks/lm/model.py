@@ -26,7 +26,7 @@ from jaxpar.nn.param import lecun_uniform, named_param, uniform
 from jaxpar.sharding import dims_of
 from jaxpar.tasks.lm import loss
 from jaxpar.tasks.lm.drawing import TOKEN, draw_tokens, whole_logits
-from jaxpar.tasks.lm.sizes import Sizes
+from jaxpar.tasks.lm.options import Options
 from jaxpar.tasks.lm.streams import Batch
 
 LOG_LIKELIHOOD = "log_likelihood"  # what is predicted
@@ -38,7 +38,7 @@ AFTER_NORM = uniform(0.02 * 3**0.5)
 class LanguageModel(nnx.Module):
     """Predicts the next token of every place of a text; its batches are `streams.Batch`."""
 
-    def __init__(self, task: Sizes, *, rngs: nnx.Rngs):
+    def __init__(self, task: Options, *, rngs: nnx.Rngs):
         """Draws the parameters.
 
         Args:

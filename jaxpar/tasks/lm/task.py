@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from jaxpar.base.axes import TENSOR
 from jaxpar.base.checks import check_divides, require
 from jaxpar.config import Parallel, PipelineConfig
-from jaxpar.tasks.lm.sizes import Sizes
+from jaxpar.tasks.lm.options import Options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +37,7 @@ def padded(num_words: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class LM(Sizes):
+class LM(Options):
     """A deep recurrent language model, and the text that it learns.
 
     Attributes:

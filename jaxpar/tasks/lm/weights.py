@@ -27,7 +27,7 @@ from jaxpar.base.checks import require
 from jaxpar.base.display import format_shape
 from jaxpar.base.files import read_json
 from jaxpar.model.weights import Rows, Tensor, Weights
-from jaxpar.tasks.lm.sizes import Sizes
+from jaxpar.tasks.lm.options import Options
 from jaxpar.tasks.lm.vocabulary import Vocabulary
 from jaxpar.training.weights import Outgoing
 
@@ -43,7 +43,7 @@ _OF_WORDS = {"embedding.table": 0, "head.kernel": 1, "head.bias": 0, "head_bias"
 # ---- in ----
 
 
-def with_words(weights: Weights, task: Sizes, vocabulary: str | None) -> Weights:
+def with_words(weights: Weights, task: Options, vocabulary: str | None) -> Weights:
     """The weights with PyTorch's names changed to the model's, and its rows those of the same words.
 
     Args:
@@ -89,7 +89,7 @@ def _words_of(weights: Weights) -> Sequence[str]:
     raise ValueError(f"{fact}\nFix: export it again.")
 
 
-def _from_torch(weights: Weights, task: Sizes) -> dict[str, Tensor]:
+def _from_torch(weights: Weights, task: Options) -> dict[str, Tensor]:
     """The tensors, where they are PyTorch's by the model's names; others as they are.
 
     Each is made whole where it is read: PyTorch's are those of one device.
@@ -170,7 +170,7 @@ def _layer_from_torch(
 # ---- out ----
 
 
-def to_torch(tensors: Mapping[str, Outgoing], task: Sizes) -> dict[str, Outgoing]:
+def to_torch(tensors: Mapping[str, Outgoing], task: Options) -> dict[str, Outgoing]:
     """A model's tensors by PyTorch's names, without what pads the vocabulary.
 
     Raises:

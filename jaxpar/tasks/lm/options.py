@@ -39,7 +39,7 @@ def _free(default: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes(Task):
+class Options(Task):
     """The options of `task.LM`; see its attributes."""
 
     num_layers: int = 4
