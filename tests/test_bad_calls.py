@@ -213,7 +213,7 @@ CALLS = {
     ),
     "a start at an address": (lambda m: jaxpar.Start("s3://a/b"), "start='s3://a/b' must be a folder"),
     "a name for nothing": (lambda m: jaxpar.Start("a", rename=("b",)), r"rename=\('b',\): must be"),
-    "half a pattern": (lambda m: jaxpar.Start("a", leave=("(",)), "is not a valid pattern"),
+    "half a pattern": (lambda m: jaxpar.Start("a", ignore=("(",)), "is not a valid pattern"),
     "a start and a resumed run": (
         lambda m: jaxpar.fit(TASK, start="a", resume=True), "start is for a run that begins, and resume for",
     ),

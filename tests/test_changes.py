@@ -260,7 +260,7 @@ def test_the_number_of_layers_may_change_too():
 
     for deep in (1, 2):
         CONSTANTS.deep = deep
-        assert len(jaxpar.planning.estimate_step(Deep(), "dp1").partition.facts.kind_of) == 2 * deep
+        assert len(jaxpar.planning.estimate_step(Deep(), "dp1").counts.facts.kind_of) == 2 * deep
         assert len(Setup.of(Deep(), "dp1").partition.facts.kind_of) == 2 * deep
 
 

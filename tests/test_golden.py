@@ -14,7 +14,7 @@ import pytest
 
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, init_state, make_train_step
 from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.task import LAYERS
+from jaxpar.tasks.lm.options import LAYERS
 
 STORED = Path(__file__).parent / "golden.json"
 MESHES = {

@@ -1,6 +1,6 @@
 """Where a block of activations lies in the whole computation, and what is known there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -87,9 +87,7 @@ class At(NamedTuple):
         steps = max(leaf.shape[dim] for leaf in jax.tree.leaves(self.batch) if jnp.ndim(leaf) > 1)
         return jnp.clip(lengths.astype(jnp.int32) - self.time, 0, steps)
 
-    def draw(
-        self, sample: Callable[..., jax.Array], shape: Sequence[int], number: int = 0
-    ) -> jax.Array:
+    def draw(self, sample: Function, shape: Sequence[int], number: int = 0) -> jax.Array:
         """Random numbers for the rows of the block: `x + 0.1 * at.draw(jax.random.normal, x.shape)`.
 
         Those of a row at a time step depend on the run's seed, the training step, the layer, the row, the
@@ -113,9 +111,7 @@ class At(NamedTuple):
         return draw_rows(key, self, sample, shape)
 
 
-def draw_rows(
-    key: jax.Array, at: At, sample: Callable[..., jax.Array], shape: Sequence[int]
-) -> jax.Array:
+def draw_rows(key: jax.Array, at: At, sample: Function, shape: Sequence[int]) -> jax.Array:
     """As `At.draw`, of a key of the training step.
 
     Raises:
@@ -125,7 +121,7 @@ def draw_rows(
     dim, key = int(at.time_major), jax.random.fold_in(key, at.layer)
     rows = at.row + jnp.arange(shape[dim], dtype=jnp.int32)
 
-    def of_rows(key: jax.Array) -> jax.Array:
+    def of_rows(key):
         return jax.vmap(lambda row: sample(jax.random.fold_in(key, row), shape[dim + 1 :]))(rows)
 
     if not at.time_major:

@@ -35,9 +35,8 @@ def as_path(path: str | os.PathLike[str]) -> Path:
         return cast(Path, path)
     found = importlib.util.find_spec("gcsfs") is not None
     require(found, f"{path} needs the package gcsfs\nFix: pip install gcsfs")
-    require(
-        len(PurePosixPath(path).parts) > 2, f"{path} names no folder\nFix: use gs://BUCKET/FOLDER"
-    )
+    has_folder = len(PurePosixPath(path).parts) > 2
+    require(has_folder, f"{path} names no folder\nFix: use gs://BUCKET/FOLDER")
     return _reach(os.fspath(path))
 
 

@@ -49,11 +49,9 @@ def check_fields(config: "DataclassInstance") -> None:
         options = _options(hint)
         if isinstance(value, float) and float in options:
             raise ValueError(f"{name}={value}: must be a finite number\nFix: change {name}.")
-        wanted = " or ".join(map(_describe, options))
+        types = " or ".join(map(_describe, options))
         kind = f" ({type(value).__name__})" if isinstance(value, int | float) else ""
-        raise ValueError(
-            f"{name}={_SHORT.repr(value)}{kind}: must be {wanted}\nFix: change {name}."
-        )
+        raise ValueError(f"{name}={_SHORT.repr(value)}{kind}: must be {types}\nFix: change {name}.")
 
 
 def _check_bits(name: str, value: object) -> None:
@@ -83,11 +81,11 @@ def fits(value: object, wanted: TypeHint) -> bool:
     if origin in (UnionType, Union):
         return any(fits(value, part) for part in parts)
     if origin in (tuple, list):
+        if not isinstance(value, tuple):
+            return False
         if origin is list or parts[1:] == (...,):
-            parts = parts[:1] * len(value) if isinstance(value, tuple) else ()
-        return (
-            isinstance(value, tuple) and len(value) == len(parts) and all(map(fits, value, parts))
-        )
+            parts = parts[:1] * len(value)
+        return len(value) == len(parts) and all(map(fits, value, parts))
     if origin is dict:
         return isinstance(value, dict) and all(fits(each, parts[1]) for each in value.values())
     if isinstance(value, bool):
@@ -101,17 +99,13 @@ def _describe(wanted: TypeHint) -> str:
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Literal:
         return " or ".join(map(repr, parts))
+    if wanted is type(None):
+        return "None"
     if origin is list or (origin is tuple and parts[1:] == (...,)):
         return f"a list of {_describe(parts[0]).removeprefix('a ')}s"
     if origin is tuple:
         return f"a list of {len(parts)}: {', '.join(map(_describe, parts))}"
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "a string",
-        type(None): "None",
-    }
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
     name = names.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"
     return re.sub(r"^a (?=[AEIO])", "an ", name)
 
@@ -158,9 +152,8 @@ def require_instance(name: str, value: object, kind: TypeHint, use: str) -> None
     if isinstance(value, kind):
         return
     if isinstance(value, type) and isinstance(kind, type) and issubclass(value, kind):
-        raise ValueError(
-            f"{name}={value.__name__} is a class\nFix: give an object, {value.__name__}()."
-        )
+        given = value.__name__
+        raise ValueError(f"{name}={given} is a class\nFix: give an object, {given}().")
     shown = " ".join(_SHORT.repr(value).split())  # a tree of arrays has many lines
     raise ValueError(f"{name}={shown} ({type(value).__name__}): must be {use}\nFix: change {name}.")
 

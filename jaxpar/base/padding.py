@@ -6,12 +6,12 @@ widest: x [t, b, 16, 16, 8] and y [t, b, 4, 4, 64] both go as [t, b, 2048].
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.base.types import Activations, Shapes
+from jaxpar.base.types import Activations, Function, Shapes
 
 
 class Padding:
@@ -45,7 +45,7 @@ class Padding:
         with jax.numpy_dtype_promotion("standard"):
             self.dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(list(shapes))))
 
-    def pad(self, x: Activations, layout: Callable[..., jax.Array]) -> Activations:
+    def pad(self, x: Activations, layout: Function) -> Activations:
         """x as a block.
 
         Args:
@@ -60,9 +60,7 @@ class Padding:
         rest = self.width - block.shape[-1]
         return _whole(jnp.pad(block, [(0, 0)] * n + [(0, rest)]), layout)
 
-    def unpad(
-        self, block: Activations, like: Shapes, layout: Callable[..., jax.Array]
-    ) -> Activations:
+    def unpad(self, block: Activations, like: Shapes, layout: Function) -> Activations:
         """What `pad` made a block of, in the block's dtype.
 
         Args:
@@ -71,13 +69,12 @@ class Padding:
         if not self.width:
             return block
         leaves, structure = jax.tree.flatten(like)
-        found, start, lead = [], 0, block.shape[: self.num_dims]
+        found, end, lead = [], 0, block.shape[: self.num_dims]
         block = _whole(block, layout)
         for leaf in leaves:
             rest = leaf.shape[self.num_dims :]
-            part = block[..., start : start + math.prod(rest)]
-            found.append(_whole(part.reshape(*lead, *rest), layout))
-            start += math.prod(rest)
+            start, end = end, end + math.prod(rest)
+            found.append(_whole(block[..., start:end].reshape(*lead, *rest), layout))
         return jax.tree.unflatten(structure, found)
 
     def _width_of(self, tree: Shapes) -> int:
@@ -91,5 +88,5 @@ def _same(a: Shapes, b: Shapes) -> bool:
     )
 
 
-def _whole(a: jax.Array, layout: Callable[..., jax.Array]) -> jax.Array:
+def _whole(a: jax.Array, layout: Function) -> jax.Array:
     return layout(a, *[None] * a.ndim)

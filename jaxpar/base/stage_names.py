@@ -11,7 +11,7 @@ import re
 
 from jaxpar.base.checks import require
 
-FIRST, LAST = "first", "last"
+FIRST, LAST = _OUTER = "first", "last"
 _EXAMPLE = "first, 0-2 | 3-5 | 6-7, last"
 _LAYERS = re.compile(r"(\d{1,5})(?:\s*-\s*(\d{1,5}))?")
 
@@ -50,13 +50,11 @@ def read_placement(text: str) -> NamedPlacement:
     """
     places = [[word.strip() for word in own.split(",") if own.strip()] for own in text.split("|")]
     words = [word for own in places for word in own]
-    layers = [
-        [_layers_of(text, word) for word in own if word not in (FIRST, LAST)] for own in places
-    ]
+    layers = [[_layers_of(text, word) for word in own if word not in _OUTER] for own in places]
     found = [number for own in layers for numbers in own for number in numbers]
     expected = [*range(max(found, default=0) + 1)]
     has_first, has_last = FIRST in words, LAST in words
-    order = [FIRST] * has_first + [w for w in words if w not in (FIRST, LAST)] + [LAST] * has_last
+    order = [FIRST] * has_first + [w for w in words if w not in _OUTER] + [LAST] * has_last
     require(
         found == expected and words == order,
         f"placement={text!r}: must name first, all layers from 0 and last in order, each once\n"

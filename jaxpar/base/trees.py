@@ -106,10 +106,8 @@ def vary_like(tree: Arrays, reference: Arrays) -> Arrays:
     Args:
       reference: an array, or a tree of arrays.
     """
-    axes = frozenset().union(
-        *(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(reference))
-    )
-
+    types = map(jax.typeof, jax.tree.leaves(reference))
+    axes = frozenset().union(*(own.manual_axis_type.varying for own in types))
     return jax.tree.map(lambda leaf: vary_over(leaf, axes), tree)
 
 

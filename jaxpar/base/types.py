@@ -35,6 +35,8 @@ Params: TypeAlias = Any
 """Variables of a layer or a model that are trained, or others."""
 Activations: TypeAlias = Any
 """What goes from layer to layer: arrays [time, rows, ...], or [rows, ...] without time."""
+LayerOutput: TypeAlias = tuple[Carry, Activations]
+"""What a layer gives: its state after the last step, and its outputs."""
 Cotangents: TypeAlias = Any
 """Gradients of the loss with respect to a tree, of its structure."""
 Outputs: TypeAlias = Any

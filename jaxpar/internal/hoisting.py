@@ -20,12 +20,12 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from jaxpar.base.trees import add, check_floats, check_same, vary_like
-from jaxpar.base.types import Arrays, Carry, DType, Leaves, Params, Value
+from jaxpar.base.types import Arrays, Carry, Cotangents, DType, Leaves, Params, Value
 from jaxpar.internal.in_place_scan import scan_in_place
 from jaxpar.internal.products import contract, sum_of_outer_products, transposable, wide
 from jaxpar.internal.residuals import Residuals, Source
-from jaxpar.internal.step_program import Product, Step, StepProgram, read_step, read_values
-from jaxpar.trace.jaxprs import aval_of, cut, is_float, zeros_of
+from jaxpar.internal.step_program import Product, Step, StepProgram, read_step, values_of
+from jaxpar.trace.jaxprs import Equations, aval_of, cut, is_float
 
 Name = TypeVar("Name", bound=Hashable)
 Item = TypeVar("Item")
@@ -95,7 +95,7 @@ class _Fixed(NamedTuple):
 
 def _run(
     program: StepProgram,
-    eqns: Sequence[JaxprEqn],
+    eqns: Equations,
     fixed: _Fixed,
     env: Values,
     live: Values,
@@ -117,7 +117,7 @@ def _run(
     weights = _env([*program.products], fixed.weights)
     for eqn in eqns:
         is_weighed = len(program.weights_of(eqn)) > 0
-        values = read_values(env if is_weighed else ChainMap(live, env), eqn.invars)
+        values = values_of(env if is_weighed else ChainMap(live, env), eqn.invars)
         if product := program.products.get(id(eqn)):
             u = _in_order(values[product.position], product.u_order, over_time=over_time)
             z: Arrays = _multiply(product, u.dtype, u, *weights[id(eqn)])
@@ -176,9 +176,7 @@ _tap.defvjp(lambda z, tap: (z, None), lambda _, dz: (dz, dz))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scan(
-    program: StepProgram, unroll: int, given: Leaves, carry: Leaves, xs: Leaves
-) -> tuple[Leaves, Leaves]:
+def _scan(program: StepProgram, unroll: int, given: Leaves, carry: Leaves, xs: Leaves):
     """Without gradients there is nothing to take out."""
     fixed = _Fixed.of(program, given)
 
@@ -199,9 +197,7 @@ class _Static:
         self.value = value
 
 
-def _forward(
-    program: StepProgram, unroll: int, given: Leaves, carry: Leaves, xs: Leaves
-) -> tuple[tuple[Leaves, Leaves], Saved]:
+def _forward(program: StepProgram, unroll: int, given: Leaves, carry: Leaves, xs: Leaves):
     """The loop, and what its backward pass needs."""
     fixed = _Fixed.of(program, given)
     taps = functools.partial(_taps, program, reference=(given, carry, xs))
@@ -212,10 +208,10 @@ def _forward(
         def run(floats, taps):
             known = x_env | _env(program.early_floats, floats)
             env = _run(program, program.early, fixed, known, {}, taps, over_time=True)
-            others = read_values(env, program.crossing), _operands(program, program.early, env)
-            return read_values(env, program.crossing_floats), others
+            others = values_of(env, program.crossing), _operands(program, program.early, env)
+            return values_of(env, program.crossing_floats), others
 
-        floats = read_values(x_env, program.early_floats)
+        floats = values_of(x_env, program.early_floats)
         early_taps = taps(program.early, len(xs[0]))
         _, vjp, (crossing, operands) = jax.vjp(run, floats, early_taps, has_aux=True)
         return crossing, vjp, operands
@@ -234,15 +230,14 @@ def _forward(
             env = _run(program, program.late, fixed, known, live_env, taps)
             return _outs(program, env, live_env), _operands(program, program.late, env)
 
-        floats = read_values(inputs_env, program.late_floats)
-        live = read_values(fixed.env(program), program.live)
+        floats = values_of(inputs_env, program.late_floats)
+        live = values_of(fixed.env(program), program.live)
         return jax.vjp(run, [*carry], floats, live, taps(program.late), has_aux=True)
 
     first = [*carry, *(a[0] for a in (*xs, *crossing))]
     n, num_outs = program.num_carry, len(program.outs) - program.num_carry
-    of_late = Residuals(
-        late, fixed, *first, free=range(n, len(first)), results=range(n, n + num_outs)
-    )
+    free, results = range(n, len(first)), range(n, n + num_outs)
+    of_late = Residuals(late, fixed, *first, free=free, results=results)
 
     def step(carry, inputs):
         outs, kept = of_late.run(fixed, *carry, *inputs)
@@ -252,13 +247,9 @@ def _forward(
     donated = {*range(num_xs, num_xs + num_crossing)}
     donated -= {source.number - n for source in of_late.used if source.of == "argument"}
     donated -= {num_xs + source.number for source in of_early.used if source.of == "result"}
+    divisible = {num_outs + number for number in of_late.kept_for_vjp}
     after, ys, parts = scan_in_place(
-        step,
-        carry,
-        [*xs, *crossing],
-        donated=donated,
-        divisible={num_outs + number for number in of_late.kept_for_vjp},
-        unroll=unroll,
+        step, carry, [*xs, *crossing], donated=donated, divisible=divisible, unroll=unroll
     )
     ys, kept = ys[:num_outs], ys[num_outs:]
     parts = {Source("kept", number - num_outs): part for number, part in parts.items()}
@@ -271,9 +262,7 @@ def _forward(
     return (after, ys), (given, [*once.values()], _Static((places, parts)), of_early, of_late)
 
 
-def _backward(
-    program: StepProgram, unroll: int, saved: Saved, cotangents: tuple[Leaves, Leaves]
-) -> tuple[list[jax.Array | None], Leaves, list[jax.Array | None]]:
+def _backward(program: StepProgram, unroll: int, saved: Saved, cotangents: tuple[Leaves, Leaves]):
     """Gradients of what is given, of the carry before the first step, and of the inputs."""
     given, once, static, of_early, of_late = saved
     d_after, d_ys = cotangents
@@ -341,7 +330,7 @@ def _weight_gradients(
     """Of an equation at all steps: its fixed operands and their gradients."""
     if id(eqn) not in program.products:
         weights = [v for n in program.weights_of(eqn) if isinstance(v := eqn.invars[n], Var)]
-        grads = program.weight_gradients(eqn, operands, [env[w] for w in weights], dz)
+        grads = program.gradients(eqn, operands, [env[w] for w in weights], dz)
         return [*zip(weights, grads, strict=True)]
     product = program.products[id(eqn)]
     w, u = env[product.weight], operands[product.position]
@@ -354,9 +343,7 @@ def _weight_gradients(
     return [(product.weight, _in_order(dw, _inverse(product.w_order)).astype(w.dtype))]
 
 
-def _gradients_of_given(
-    program: StepProgram, given: Leaves, d_fixed: Values
-) -> list[jax.Array | None]:
+def _gradients_of_given(program: StepProgram, given: Leaves, d_fixed: Values) -> Cotangents:
     """By the gradients of what is fixed; None for what is not of floats."""
     floats = [n for n, value in enumerate(given) if is_float(value)]
 
@@ -376,13 +363,11 @@ def _env(names: Sequence[Name], values: Sequence[Item]) -> dict[Name, Item]:
 
 def _outs(program: StepProgram, env: Values, live: Values) -> Leaves:
     """The step's results; those that are constants as arrays."""
-    values = read_values({**env, **live}, program.outs)
+    values = values_of({**env, **live}, program.outs)
     return [jnp.asarray(a, aval_of(v).dtype) for a, v in zip(values, program.outs, strict=True)]
 
 
-def _operands(
-    program: StepProgram, eqns: Sequence[JaxprEqn], env: Values
-) -> list[list[jax.Array | None]]:
+def _operands(program: StepProgram, eqns: Equations, env: Values) -> Arrays:
     """Of every weighed equation, those that its weights' gradients need; None for the others."""
     return [
         [
@@ -393,17 +378,11 @@ def _operands(
     ]
 
 
-def _taps(
-    program: StepProgram,
-    eqns: Sequence[JaxprEqn],
-    num_steps: int | None = None,
-    *,
-    reference: Arrays,
-) -> list[Leaves]:
-    """Zeros like the results of every weighed equation, over time if it says how many steps."""
-    over = () if num_steps is None else (num_steps,)
+def _taps(program: StepProgram, eqns: Equations, *over: int, reference: Arrays) -> list[Leaves]:
+    """Zeros like the results of every weighed equation, over time if the number of steps is given."""
+    results = [[*map(aval_of, eqn.outvars)] for eqn in program.weighed(eqns)]
     taps = [
-        [zeros_of(v, *over) if is_float(v) else None for v in eqn.outvars]
-        for eqn in program.weighed(eqns)
+        [jnp.zeros((*over, *a.shape), a.dtype) if is_float(a) else None for a in own]
+        for own in results
     ]
     return vary_like(taps, reference)

@@ -125,9 +125,7 @@ def _shape_for(buffer: jax.Array, y: jax.ShapeDtypeStruct) -> tuple[int, ...] | 
         return None
     shape = (*buffer.shape[:2], num_parts, *y.shape[1:])
     mesh = jax.typeof(buffer).sharding.mesh
-    is_shared = any(
-        size > 1 and kind == AxisType.Auto
-        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    is_shared = any(size > 1 and kind == AxisType.Auto for size, kind in axes)
     as_it_is = buffer.shape, (*buffer.shape[:2], 1, *buffer.shape[2:])
     return None if is_shared and shape not in as_it_is else shape

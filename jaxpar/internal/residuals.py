@@ -7,14 +7,15 @@ always made again.
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, Var
 
 from jaxpar.base.types import Arrays, Atom, Function, Leaves, Params
 from jaxpar.trace.jaxprs import (
+    Condition,
     cut,
     equations_for,
     function_of,
@@ -104,12 +105,7 @@ class Residuals:
         out, kept = cut(run(*jax.tree.leaves((weights, arguments))), len(self._outs))
         return jax.tree.unflatten(self._structures[0], out), kept
 
-    def values(
-        self,
-        arguments: Sequence[jax.Array | None],
-        results: Sequence[jax.Array | None],
-        kept: Sequence[jax.Array],
-    ) -> Leaves:
+    def values(self, arguments: Arrays, results: Arrays, kept: Leaves) -> Leaves:
         """Those that are used, in their order; of arrays."""
         groups = {"argument": arguments, "result": results, "kept": kept}
         return [groups[source.of][source.number] for source in self.used]
@@ -123,9 +119,8 @@ class Residuals:
     def wanted(self, weights: Params, values: dict[Source, jax.Array]) -> Arrays:
         """The tree of values that are wanted."""
         values = _weights(weights) | values
-        return jax.tree.unflatten(
-            self._structures[2], [values[self._there[v]] for v in self._wanted]
-        )
+        leaves = [values[self._there[v]] for v in self._wanted]
+        return jax.tree.unflatten(self._structures[2], leaves)
 
 
 def _weights(weights: Params) -> dict[Source, jax.Array]:
@@ -133,7 +128,7 @@ def _weights(weights: Params) -> dict[Source, jax.Array]:
 
 
 def _least_kept(
-    jaxpr: Jaxpr, wanted: Iterable[Atom], there: Container[Var], by: Callable[[JaxprEqn], bool]
+    jaxpr: Jaxpr, wanted: Iterable[Atom], there: Container[Var], by: Condition
 ) -> list[Var]:
     """Variables to keep, of few bytes, so that what is wanted can be made of them and of what is there.
 

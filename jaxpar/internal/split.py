@@ -43,22 +43,17 @@ class SplitLayer:
       saved_and_room: the saved, and what of `later` lies after them.
     """
 
-    def __init__(
-        self,
-        layer: PlainLayer,
-        params: Params,
-        frozen: Params,
-        carry: Carry,
-        x: Activations,
-        at: At,
-        *,
-        splits: bool,
-    ):
-        """Traces the layer and its backward pass; nothing is computed."""
+    def __init__(self, layer: PlainLayer, *arguments: Arrays, splits: bool):
+        """Traces the layer and its backward pass; nothing is computed.
+
+        Args:
+          arguments: of the layer.
+          splits: whether W is to be separate, where it can be.
+        """
         self._layer = layer
-        self._residuals, arguments = _trace(layer, params, frozen, carry, x, at)
+        self._residuals, given = _trace(layer, *arguments)
         self.saved = [shape_of(v.aval) for v in self._residuals.kept]
-        self._cut = self._find_cut(*arguments) if splits else None
+        self._cut = self._find_cut(*given) if splits else None
         self.has_weights = self._cut is not None
         self.needed, self.later = self._cut[:2] if self._cut else ([], [])
         self.places = _places(self.saved, self.needed, self.later)
@@ -94,9 +89,7 @@ class SplitLayer:
         assert self._cut is not None
         return self._cut.weights(prepared, needed, later)
 
-    def _whole(
-        self, weights: Params, saved: Leaves, cotangents: tuple[Cotangents, Cotangents]
-    ) -> tuple[Cotangents, Cotangents, Cotangents]:
+    def _whole(self, weights: Params, saved: Leaves, cotangents: Cotangents) -> Cotangents:
         """Gradients of the weights, cotangents of the carry and of the inputs."""
         kept = {Source("kept", n): value for n, value in enumerate(saved)}
         return self._residuals.vjp(weights, kept)(cotangents)
@@ -155,10 +148,7 @@ class _Cut(NamedTuple):
     weights: Function
 
 
-def _cut(
-    whole: Callable[..., tuple[Cotangents, Cotangents, Cotangents]],
-    arguments: tuple[Params, Leaves, tuple[Cotangents, Cotangents]],
-) -> _Cut | None:
+def _cut(whole: Function, arguments: tuple[Params, Leaves, Cotangents]) -> _Cut | None:
     """The two parts of a backward pass, (weights, saved, cotangents) -> d_weights, d_carry, dx.
 
     None if they cannot be apart.

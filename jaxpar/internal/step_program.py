@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.base.trees import vary_over
@@ -22,7 +23,6 @@ from jaxpar.trace.jaxprs import (
     programs_in,
     reads_of,
     varying_of,
-    zeros_of,
 )
 
 # (weights, carry, x) -> (carry, y), of one time step.
@@ -84,12 +84,9 @@ class StepProgram:
             if _is_plain(eqn) and any(is_float(v) for v in eqn.outvars)
         }
 
-        late_reads = reads_of(self.late, self.outs)
-        x_floats = {v for v in self.xs if is_float(v)}
-        self.early_floats = [v for v in reads_of(self.early) if v in x_floats]
-        self.late_floats = [
-            v for v in (*self.xs, *self.crossing) if v in late_reads and is_float(v)
-        ]
+        of_late = reads_of(self.late, self.outs)
+        self.early_floats = [v for v in reads_of(self.early) if v in {*self.xs} and is_float(v)]
+        self.late_floats = [v for v in (*self.xs, *self.crossing) if v in of_late and is_float(v)]
         self.crossing_floats = [v for v in self.crossing if is_float(v)]
         self.operands = {id(eqn): self._find_operands(eqn) for eqn in self.weighed(both)}
         found = {id(eqn): Product.find(eqn, self.weights_of(eqn)) for eqn in self.weighed(both)}
@@ -107,28 +104,21 @@ class StepProgram:
         """Those of the equations that are."""
         return [eqn for eqn in eqns if self.weights_of(eqn)]
 
-    def apply(
-        self, eqn: JaxprEqn, values: Sequence[jax.Array], *, over_time: bool = False
-    ) -> Leaves:
+    def apply(self, eqn: JaxprEqn, values: Leaves, *, over_time: bool = False) -> Leaves:
         """What an equation makes of the values of its operands.
 
         Args:
           over_time: at all steps; those that are not fixed have a leading dim of time then.
         """
-        run, given = _alone(self._jaxpr, eqn, values)
+        given = {v: a for v, a in zip(eqn.invars, values, strict=True) if isinstance(v, Var)}
+        run = function_of(self._jaxpr, [*given], [eqn], eqn.outvars)
         if over_time:
             fixed = {*self.fixed}
             run = jax.vmap(run, in_axes=tuple(None if v in fixed else 0 for v in given))
         return run(*given.values())
 
-    def weight_gradients(
-        self,
-        eqn: JaxprEqn,
-        operands: Sequence[jax.Array | None],
-        weights: Sequence[jax.Array],
-        dz: Sequence[jax.Array],
-    ) -> Leaves:
-        """Those of a weighed equation at all steps.
+    def gradients(self, eqn: JaxprEqn, operands: Arrays, weights: Leaves, dz: Leaves) -> Leaves:
+        """Those of the weights of a weighed equation at all steps.
 
         Args:
           operands: [time, ...]; None for those that are not needed.
@@ -136,8 +126,10 @@ class StepProgram:
           dz: cotangents of its results of floats, [time, ...].
         """
         num_steps = dz[0].shape[0]
-        pairs = zip(eqn.invars, operands, strict=True)
-        values = [zeros_of(v, num_steps) if a is None else a for v, a in pairs]
+        values = [
+            jnp.zeros((num_steps, *aval_of(v).shape), aval_of(v).dtype) if a is None else a
+            for v, a in zip(eqn.invars, operands, strict=True)
+        ]
 
         def of_weights(*weights):
             own = list(values)
@@ -148,33 +140,25 @@ class StepProgram:
         return [*jax.vjp(of_weights, *weights)[1]([*dz])]
 
     def _find_operands(self, eqn: JaxprEqn) -> Set[int]:
-        others = [
-            n
-            for n, v in enumerate(eqn.invars)
-            if isinstance(v, Var) and n not in self.weights_of(eqn)
-        ]
-
+        numbers = self.weights_of(eqn)
+        others = [n for n, v in enumerate(eqn.invars) if isinstance(v, Var) and n not in numbers]
+        own = [eqn.invars[n] for n in numbers]
         results = [v for v in eqn.outvars if is_float(v)]
 
         def gradients(operands, weights, dz):
             values: list[jax.Array | None] = [None] * len(eqn.invars)
-            own = [eqn.invars[n] for n in self.weights_of(eqn)]
             for n, a in zip(others, operands, strict=True):
                 values[n] = vary_over(a, varying_of(eqn.invars[n]))
             weights, dz = (
                 [vary_over(a, varying_of(v)) for a, v in zip(arrays, names, strict=True)]
                 for arrays, names in ((weights, own), (dz, results))
             )
-            return self.weight_gradients(eqn, values, weights, dz)
+            return self.gradients(eqn, values, weights, dz)
 
         def shapes(names, *over):
-            return [jax.eval_shape(lambda v=v: zeros_of(v, *over)) for v in names]
+            return [jax.ShapeDtypeStruct((*over, *a.shape), a.dtype) for a in map(aval_of, names)]
 
-        arguments = (
-            shapes([eqn.invars[n] for n in others], 2),
-            shapes([eqn.invars[n] for n in self.weights_of(eqn)]),
-            shapes(results, 2),
-        )
+        arguments = shapes([eqn.invars[n] for n in others], 2), shapes(own), shapes(results, 2)
         jaxpr = jax.make_jaxpr(gradients)(*arguments).jaxpr
         reads = reads_of(equations_for(jaxpr.eqns, jaxpr.outvars), jaxpr.outvars)
         return {n for n, v in zip(others, jaxpr.invars, strict=False) if v in reads}
@@ -191,15 +175,7 @@ def read_step(
     return StepProgram(whole.jaxpr, len(given), len(jax.tree.leaves(carry))), given, shapes
 
 
-def _alone(
-    jaxpr: Jaxpr, eqn: JaxprEqn, values: Sequence[jax.Array]
-) -> tuple[Callable[..., Leaves], dict[Var, jax.Array]]:
-    """One equation as a function, and its arguments."""
-    given = {v: a for v, a in zip(eqn.invars, values, strict=True) if isinstance(v, Var)}
-    return function_of(jaxpr, [*given], [eqn], eqn.outvars), given
-
-
-def read_values(env: Mapping[Var, jax.Array], names: Sequence[Atom]) -> Leaves:
+def values_of(env: Mapping[Var, jax.Array], names: Sequence[Atom]) -> Leaves:
     """The values of variables and literals."""
     return [name.val if isinstance(name, Literal) else env[name] for name in names]
 

@@ -6,7 +6,6 @@ How devices share it is a `partition.Partition`, which is arithmetic on these fa
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +15,9 @@ from flax import nnx
 from jaxpar.base.axes import BATCH, DATA, STAGE, TIME
 from jaxpar.base.checks import require
 from jaxpar.base.trees import zeros
+from jaxpar.base.types import Arrays, Function, Module, Params
 from jaxpar.model.model import overrides
-from jaxpar.model.outer import (
-    LAYERS_OF_MODEL,
-    OuterModule,
-    Uses,
-    modules,
-    outer_modules,
-    split_params,
-    uses,
-)
+from jaxpar.model.outer import STACK, OuterModule, Uses, modules, outer_modules, split_params, uses
 from jaxpar.model.traced import TracedModel, own_axes
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of
@@ -50,7 +42,7 @@ class ModelFacts(TracedModel):
     @functools.cached_property
     def layer_numbers(self) -> int:
         """How many numbers are trained in the layers."""
-        of_layers = self.params.get(LAYERS_OF_MODEL, {})
+        of_layers = self.params.get(STACK, {})
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(of_layers))
 
     @functools.cached_property
@@ -113,18 +105,15 @@ class ModelFacts(TracedModel):
         )
 
     @property
-    def layer_totals(self) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    def layer_totals(self) -> list[tuple[Function, Arrays]]:
         """Of each kind, what a layer gives of a whole batch added up, and shapes of the arguments.
 
         The gradient in the first argument is what a backward pass computes.
         """
         params, totals = self.params, []
-        for (run, (state, carry, x, block)), name in zip(
-            self.traces.layers, self.kinds, strict=True
-        ):
-            own, others = nnx.split_state(
-                state, _in(params.get(LAYERS_OF_MODEL, {}).get(name, {})), ...
-            )
+        kinds = zip(self.traces.layers, self.kinds, strict=True)
+        for (run, (state, carry, x, block)), name in kinds:
+            own, others = nnx.split_state(state, _in(params.get(STACK, {}).get(name, {})), ...)
 
             def layer(own, carry, x, others, block, run=run):
                 return run(nnx.merge_state(own, others), carry, x, block)
@@ -184,7 +173,7 @@ class ModelFacts(TracedModel):
         """How `first` and `last` use the modules of the model."""
         return self.uses_of(self.model)
 
-    def uses_of(self, model: Any, *, predicts: bool = False) -> tuple[Uses, Uses]:
+    def uses_of(self, model: Module, *, predicts: bool = False) -> tuple[Uses, Uses]:
         """How `first` and `last`, or `predict`, use the modules of a model."""
         batch, y = zeros(self.block), zeros(self.traces.y)
         at = self.at(batch)
@@ -207,13 +196,13 @@ class ModelFacts(TracedModel):
         }
 
 
-def _in(state: Any) -> Callable[..., bool]:
+def _in(state: Params) -> Callable[..., bool]:
     """A filter for the variables that have the path of one in a state."""
     paths = {path for path, _ in nnx.to_flat_state(nnx.State(state))}
     return lambda path, _: tuple(path) in paths
 
 
-def _total(function: Callable[..., Any]) -> Callable[..., Any]:
+def _total(function: Function) -> Function:
     """(inputs, *others) -> the sum of all floats that a function of these gives."""
 
     def total(inputs, *others):
@@ -224,7 +213,7 @@ def _total(function: Callable[..., Any]) -> Callable[..., Any]:
     return total
 
 
-def _passes(total: Callable[..., Any], args: tuple[Any, ...]) -> Passes:
+def _passes(total: Function, args: Arrays) -> Passes:
     """FLOPs forward and backward, with the gradient in the first argument."""
     forward = amount(total, *args).flops
     return forward, amount(jax.grad(total), *args).flops - forward

@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.checks import require
+from jaxpar.base.types import Activations, Batch, Carry, Dims, Module, Number, Outputs, Tree, Value
 
 # Variables that a call changes: a layer is run many times, in an order that the schedule decides.
 _CHANGING = (nnx.RngState, nnx.BatchStat, nnx.Cache, nnx.Intermediate)
@@ -38,7 +39,7 @@ class Sums(NamedTuple):
     metrics: dict[str, jax.Array] = {}  # noqa: RUF012 - never changed
 
     @property
-    def by_name(self) -> dict[str, Any]:
+    def by_name(self) -> dict[str, Number]:
         """All of them."""
         return {"loss": self.loss, "weight": self.weight, **self.metrics}
 
@@ -53,7 +54,7 @@ def mean_loss(sums: Sums) -> jax.Array:
     return sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)
 
 
-def checked_sums(sums: Any, what: str) -> Sums:
+def checked_sums(sums: Value, what: str) -> Sums:
     """What `last` of a model, or a layer, returned as sums, all of them as float32.
 
     Raises:
@@ -79,7 +80,7 @@ def checked_sums(sums: Any, what: str) -> Sums:
     return jax.tree.map(lambda number: jnp.asarray(number).astype(jnp.float32), sums)
 
 
-def checked_outputs(outputs: Any, model: str) -> dict[str, jax.Array]:
+def checked_outputs(outputs: Outputs, model: str) -> dict[str, jax.Array]:
     """What `predict` of a model of this class name returned.
 
     Raises:
@@ -96,7 +97,7 @@ def checked_outputs(outputs: Any, model: str) -> dict[str, jax.Array]:
     return {name: jnp.asarray(own) for name, own in outputs.items()}
 
 
-def describe_value(value: Any) -> str:
+def describe_value(value: Value) -> str:
     """What a function of the user's returned: "a list", "an array of shape [3]", "nothing"."""
     if isinstance(value, np.ndarray | jax.Array):
         return f"an array of shape {list(value.shape)}"
@@ -130,15 +131,15 @@ class Layer(nnx.Module):
     """
 
     kind_name: ClassVar[str | None] = None
-    carry_dims: ClassVar[Any] = None
+    carry_dims: ClassVar[Dims] = None
     whole_window: ClassVar[bool] = False
     rows_together: ClassVar[int | None] = None
 
-    def initial_carry(self, rows: int) -> Any:
+    def initial_carry(self, rows: int) -> Carry:
         """The state that a sequence begins with: a tree of float arrays [rows, ...]; () for none."""
         return ()
 
-    def __call__(self, carry: Any, x: Any, at: At) -> tuple[Any, ...]:
+    def __call__(self, carry: Carry, x: Activations, at: At) -> tuple[Any, ...]:
         """The layer over a block of time: (carry, y), or (carry, y, sums) if it adds to the loss.
 
         Args:
@@ -164,15 +165,15 @@ class Model(nnx.Module):
     time_major: ClassVar[bool] = True
     layers: nnx.Module
 
-    def first(self, batch: Any, at: At) -> Any:
+    def first(self, batch: Batch, at: At) -> Activations:
         """Before the layers: a block of the batch -> x, a tree of float arrays."""
         raise NotImplementedError
 
-    def last(self, y: Any, batch: Any, at: At) -> Sums:
+    def last(self, y: Activations, batch: Batch, at: At) -> Sums:
         """After the layers: sums over the block."""
         raise NotImplementedError
 
-    def predict(self, y: Any, batch: Any, at: At) -> dict[str, jax.Array]:
+    def predict(self, y: Activations, batch: Batch, at: At) -> dict[str, jax.Array]:
         """Optional: what is predicted for each row, by name; for `LoadedRun.predict`.
 
         Returns:
@@ -198,7 +199,7 @@ class Model(nnx.Module):
         """
         raise NotImplementedError
 
-    def last_part(self, y: Any, batch: Any, at: At) -> Sums:
+    def last_part(self, y: Activations, batch: Batch, at: At) -> Sums:
         """Optional: `last` on every stage of a pipeline at once (head="sharded").
 
         Each stage has its part of the parameters whose dims the rules map to `stage`, and combines what the
@@ -209,7 +210,7 @@ class Model(nnx.Module):
         """
         raise NotImplementedError
 
-    def predict_part(self, y: Any, batch: Any, at: At) -> dict[str, jax.Array]:
+    def predict_part(self, y: Activations, batch: Batch, at: At) -> dict[str, jax.Array]:
         """Optional: `predict` on every stage at once, as `last_part`; all give the same.
 
         Without it the last stage has the whole parameters of `predict` while it runs.
@@ -217,13 +218,13 @@ class Model(nnx.Module):
         raise NotImplementedError
 
 
-def overrides(model: Any, name: str) -> bool:
+def overrides(model: Module, name: str) -> bool:
     """Whether a model has an optional method: not that of `Model`."""
     method = getattr(model, name, None)
     return method is not None and getattr(method, "__func__", None) is not getattr(Model, name)
 
 
-def run_layer(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, ...]:
+def run_layer(name: str, layer: Module, carry: Carry, x: Activations, at: At) -> tuple[Any, ...]:
     """What a layer of a kind of this name returns for a block; checked.
 
     One that mixes rows is called for each group of them.
@@ -232,7 +233,7 @@ def run_layer(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, .
       ValueError: it returns something else than two things, or three of which the last are sums.
     """
 
-    def run(carry: Any, x: Any, at: At) -> tuple[Any, ...]:
+    def run(carry: Carry, x: Activations, at: At) -> tuple[Any, ...]:
         out = layer(carry, x, at)
         if not isinstance(out, tuple) or len(out) not in (2, 3):
             raise ValueError(
@@ -245,8 +246,8 @@ def run_layer(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, .
     if size is None:
         return run(carry, x, at)
 
-    def groups(tree: Any, dim: int) -> Any:  # [..., rows, ...] -> [groups, ..., size, ...]
-        def of(a: Any) -> Any:
+    def groups(tree: Tree, dim: int) -> Tree:  # [..., rows, ...] -> [groups, ..., size, ...]
+        def of(a: Value) -> Value:
             own = min(dim, jnp.ndim(a) - 1)  # arrays [rows] have no time
             if own < 0:
                 return a
@@ -254,14 +255,14 @@ def run_layer(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, .
 
         return jax.tree.map(of, tree)
 
-    def rows(tree: Any, dim: int) -> Any:  # and back
+    def rows(tree: Tree, dim: int) -> Tree:  # and back
         def of(a: jax.Array) -> jax.Array:
             a = jnp.moveaxis(a, 0, dim)
             return a.reshape(*a.shape[:dim], -1, *a.shape[dim + 2 :])
 
         return jax.tree.map(of, tree)
 
-    def of_group(carry: Any, x: Any, batch: Any, row: Any) -> tuple[Any, ...]:
+    def of_group(carry: Carry, x: Activations, batch: Batch, row: Value) -> tuple[Any, ...]:
         after, y, *sums = run(carry, x, at._replace(batch=batch, row=row))
         for what, tree, dim in (("the carry that it returns", after, 0), ("its output", y, time)):
             for leaf in jax.tree.leaves(tree):

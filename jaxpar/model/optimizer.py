@@ -1,11 +1,10 @@
 """The optimizer that a task's `OptimizerConfig` describes, and its learning rate, as optax has them."""
 
-from typing import Any
-
 import optax
 
 from jaxpar.base.checks import require
 from jaxpar.base.trees import in_float32
+from jaxpar.base.types import OptState, Params
 from jaxpar.config import OptimizerConfig
 
 
@@ -32,10 +31,10 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
 def _precise(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The optimizer, with float32 state and updates at least: in bfloat16 a mean stops far from its value."""
 
-    def init(params: Any) -> optax.OptState:
+    def init(params: Params) -> optax.OptState:
         return optimizer.init(in_float32(params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Params, state: OptState, params: Params = None) -> tuple[Params, OptState]:
         return optimizer.update(in_float32(updates), state, in_float32(params))
 
     return optax.GradientTransformation(init, update)

@@ -23,6 +23,7 @@ from jax.extend import core
 
 from jaxpar.base.axes import STAGE
 from jaxpar.base.trees import shape_of, summed, vary_like, vary_over
+from jaxpar.base.types import Arrays, Function, Leaves, Module, Tree, Value
 from jaxpar.nn.embedding import Embedding
 from jaxpar.nn.linear import Linear
 from jaxpar.sharding import OF, dims_of, is_variable
@@ -37,10 +38,10 @@ _SPLITS = {
 }
 _TABLES = (Embedding, nnx.Embed)
 
-LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
+STACK = "layers"  # the attribute of a model that is its stack
 
 # How a module is called: (its own call, what it is called with) -> what it gives.
-Call = Callable[..., Any]
+Call = Function
 
 
 class OuterModule(NamedTuple):
@@ -84,7 +85,7 @@ class Uses(NamedTuple):
         return frozenset(map(owner, self.read))
 
 
-def with_calls(model: Any, calls: Mapping[str, Call]) -> Any:
+def with_calls(model: Module, calls: Mapping[str, Call]) -> Module:
     """The model, changed: the modules of these names are called so."""
     for name, module in modules(model):
         if name in calls:
@@ -93,39 +94,39 @@ def with_calls(model: Any, calls: Mapping[str, Call]) -> Any:
     return model
 
 
-def call_as_it_is(call: Call, *args: Any, **options: Any) -> Any:
+def call_as_it_is(call: Call, *args: Arrays, **options: Value) -> Tree:
     """The call of a module that has all of its parameters."""
     return call(*args, **options)
 
 
 @functools.cache
 def _called(of: type) -> type:
-    def call(self: Any, *args: Any, **options: Any) -> Any:
+    def call(self: Module, *args: Arrays, **options: Value) -> Tree:
         return self.called(functools.partial(of.__call__, self), *args, **options)
 
     return type(of.__name__, (of,), {"__call__": call})
 
 
-def modules(model: Any) -> Iterator[tuple[str, Any]]:
+def modules(model: Module) -> Iterator[tuple[str, Module]]:
     """Those of a model outside of its stack that can be in parts, by name."""
     for path, module in nnx.iter_graph(model):
-        if type(module) in _SPLITS and path[0] != LAYERS_OF_MODEL:
+        if type(module) in _SPLITS and path[0] != STACK:
             yield "/".join(map(str, path)), module
 
 
-def split_params(module: Any) -> dict[str, int]:
+def split_params(module: Module) -> dict[str, int]:
     """The parameters of a module that are split, and the dim of each."""
     named = _SPLITS[type(module)]
     return {name: dim for name, dim in named.items() if is_variable(getattr(module, name, None))}
 
 
-def size_of(module: Any) -> int:
+def size_of(module: Module) -> int:
     """Of the dim that is split."""
     key, dim = next(iter(_SPLITS[type(module)].items()))
     return getattr(module, key).shape[dim]
 
 
-def part_call(module: Any, size: int) -> Call:
+def part_call(module: Module, size: int) -> Call:
     """How a module with a part of its parameters is called, inside of a `shard_map` over `stage`.
 
     Args:
@@ -134,14 +135,14 @@ def part_call(module: Any, size: int) -> Call:
     return functools.partial(_rows if type(module) in _TABLES else _columns, size)
 
 
-def _rows(size: int, call: Call, ids: jax.Array, **options: Any) -> jax.Array:
+def _rows(size: int, call: Call, ids: jax.Array, **options: Value) -> jax.Array:
     """Of the words that this stage has; the sum of all."""
     local, is_here = _local(ids, size)
     rows = call(local, **options)
     return summed(jnp.where(is_here[..., None], rows, jnp.zeros_like(rows)), STAGE)
 
 
-def _columns(size: int, call: Call, x: jax.Array, **options: Any) -> jax.Array:
+def _columns(size: int, call: Call, x: jax.Array, **options: Value) -> jax.Array:
     """The outputs that this stage computes, in their place; the sum of all."""
     y = call(vary_over(x, frozenset([STAGE])), **options)
     start = (*[0] * (y.ndim - 1), lax.axis_index(STAGE) * y.shape[-1])
@@ -172,7 +173,7 @@ def add_rows(table: jax.Array, ids: jax.Array, rows: jax.Array, size: int) -> ja
     return table.at[ids].add(vary_like(rows.astype(table.dtype), table), mode="drop")
 
 
-def uses(model: Any, run: Callable[[Any], Any]) -> Uses:
+def uses(model: Module, run: Callable[[Module], Tree]) -> Uses:
     """How a function of a model uses its modules.
 
     Args:
@@ -188,14 +189,14 @@ def uses(model: Any, run: Callable[[Any], Any]) -> Uses:
     outermost = None
     inside = {name for name, own in modules(model) if type(own) not in _TABLES or size_of(own) == 1}
 
-    def merged(leaves: Any) -> Any:
+    def merged(leaves: Leaves) -> Module:
         return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
 
-    def reads(run: Callable[[Any], Any]) -> frozenset[str]:
+    def reads(run: Callable[[Module], Tree]) -> frozenset[str]:
         used = used_inputs(lambda leaves: run(merged(leaves)), shapes)
         return frozenset(path for path, is_used in zip(paths, used, strict=True) if is_used)
 
-    def stand_in(name: str, call: Call, *args: Any, **options: Any) -> Any:
+    def stand_in(name: str, call: Call, *args: Arrays, **options: Value) -> Tree:
         out = jax.eval_shape(functools.partial(call, **options), *args)
         made[name].append(math.prod(out.shape))
         if _trace() != outermost:
@@ -204,7 +205,7 @@ def uses(model: Any, run: Callable[[Any], Any]) -> Uses:
 
     calls = {name: functools.partial(stand_in, name) for name in names}
 
-    def rest(model: Any) -> Any:
+    def rest(model: Module) -> Tree:
         nonlocal outermost
         outermost = _trace()
         return run(with_calls(model, calls))
@@ -225,7 +226,7 @@ def owner(path: str) -> str:
     return path.removesuffix("/value").rpartition("/")[0]
 
 
-def outer_modules(model: Any, of: tuple[Uses, Uses]) -> dict[str, OuterModule]:
+def outer_modules(model: Module, of: tuple[Uses, Uses]) -> dict[str, OuterModule]:
     """The modules of a model that can be in parts, if their dims have names or none that are split so.
 
     Args:
@@ -257,7 +258,7 @@ def outer_modules(model: Any, of: tuple[Uses, Uses]) -> dict[str, OuterModule]:
     return found
 
 
-def name_dims(model: Any, of: Mapping[str, OuterModule]) -> None:
+def name_dims(model: Module, of: Mapping[str, OuterModule]) -> None:
     """Gives the dims of modules that can be split names of their own."""
     for name, module in modules(model):
         for key, dim in split_params(module).items() if name in of else ():

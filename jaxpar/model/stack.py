@@ -13,8 +13,9 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, LAYERS
 from jaxpar.base.checks import check_takes, require, require_instance
 from jaxpar.base.keys import is_key, same_under_vmap
+from jaxpar.base.types import Activations, Arrays, Carry, Function, Module, Shapes, Tree
 from jaxpar.model.model import Sums, check_variables, run_layer
-from jaxpar.model.tracing import made, module_of
+from jaxpar.model.tracing import Maker, made, module_of
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.sharding import is_variable
 from jaxpar.trace.counts import FACTORIZATIONS
@@ -36,9 +37,7 @@ class Stack(nnx.Module):
       slots: where each layer lies; see `place`.
     """
 
-    def __init__(
-        self, makers: Sequence[Callable[[nnx.Rngs], nnx.Module]], *, rngs: nnx.Rngs, unroll: int = 4
-    ):
+    def __init__(self, makers: Sequence[Maker], *, rngs: nnx.Rngs, unroll: int = 4):
         """Draws the layers, each from a key of its own.
 
         Args:
@@ -79,7 +78,7 @@ class Stack(nnx.Module):
     def __len__(self) -> int:
         return len(self.kind_of)
 
-    def maker(self, number: int) -> Callable[[nnx.Rngs], Any]:
+    def maker(self, number: int) -> Maker:
         """The function that makes a layer; until the stack is placed."""
         assert self._source is not None
         return self._source.makers[number]
@@ -89,30 +88,28 @@ class Stack(nnx.Module):
 
         Call it once, in the function that made the stack: under `jax.jit` the earlier values cost nothing.
         """
-        own = [
-            [layer for layer, kind in enumerate(self.kind_of) if kind == number]
-            for number in range(len(self.kinds))
-        ]
+        numbers = range(len(self.kinds))
+        own = [[layer for layer, kind in enumerate(self.kind_of) if kind == n] for n in numbers]
         assert own == [sorted(layer for layer in rows if layer >= 0) for rows in slots.rows]
         self.slots = slots
         self._draw()
         self._source = None
 
-    def initial_carry(self, rows: int) -> dict[str, Any]:
+    def initial_carry(self, rows: int) -> dict[str, Carry]:
         """The initial state of all layers: by kind, variables [rows of the stack, rows, ...]."""
         return {
             name: _initial_carry(getattr(self, name), name, num_rows, rows)
             for name, num_rows in zip(self.kinds, map(len, self.slots.rows), strict=True)
         }
 
-    def layer(self, number: int) -> Any:
+    def layer(self, number: int) -> Module:
         """One layer by its number, as an ordinary module with these values."""
         kind = self.kind_of[number]
         graphdef, state = nnx.split(getattr(self, self.kinds[kind]))
         row = self.slots.rows[kind].index(number)
         return nnx.merge(graphdef, jax.tree.map(lambda a: a[row], state))
 
-    def __call__(self, carry: dict[str, Any], x: Any, at: At) -> tuple[Any, ...]:
+    def __call__(self, carry: dict[str, Carry], x: Activations, at: At) -> tuple[Any, ...]:
         """All layers, one after the other, in plain Python: what a step must be equal to.
 
         Args:
@@ -139,7 +136,7 @@ class Stack(nnx.Module):
         for kind, name in enumerate(self.kinds):
             setattr(self, name, self.draw_kind(kind, self.slots.rows[kind]))
 
-    def draw_kind(self, kind: int, rows: Sequence[int]) -> Any:
+    def draw_kind(self, kind: int, rows: Sequence[int]) -> Module:
         """The layers of a kind with these numbers in the rows of a stack, until the stack is placed.
 
         Args:
@@ -149,7 +146,7 @@ class Stack(nnx.Module):
         assert source is not None, "a stack is placed once"
         makers = {id(source.makers[layer]): source.makers[layer] for layer in rows if layer >= 0}
         graphdef: Any = None
-        stacked: Any = None
+        stacked: Arrays = None
         for maker in makers.values():
             mine = [layer >= 0 and source.makers[layer] is maker for layer in rows]
 
@@ -179,24 +176,20 @@ def _both(sums: Sums, others: Sums) -> Sums:
     return jax.tree.map(jnp.add, sums.with_names(names), others.with_names(names))
 
 
-def values(tree: Any) -> Any:
+def values(tree: Tree) -> Arrays:
     """A tree of variables as one of arrays."""
-    return jax.tree.map(
-        lambda leaf: leaf.get_value() if is_variable(leaf) else leaf, tree, is_leaf=is_variable
-    )
+    return jax.tree.map(lambda v: v.get_value() if is_variable(v) else v, tree, is_leaf=is_variable)
 
 
-def wrap_like(tree: Any, like: Any) -> Any:
+def wrap_like(tree: Tree, like: Tree) -> Tree:
     """A tree of arrays as one of variables, with the metadata of another."""
-    return jax.tree.map(
-        lambda variable, value: variable.replace(value), like, tree, is_leaf=is_variable
-    )
+    return jax.tree.map(lambda old, value: old.replace(value), like, tree, is_leaf=is_variable)
 
 
 class _Source:
     """How to draw the layers again, in other slots; no part of what the stack is."""
 
-    def __init__(self, makers: Sequence[Callable[[nnx.Rngs], Any]], key: jax.Array):
+    def __init__(self, makers: Sequence[Maker], key: jax.Array):
         self.makers, self.key = makers, key
         self.looks = {id(maker): _look_at(maker) for maker in {id(m): m for m in makers}.values()}
 
@@ -212,7 +205,7 @@ class _Kind(NamedTuple):
 
     name: str
     graphdef: Any
-    shapes: tuple[Any, ...]
+    shapes: Shapes
 
 
 class _Look(NamedTuple):
@@ -226,10 +219,10 @@ class _Look(NamedTuple):
     factorizes: bool
 
 
-def _look_at(make: Callable[[nnx.Rngs], Any]) -> _Look:
+def _look_at(make: Maker) -> _Look:
     """Traces it, twice; nothing is drawn."""
 
-    def layer() -> Any:
+    def layer() -> Module:
         module, use = made(make, 0), "an nnx.Module; return it from the function"
         require_instance("what a maker of a Stack returns", module, nnx.Module, use)
         return module
@@ -239,7 +232,7 @@ def _look_at(make: Callable[[nnx.Rngs], Any]) -> _Look:
     return _Look(_structure(module), any(n.startswith(FACTORIZATIONS) for n in names))
 
 
-def _structure(module: Any) -> _Kind:
+def _structure(module: Module) -> _Kind:
     graphdef, state = nnx.split(module)
     name = getattr(module, "kind_name", None) or type(module).__name__
     check_variables(f"layer {name}", state)
@@ -254,19 +247,13 @@ def _structure(module: Any) -> _Kind:
         size is None or (isinstance(size, int) and size > 0),
         f"layer {name} has rows_together={size!r}.\nFix: use a positive number of rows, or None.",
     )
-    check_takes(
-        module,
-        ("carry", "x", "at"),
-        f"layer {name}",
-        "write __call__(self, carry, x, at), or wrap it: jaxpar.nn.Stateless(module), .Recurrent(cell)",
-    )
-    shapes = tuple(
-        (tuple(leaf.shape), np.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(state)
-    )
+    use = "write __call__(self, carry, x, at), or wrap it: jaxpar.nn.Stateless(module), .Recurrent(cell)"
+    check_takes(module, ("carry", "x", "at"), f"layer {name}", use)
+    shapes = tuple((tuple(a.shape), np.dtype(a.dtype).name) for a in jax.tree.leaves(state))
     return _Kind(name.lower(), graphdef, shapes)
 
 
-def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+def _one_by_one(function: Function) -> Function:
     """As `jax.vmap(function)`, without batches: on CPU, LAPACK's share the threads that wait for them.
 
     With as many devices as threads, all of them may wait forever (jaxlib 0.10.1).
@@ -274,7 +261,7 @@ def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: jax.lax.map(lambda rows: function(*rows), args)
 
 
-def check_rows_of_carry(kind: str, carry: Any, rows: int) -> None:
+def check_rows_of_carry(kind: str, carry: Carry, rows: int) -> None:
     """Raises a ValueError if an array of `initial_carry(rows)` of a kind of layers has not so many rows."""
     for path, leaf in jax.tree.leaves_with_path(carry):
         require(
@@ -284,7 +271,7 @@ def check_rows_of_carry(kind: str, carry: Any, rows: int) -> None:
         )
 
 
-def _initial_carry(layer: Any, kind: str, num_rows: int, rows: int) -> Any:
+def _initial_carry(layer: Module, kind: str, num_rows: int, rows: int) -> Carry:
     """Of one kind: variables [num_rows, rows, ...]; an empty tuple if its layers have no state."""
     if not hasattr(layer, "initial_carry"):
         return ()

@@ -272,11 +272,8 @@ def find_task(spec: str) -> type[Task]:
         f"Fix: derive a frozen dataclass from jaxpar.Task.",
     )
     task_class = getattr(module, name)
-    own = {
-        key
-        for key, kind in inspect.get_annotations(task_class).items()
-        if "ClassVar" not in str(kind)
-    }
+    hints = inspect.get_annotations(task_class)
+    own = {key for key, kind in hints.items() if "ClassVar" not in str(kind)}
     require(
         own <= {field.name for field in dataclasses.fields(task_class)},
         f"{path}: {name} has fields and is no dataclass.\n"

@@ -3,7 +3,6 @@
 import functools
 import logging
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -19,6 +18,7 @@ from jaxpar.base.keys import new_key
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
 from jaxpar.base.trees import check_floats, check_same, shape_of, whole_bytes
+from jaxpar.base.types import Activations, Arrays, Batch, Function, Module, Params, Shapes
 from jaxpar.data.batches import check_numbers
 from jaxpar.data.order import DrawnBatches
 from jaxpar.model.model import (
@@ -29,7 +29,7 @@ from jaxpar.model.model import (
     overrides,
     run_layer,
 )
-from jaxpar.model.outer import LAYERS_OF_MODEL
+from jaxpar.model.outer import STACK
 from jaxpar.model.stack import Stack, check_rows_of_carry
 from jaxpar.model.task import Task
 from jaxpar.model.tracing import flatten, made, module_of, program_of, shapes_and_program, shapes_of
@@ -54,10 +54,10 @@ class _Traces(NamedTuple):
       adds_sums: whether layers do.
     """
 
-    x: Any
-    y: Any
+    x: Activations
+    y: Activations
     padding: Padding
-    layers: list[tuple[Callable[..., Any], tuple[Any, ...]]]
+    layers: list[tuple[Function, Shapes]]
     sums: Sums
     adds_sums: bool
 
@@ -119,11 +119,11 @@ class TracedModel:
         """
         return cls(task, platform or jax.default_backend())
 
-    def make(self, seed: int | jax.Array) -> Any:
+    def make(self, seed: int | jax.Array) -> Module:
         """The model with its values, of a seed or a key, its layers not in slots yet. Call under `jit`."""
         return made(self.task.make_model, seed)
 
-    def split(self, model: Any) -> tuple[Any, nnx.State, nnx.State]:
+    def split(self, model: Module) -> tuple[Any, nnx.State, nnx.State]:
         """Structure, what is trained, and all other variables of a model."""
         trained = nnx.All(nnx.Param, nnx.Not(self.task.frozen))
         graphdef, params, frozen = nnx.split(model, trained, ...)
@@ -141,32 +141,29 @@ class TracedModel:
         numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables))
         return numbers, whole_bytes(variables)
 
-    def to_block(self, batch: Any) -> Any:
+    def to_block(self, batch: Batch) -> Batch:
         """A batch as the model sees it: time before rows."""
-        if not self.time_major:
-            return jax.tree.map(jnp.asarray, batch)
-        return jax.tree.map(
-            lambda a: a.swapaxes(0, 1) if jnp.ndim(a) > 1 else jnp.asarray(a), batch
-        )
 
-    def at(self, batch: Any, *, draws: bool = True) -> At:
+        def to_block(a):
+            return a.swapaxes(0, 1) if self.time_major and jnp.ndim(a) > 1 else jnp.asarray(a)
+
+        return jax.tree.map(to_block, batch)
+
+    def at(self, batch: Batch, *, draws: bool = True) -> At:
         """Of a whole batch, for tracing; with a key as in training, or without one."""
-        zero = jnp.int32(0)
-        key = new_key(0) if draws else None
-        return At(
-            *(zero, zero, zero, key, batch), time_major=self.time_major, platform=self.platform
-        )
+        zero, key = jnp.int32(0), new_key(0) if draws else None
+        return At(zero, zero, zero, key, batch, time_major=self.time_major, platform=self.platform)
 
     @functools.cached_property
     def graphdef(self) -> Any:
         """The structure of the model."""
         return nnx.graphdef(self.model)
 
-    def first(self, params: Any, frozen: Any, block: Any, **draws: Any) -> Any:
+    def first(self, params: Params, frozen: Params, block: Batch, **draws: bool) -> Activations:
         """`first` as a function of the model's variables."""
         return nnx.merge(self.graphdef, params, frozen).first(block, self.at(block, **draws))
 
-    def last(self, params: Any, frozen: Any, y: Any, block: Any, **draws: Any) -> Sums:
+    def last(self, params: Params, frozen: Params, y: Arrays, block: Batch, **draws: bool) -> Sums:
         """`last` likewise.
 
         Raises:
@@ -183,13 +180,13 @@ class TracedModel:
     @functools.cached_property
     def layer_stacks(self) -> tuple[tuple[nnx.State, ...], ...]:
         """Trained and other variables of the layers by kind, of shapes, all layers of a kind in one stack."""
-        stacks = [state.get(LAYERS_OF_MODEL, {}) for state in self.split(self.model)[1:]]
+        stacks = [state.get(STACK, {}) for state in self.split(self.model)[1:]]
         return tuple(tuple(nnx.State(own.get(kind, {})) for kind in self.kinds) for own in stacks)
 
     @functools.cached_property
-    def outer_variables(self) -> tuple[dict[str, Any], ...]:
+    def outer_variables(self) -> tuple[dict[str, Params], ...]:
         """Trained and other variables outside of the layers, of shapes, by name."""
-        begin, states = f"{LAYERS_OF_MODEL}/", self.split(self.model)[1:]
+        begin, states = f"{STACK}/", self.split(self.model)[1:]
         named = (sorted(named_leaves(state, "/")) for state in states)
         return tuple({n: leaf for n, leaf in own if not n.startswith(begin)} for own in named)
 
@@ -205,7 +202,7 @@ class TracedModel:
         paths, leaves, structure = flatten(nnx.State({str(n): own for n, own in enumerate(states)}))
         paths = [path.partition("/")[2].removesuffix("/value") for path in paths]
 
-        def run(leaves: list[Any]) -> list[Any]:
+        def run(leaves):
             model = nnx.merge(graphdef, *jax.tree.unflatten(structure, leaves).values())
             argument = new_key(0) if sizes is None else dict(sizes)
             return jax.tree.leaves(self.split(getattr(model, name)(argument))[1:])
@@ -219,7 +216,7 @@ class TracedModel:
         return frozenset(path for n, path in enumerate(paths) if n in changed or used[n])
 
     @functools.cached_property
-    def passed(self) -> Any:
+    def passed(self) -> Shapes:
         """Shapes of what goes from stage to stage, of a whole batch."""
         return jax.eval_shape(lambda x: self.traces.padding.pad(x, anywhere), self.traces.x)
 
@@ -237,7 +234,7 @@ class TracedModel:
         return {name: size for name, size in sizes.items() if size is not None}
 
     @functools.cached_property
-    def _layers(self) -> list[Any]:
+    def _layers(self) -> list[Module]:
         """The first layer of each kind, of shapes."""
         stack = self.model.layers
         numbers = [self.kind_of.index(kind) for kind in range(len(self.kinds))]
@@ -303,7 +300,7 @@ class TracedModel:
             )
 
     @property
-    def parts(self) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    def parts(self) -> dict[str, tuple[Function, Shapes]]:
         """`first`, a layer of each kind and `last` as functions, and shapes of their arguments."""
         _, *states = self.split(self.model)
         layers = zip(self.kinds, self.traces.layers, strict=True)
@@ -315,7 +312,7 @@ class TracedModel:
 
     @functools.cached_property
     @in_bound(own_axes)
-    def outputs(self) -> dict[str, Any]:
+    def outputs(self) -> dict[str, Shapes]:
         """Shapes of what `predict` gives of a batch, as the model sees it: [T, B, ...], or [B, ...].
 
         Raises:
@@ -343,7 +340,7 @@ class TracedModel:
                 )
         return found
 
-    def _trace_layer(self, kind: int, x: Any) -> tuple[Any, ...]:
+    def _trace_layer(self, kind: int, x: Activations) -> tuple[Any, ...]:
         """As a function, with shapes of the arguments; and the shapes of y, and of the sums, or ()."""
         layer, name, carry = self._layers[kind], self.kinds[kind], ()
         if hasattr(layer, "initial_carry"):
@@ -371,12 +368,12 @@ class TracedModel:
         return run, (state, carry, x, self.block), y, sums[0] if sums else ()
 
 
-def _check_method(what: str, owner: Any, name: str, *arguments: str) -> None:
+def _check_method(what: str, owner: Module, name: str, *arguments: str) -> None:
     use = f"write {name}({', '.join(('self', *arguments))})"
     check_takes(getattr(owner, name), arguments, f"{what}: {name}", use)
 
 
-def _example_of(task: Task) -> Any:
+def _example_of(task: Task) -> Batch:
     """A batch, as users have it."""
     _check_method(f"task {task.name}", task, "make_model", "rngs")
     _check_method(f"task {task.name}", task, "make_batches", "split", "seed")
@@ -393,7 +390,7 @@ def _example_of(task: Task) -> Any:
     return batch
 
 
-def _check_model(task: Task, model: Any) -> None:
+def _check_model(task: Task, model: Module) -> None:
     what = f"the model of task {task.name}, a {type(model).__name__}"
     for name, *arguments in (("first", "batch", "at"), ("last", "y", "batch", "at")):
         if not overrides(model, name):
@@ -402,14 +399,14 @@ def _check_model(task: Task, model: Any) -> None:
                 f"Fix: write first(batch, at), layers (a Stack) and last(y, batch, at)."
             )
         _check_method(what, model, name, *arguments)
-    if not isinstance(getattr(model, LAYERS_OF_MODEL, None), Stack):
+    if not isinstance(getattr(model, STACK, None), Stack):
         raise ValueError(
             f"{what}, has no Stack called layers.\n"
             f"Fix: write self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)."
         )
 
 
-def _check_frozen(task: Task, model: Any) -> None:
+def _check_frozen(task: Task, model: Module) -> None:
     """Raises if the task's filter of what is not trained matches nothing of the model."""
     if isinstance(nnx.filterlib.to_predicate(task.frozen), nnx.Nothing):
         return
@@ -432,7 +429,7 @@ def _check_trained(task: Task, params: nnx.State) -> None:
         )
 
 
-def _sizes_of(task: Task, batch: Any, time_major: bool) -> tuple[int, int | None]:
+def _sizes_of(task: Task, batch: Batch, time_major: bool) -> tuple[int, int | None]:
     """Rows, and time steps, of a batch."""
     sized = [leaf for leaf in jax.tree.leaves(batch) if len(leaf.shape)]
     rows = {leaf.shape[0] for leaf in sized}

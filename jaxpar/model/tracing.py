@@ -9,20 +9,23 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from jaxpar.base.keys import new_key
+from jaxpar.base.types import Arrays, Function, Leaves, Module, Shapes, Tree
 from jaxpar.sharding import named_leaves
 from jaxpar.trace.again import difference, same_value
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call
 from jaxpar.trace.mistakes import check_equations, why_refused
 from jaxpar.trace.source_lines import source_line_of_error
 
+Maker = Callable[[nnx.Rngs], Module]
 
-def made(make: Callable[[nnx.Rngs], Any], seed: int | jax.Array) -> Any:
+
+def made(make: Maker, seed: int | jax.Array) -> Module:
     """The module that a function makes, of a seed or a key; nothing is placed yet."""
     with nnx.use_eager_sharding(False):
         return make(nnx.Rngs(new_key(seed) if isinstance(seed, int) else seed))
 
 
-def module_of(what: str, make: Callable[[], Any]) -> tuple[Any, ClosedJaxpr]:
+def module_of(what: str, make: Callable[[], Module]) -> tuple[Module, ClosedJaxpr]:
     """The module that a function makes, of shapes, and the program that gives its variables.
 
     Args:
@@ -31,7 +34,7 @@ def module_of(what: str, make: Callable[[], Any]) -> tuple[Any, ClosedJaxpr]:
       ValueError: the function makes something else when it is called again.
     """
 
-    def trace() -> tuple[Any, dict[str, Any], ClosedJaxpr]:
+    def trace() -> tuple[Module, Shapes, ClosedJaxpr]:
         graphdef: Any = None
 
         def draw() -> Any:
@@ -62,7 +65,7 @@ def module_of(what: str, make: Callable[[], Any]) -> tuple[Any, ClosedJaxpr]:
     return module, program
 
 
-def _attributes(module: Any) -> dict[str, Any]:
+def _attributes(module: Module) -> dict[str, Any]:
     """All that a module and those within it have, by name."""
     return {
         ".".join(map(str, (*path, name))): value
@@ -72,7 +75,7 @@ def _attributes(module: Any) -> dict[str, Any]:
     }
 
 
-def shapes_of(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any:
+def shapes_of(what: str, call: Function, module: Module, *args: Arrays) -> Shapes:
     """The shapes that `call(module, *args)` gives; what draws is traced with draws=False as well.
 
     Raises:
@@ -86,8 +89,8 @@ def shapes_of(what: str, call: Callable[..., Any], module: Any, *args: Any) -> A
 
 
 def shapes_and_program(
-    what: str, call: Callable[..., Any], module: Any, *args: Any, has_key: bool = True
-) -> tuple[Any, Any]:
+    what: str, call: Function, module: Module, *args: Arrays, has_key: bool = True
+) -> tuple[ClosedJaxpr, Shapes]:
     """The shapes that `call(module, *args)` gives, of shapes, and its program.
 
     Args:
@@ -119,15 +122,15 @@ def shapes_and_program(
 
 
 def program_of(
-    what: str, run: Callable[..., Any], *args: Any, has_key: bool = True
-) -> tuple[Any, Any]:
+    what: str, run: Function, *args: Arrays, has_key: bool = True
+) -> tuple[ClosedJaxpr, Shapes]:
     """The program of a function, and the shapes that it gives.
 
     Raises:
       ValueError: as of `naming_errors`; or it is another program when it is traced again.
     """
 
-    def trace() -> tuple[Any, Any]:  # of another function each time, or JAX remembers
+    def trace() -> tuple[ClosedJaxpr, Shapes]:  # of another function each time, or JAX remembers
         traced = jax.make_jaxpr(lambda *own: run(*own), return_shape=True)
         return naming_errors(what, lambda: traced(*args), has_key=has_key)
 
@@ -141,7 +144,7 @@ def program_of(
     return program, out
 
 
-def naming_errors(what: str, trace: Callable[[], Any], *, has_key: bool = True) -> Any:
+def naming_errors(what: str, trace: Callable[[], Tree], *, has_key: bool = True) -> Tree:
     """What a trace gives; its errors name the part of the model and its line, and where they can the remedy.
 
     Args:
@@ -157,7 +160,7 @@ def naming_errors(what: str, trace: Callable[[], Any], *, has_key: bool = True) 
         raise
 
 
-def flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:
+def flatten(state: nnx.State) -> tuple[list[str], Leaves, Any]:
     """The names of a state's variables, their arrays, and what makes the state of these again."""
     pairs, structure = jax.tree.flatten_with_path(state)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs]

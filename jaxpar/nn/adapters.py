@@ -6,7 +6,7 @@ from flax import nnx
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH
 from jaxpar.base.keys import new_key
-from jaxpar.base.types import Activations, Carry, Module
+from jaxpar.base.types import Activations, Carry, LayerOutput, Module
 from jaxpar.internal.hoisting import hoisted_scan
 from jaxpar.nn.resets import begin_anew, initial_of
 from jaxpar.sharding import dims_of, is_variable
@@ -35,7 +35,7 @@ class Recurrent(nnx.Module):
         """The cell's own, zeros by Flax's default."""
         return self.cell.initialize_carry((rows, self.cell.in_features), nnx.Rngs(new_key(0)))
 
-    def __call__(self, carry: Carry, x_TBW: jax.Array, at: At) -> tuple[Carry, jax.Array]:
+    def __call__(self, carry: Carry, x_TBW: jax.Array, at: At) -> LayerOutput:
         """The cell at every time step."""
         graphdef, state = nnx.split(self.cell)
         variables = jax.tree.leaves(state, is_leaf=is_variable)
@@ -51,9 +51,8 @@ class Recurrent(nnx.Module):
             (state, initial), (x_BW, is_new_B) = given, inputs
             return nnx.merge(graphdef, state)(begin_anew(is_new_B, initial, carry), x_BW)
 
-        carry, y_TBW = hoisted_scan(
-            step, (state, initial), carry, (x_TBW, at.resets), unroll=at.unroll
-        )
+        xs = x_TBW, at.resets
+        carry, y_TBW = hoisted_scan(step, (state, initial), carry, xs, unroll=at.unroll)
         return carry, whole(y_TBW)
 
 
@@ -63,6 +62,6 @@ class Stateless(nnx.Module):
     def __init__(self, module: Module):
         self.module = module
 
-    def __call__(self, carry: Carry, x: Activations, at: At) -> tuple[Carry, Activations]:
+    def __call__(self, carry: Carry, x: Activations, at: At) -> LayerOutput:
         """The module; there is no state."""
         return carry, self.module(x)

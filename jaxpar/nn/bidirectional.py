@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.parts import RESETS, with_part
-from jaxpar.base.types import Activations, Carry, Dims, Module, Tree
+from jaxpar.base.types import Activations, Carry, Dims, LayerOutput, Module, Tree
 
 SECOND = 2**31 - 1  # folded into the key of the second layer's dropout
 
@@ -48,7 +48,7 @@ class Bidirectional(nnx.Module):
         """Of the first layer."""
         return getattr(self.first, "carry_dims", None)
 
-    def __call__(self, carry: Carry, x: Activations, at: At) -> tuple[Carry, Activations]:
+    def __call__(self, carry: Carry, x: Activations, at: At) -> LayerOutput:
         """Both layers over the window."""
         carry, y = self.first(carry, x, at)
         num_rows = jax.tree.leaves(x)[0].shape[1]

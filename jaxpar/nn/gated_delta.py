@@ -102,9 +102,8 @@ def inverse(a: jax.Array) -> jax.Array:
     found = jnp.ones((*outer, whole, 1, 1), a.dtype)
     for size in (1 << level for level in range((n - 1).bit_length())):
         blocks = a.reshape(*outer, whole // (2 * size), 2, size, whole // (2 * size), 2, size)
-        below = jnp.moveaxis(
-            jnp.diagonal(blocks[..., :, 1, :, :, 0, :], axis1=-4, axis2=-2), -1, -3
-        )
+        below = jnp.diagonal(blocks[..., :, 1, :, :, 0, :], axis1=-4, axis2=-2)
+        below = jnp.moveaxis(below, -1, -3)
         x, z = found[..., 0::2, :, :], found[..., 1::2, :, :]
         rows = [x, jnp.zeros_like(x)], [-z @ below @ x, z]
         found = jnp.concatenate([jnp.concatenate(row, -1) for row in rows], -2)

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, GATES, HEADS, HIDDEN, INPUT
 from jaxpar.base.checks import check_divides, require, require_positive
-from jaxpar.base.types import Carry, Dims, Tree
+from jaxpar.base.types import Carry, Dims, LayerOutput, Tree
 from jaxpar.internal.products import contract
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.param import Initializer, kernel_param, lecun_uniform, named_param
@@ -69,10 +69,19 @@ class Recurrence(nnx.Module):
           init: of the kernels; None draws them with variance 1 / their inputs.
           dropout: rate on the inputs; see `nn.dropout`.
         Raises:
-          ValueError: heads do not divide the width, or the layer has no recurrent kernel.
+          ValueError: as of `draw_params`.
         """
         self.width, self.inputs, self.dropout = width, inputs or width, dropout
         self.num_heads = num_heads
+        self.draw_params(rngs, init)
+
+    def draw_params(self, rngs: nnx.Rngs, init: Initializer | None) -> None:
+        """Draws the kernels; biases are 0.
+
+        Raises:
+          ValueError: heads do not divide the width, or the layer has no recurrent kernel.
+        """
+        width, num_heads = self.width, self.num_heads
         require_positive(self, "num_heads")
         require(
             num_heads == 1 or "w_h" in self.kernels,
@@ -113,7 +122,7 @@ class Recurrence(nnx.Module):
         """The state that sequences within the block begin with; None is zeros."""
         return initial_of(self, x_TBH, at)
 
-    def __call__(self, carry: Carry, x_TBH: jax.Array, at: At) -> tuple[Carry, jax.Array]:
+    def __call__(self, carry: Carry, x_TBH: jax.Array, at: At) -> LayerOutput:
         """Dropout, then the layer over a window of time."""
         with jax.named_scope(type(self).__name__.lower()):
             initial = self._by_head(self.begins_with(x_TBH, at))
@@ -123,9 +132,7 @@ class Recurrence(nnx.Module):
                 return found
             return jax.tree.map(lambda a: a.reshape(*a.shape[:-2], -1), found)
 
-    def over_time(
-        self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry
-    ) -> tuple[Carry, jax.Array]:
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry) -> LayerOutput:
         """The layer over a window of time.
 
         The dtype of x is that of the matmuls' inputs; they accumulate in float32, and the state is float32.

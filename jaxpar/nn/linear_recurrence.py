@@ -92,9 +92,7 @@ _project.defvjp(lambda x_TBI, w_IGH: (_project(x_TBI, w_IGH), (x_TBI, w_IGH)), _
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _recurrence(
-    a_TBH: jax.Array, b_TBH: jax.Array, carry_BH: jax.Array, one_by_one: bool
-) -> jax.Array:
+def _recurrence(a_TBH: jax.Array, b_TBH: jax.Array, carry_BH: jax.Array, one_by_one: bool):
     return _scan(a_TBH, b_TBH.at[0].add(a_TBH[0] * carry_BH), one_by_one)
 
 
@@ -114,26 +112,18 @@ def _backward(one_by_one: bool, saved, dh_TBH: jax.Array):
 _recurrence.defvjp(_forward, _backward)
 
 
-def _scan(
-    a_TBH: jax.Array, b_TBH: jax.Array, one_by_one: bool, *, reverse: bool = False
-) -> jax.Array:
-    """From a state of zeros."""
-    run = _one_by_one if one_by_one else _in_parallel
-    return run(a_TBH, b_TBH, reverse)
+def _scan(a_TBH: jax.Array, b_TBH: jax.Array, one_by_one: bool, reverse: bool = False) -> jax.Array:
+    """The states h_t, from a state of zeros."""
 
-
-def _in_parallel(a_TBH: jax.Array, b_TBH: jax.Array, reverse: bool) -> jax.Array:
-    def then(first, second):
-        (a, b), (a_next, b_next) = first, second
-        return a_next * a, a_next * b + b_next
-
-    return lax.associative_scan(then, (a_TBH, b_TBH), reverse=reverse)[1]
-
-
-def _one_by_one(a_TBH: jax.Array, b_TBH: jax.Array, reverse: bool) -> jax.Array:
     def step(h_BH, inputs):
         a_BH, b_BH = inputs
         h_BH = a_BH * h_BH + b_BH
         return h_BH, h_BH
 
-    return lax.scan(step, jnp.zeros_like(a_TBH[0]), (a_TBH, b_TBH), reverse=reverse)[1]
+    def both(first, second):
+        (a, b), (a_next, b_next) = first, second
+        return a_next * a, a_next * b + b_next
+
+    if one_by_one:
+        return lax.scan(step, jnp.zeros_like(a_TBH[0]), (a_TBH, b_TBH), reverse=reverse)[1]
+    return lax.associative_scan(both, (a_TBH, b_TBH), reverse=reverse)[1]

@@ -15,9 +15,8 @@ Legend of the dim suffixes: T time steps of a window, or t and s those of a chun
 K and V units of keys and values of a head (D if they are the same), H all of them.
 """
 
-import functools
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import GATES, HEADS, INPUT
 from jaxpar.base.checks import require
 from jaxpar.base.trees import vary_like
-from jaxpar.base.types import Arrays, Carry, DType
+from jaxpar.base.types import Arrays, Carry, DType, LayerOutput
 from jaxpar.internal.products import wide
 from jaxpar.nn.hidden import Recurrence
 from jaxpar.nn.linear import matmul
@@ -55,22 +54,13 @@ class MatrixMemory(Recurrence):
     w: nnx.Param
     w_g: nnx.Param
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        num_heads: int = 4,
-        inputs: int | None = None,
-        rngs: nnx.Rngs,
-        init: Initializer | None = None,
-        dropout: float = 0.0,
-    ):
+    def __init__(self, width: int, *, num_heads: int = 4, **options: Any):
         """Draws the kernels.
 
         Args:
           width: H, of outputs: all heads'.
           num_heads: N.
-          inputs, init, dropout: as of every `Recurrence`.
+          options: `rngs`, `inputs`, `init` and `dropout`, as of every `Recurrence`.
         Raises:
           ValueError: width does not divide by num_heads.
         """
@@ -79,13 +69,16 @@ class MatrixMemory(Recurrence):
             f"num_heads={num_heads} does not divide width={width}.\n"
             f"Fix: use another num_heads, or a width that it divides.",
         )
-        self.width, self.inputs, self.dropout = width, inputs or width, dropout
-        self.num_heads, self.head_size = num_heads, width // num_heads
-        shape = (self.inputs, self.num_vectors, num_heads, self.head_size)
-        self.w = kernel_param(rngs, shape, (INPUT, GATES, HEADS, None), init)
-        self.w_g = kernel_param(rngs, (self.inputs, 2, num_heads), (INPUT, GATES, HEADS), init)
+        super().__init__(width, num_heads=num_heads, **options)
 
-    def __call__(self, carry: Carry, x_TBH: jax.Array, at: At) -> tuple[Carry, jax.Array]:
+    def draw_params(self, rngs: nnx.Rngs, init: Initializer | None) -> None:
+        """Draws the kernels."""
+        self.head_size = self.width // self.num_heads
+        shape = (self.inputs, self.num_vectors, self.num_heads, self.head_size)
+        self.w = kernel_param(rngs, shape, (INPUT, GATES, HEADS, None), init)
+        self.w_g = kernel_param(rngs, (self.inputs, 2, self.num_heads), (INPUT, GATES, HEADS), init)
+
+    def __call__(self, carry: Carry, x_TBH: jax.Array, at: At) -> LayerOutput:
         """As of every `Recurrence`."""
         return super().__call__(carry, mask_padding(x_TBH, at), at)
 
@@ -120,9 +113,8 @@ class Steps(NamedTuple):
         # Differences of large sums are exact in coarse steps; what these leave has small sums.
         coarse = lax.stop_gradient(jnp.round(log_f_BNt * STEPS_OF_ONE) / STEPS_OF_ONE)
         parts = [jnp.cumsum(part, -1) for part in (coarse, log_f_BNt - coarse)]
-        between_BNts = functools.reduce(
-            jnp.add, [part[..., :, None] - part[..., None, :] for part in parts]
-        )
+        first, second = (part[..., :, None] - part[..., None, :] for part in parts)
+        between_BNts = first + second
         since_BNt, is_new_Bt = parts[0] + parts[1], None
         if resets_Bt is not None:
             number_Bt = jnp.cumsum(resets_Bt, -1, dtype=jnp.int32)
@@ -155,13 +147,13 @@ def product(spec: str, a: jax.Array, b: jax.Array, dtype: DType) -> jax.Array:
 
 
 def over_chunks(
-    run: Callable[[Carry, Arrays, jax.Array | None, Carry], tuple[Carry, jax.Array]],
+    run: Callable[[Carry, Arrays, jax.Array | None, Carry], LayerOutput],
     carry: Carry,
     xs: Arrays,
     resets_TB: jax.Array | None,
     initial: Carry,
     chunk: int,
-) -> tuple[Carry, jax.Array]:
+) -> LayerOutput:
     """Runs a function over the chunks of a window.
 
     Args:
@@ -177,7 +169,7 @@ def over_chunks(
     carry, initial, xs, resets_TB = vary_like(given, given)
 
     @jax.checkpoint
-    def step(carry: Carry, inputs: Arrays) -> tuple[Carry, jax.Array]:
+    def step(carry, inputs):
         xs, resets_tB = inputs
         xs = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 2), xs)
         carry, y_BNtV = run(carry, xs, None if resets_tB is None else resets_tB.T, initial)

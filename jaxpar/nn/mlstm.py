@@ -30,7 +30,7 @@ from jaxpar.nn.resets import begin_anew
 
 # Biases of the forget gates, from the first head to the last, and of the input gates (the authors' code,
 # NX-AI/xlstm; Beck et al. 2025, arXiv:2503.13427, section 4). What enters a memory is small in the beginning.
-LEAST_FORGET_BIAS, MOST_FORGET_BIAS = 3.0, 6.0
+FORGET_BIASES = 3.0, 6.0
 INPUT_BIAS = -10.0
 
 # Where q is 0 so is C^T q, and exp(-m) would be for a large m. exp(30) is finite, and so are gradients.
@@ -123,19 +123,15 @@ class MLSTM(MatrixMemory):
         super().__init__(width, rngs=rngs, **options)
         shape = (4, self.num_heads, self.head_size)
         self.b = named_param(jnp.zeros(shape, jnp.float32), (GATES, HEADS, None))
-        forget_N = jnp.linspace(
-            LEAST_FORGET_BIAS, MOST_FORGET_BIAS, self.num_heads, dtype=jnp.float32
-        )
-        self.b_g = named_param(
-            jnp.stack([jnp.full_like(forget_N, INPUT_BIAS), forget_N]), (GATES, HEADS)
-        )
+        forget_N = jnp.linspace(*FORGET_BIASES, self.num_heads, dtype=jnp.float32)
+        input_N = jnp.full_like(forget_N, INPUT_BIAS)
+        self.b_g = named_param(jnp.stack([input_N, forget_N]), (GATES, HEADS))
 
     def initial_carry(self, rows: int) -> MLSTMCarry:
         """The state that nothing has entered yet, [rows, N, ...]."""
         n = jnp.zeros((rows, self.num_heads, self.head_size), jnp.float32)
-        return MLSTMCarry(
-            jnp.zeros((*n.shape, self.head_size), jnp.float32), n, n[..., 0] + NOTHING
-        )
+        c = jnp.zeros((*n.shape, self.head_size), jnp.float32)
+        return MLSTMCarry(c, n, n[..., 0] + NOTHING)
 
     def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
         """The formulas above."""

@@ -11,7 +11,7 @@ from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Module, Shapes
 from jaxpar.model.model import overrides
-from jaxpar.model.outer import LAYERS_OF_MODEL, name_dims
+from jaxpar.model.outer import STACK, name_dims
 from jaxpar.model.task import Task
 from jaxpar.partition import partition
 from jaxpar.partition.partition import Partition
@@ -77,7 +77,7 @@ class Packing:
         return (
             self.possible_pools is not None
             and not (self.facts.task.axes or self._task_looks)
-            and not any(path.startswith(f"{LAYERS_OF_MODEL}/") for path in self._looked_at)
+            and not any(path.startswith(f"{STACK}/") for path in self._looked_at)
             and not self.facts.starts_with_variables
         )
 
@@ -180,7 +180,7 @@ class Packing:
             return []
         stacks = zip(self.facts.kinds, self.facts.layer_stacks[number], strict=True)
         names = [
-            [f"{LAYERS_OF_MODEL}/{kind}/{name}" for name, _ in named_leaves(stack, "/")]
+            [f"{STACK}/{kind}/{name}" for name, _ in named_leaves(stack, "/")]
             if self.pools_layers
             else []
             for kind, stack in stacks

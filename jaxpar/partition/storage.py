@@ -21,7 +21,7 @@ from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.keys import key_of
 from jaxpar.base.trees import zeros
 from jaxpar.base.types import Arrays, Module, Tree
-from jaxpar.model.outer import LAYERS_OF_MODEL
+from jaxpar.model.outer import STACK
 from jaxpar.model.stack import Stack
 from jaxpar.partition.packing import Packing
 from jaxpar.partition.pool import LayerPool, Leaf, OuterPool, stack_of, with_stack
@@ -323,6 +323,6 @@ def _named_layers(stack: Stack, kind: int, layers: list[int]) -> dict[str, jax.A
     """The variables of these layers of a kind, stacked, by their names in the model."""
     if not layers:
         return {}
-    begin = f"{LAYERS_OF_MODEL}/{stack.kinds[kind]}/"
+    begin = f"{STACK}/{stack.kinds[kind]}/"
     state = nnx.state(stack.draw_kind(kind, layers))
     return {begin + name: array_of(leaf) for name, leaf in named_leaves(state, "/")}

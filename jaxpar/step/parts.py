@@ -31,7 +31,7 @@ from jaxpar.base.types import (
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.model import Sums, checked_outputs, checked_sums, overrides, run_layer
 from jaxpar.model.outer import (
-    LAYERS_OF_MODEL,
+    STACK,
     Call,
     Uses,
     add_rows,
@@ -88,7 +88,7 @@ class Parts:
 
     def of_layers(self, state: nnx.State) -> tuple[nnx.State, ...]:
         """For each kind its variables of a tree with layers in stacks; maybe empty."""
-        stack = state.get(LAYERS_OF_MODEL, {})
+        stack = state.get(STACK, {})
         return tuple(nnx.State(stack.get(kind, {})) for kind in self.facts.kinds)
 
     @property
@@ -251,7 +251,7 @@ class Outer:
             [
                 n
                 for n, path in enumerate(own)
-                if path in uses.read and not path.startswith(f"{LAYERS_OF_MODEL}/")
+                if path in uses.read and not path.startswith(f"{STACK}/")
             ]
             for own in self._paths
         )

@@ -82,9 +82,8 @@ def _unlike(one: ClosedJaxpr | Jaxpr, other: ClosedJaxpr | Jaxpr) -> tuple[set[V
         if not (all(map(is_same, mine.invars, its.invars)) and all(params)):
             unlike |= {*mine.outvars}
         names.update(zip(its.outvars, mine.outvars, strict=True))
-    return unlike, {
-        n for n, both in enumerate(zip(a.outvars, b.outvars, strict=True)) if not is_same(*both)
-    }
+    outs = enumerate(zip(a.outvars, b.outvars, strict=True))
+    return unlike, {n for n, both in outs if not is_same(*both)}
 
 
 def _parts(program: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, Sequence[ArrayLike]]:

@@ -105,9 +105,7 @@ def moving_inputs(function: Function, inputs: Arrays, *others: Arrays) -> list[b
     def change(changes: Arrays, leaves: Arrays, *others: Arrays) -> Arrays:
         def run(floats: Arrays) -> Arrays:
             given = iter(floats)
-            whole = [
-                next(given) if is_float else a for is_float, a in zip(moves, leaves, strict=True)
-            ]
+            whole = [next(given) if moved else a for moved, a in zip(moves, leaves, strict=True)]
             return function(jax.tree.unflatten(structure, whole), *others)
 
         return jax.jvp(run, (list(itertools.compress(leaves, moves)),), (changes,))[1]
@@ -165,19 +163,17 @@ def _amount(jaxpr: core.Jaxpr) -> Amount:
     return functools.reduce(Amount.plus, map(amount_of, whole.eqns), Amount())
 
 
-def _inside(equation: core.JaxprEqn, parts: list[Amount]) -> Amount:
+def _inside(eqn: core.JaxprEqn, parts: list[Amount]) -> Amount:
     """Of what is in a loop, by its length, in the largest branch of a conditional, or in a call."""
-    if equation.primitive.name == "cond":
+    if eqn.primitive.name == "cond":
         return Amount(*map(max, zip(*parts, strict=True)))
     whole = functools.reduce(Amount.plus, parts)
-    if equation.primitive.name != "scan":
+    if eqn.primitive.name != "scan":
         return whole
     # Of nested loops the inner ones take the turns.
     turns = whole.turns or 1.0
     product_turns = whole.product_turns or float(whole.flops > 0)
-    return whole._replace(turns=turns, product_turns=product_turns).scaled(
-        equation.params["length"]
-    )
+    return whole._replace(turns=turns, product_turns=product_turns).scaled(eqn.params["length"])
 
 
 def _flops_of(product: core.JaxprEqn) -> float:

@@ -11,9 +11,11 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxpar.base.types import ArrayLike, Arrays, Atom, Function
+from jaxpar.base.types import Arrays, Atom, Function, Value
 
 Item = TypeVar("Item")
+Equations = Sequence[JaxprEqn]
+Condition = Callable[[JaxprEqn], bool]
 
 # Done again, where that keeps less.
 CHEAP = {
@@ -41,9 +43,7 @@ def equations_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from equations_in(part)
 
 
-def made_of(
-    jaxpr: Jaxpr, known: Iterable[Var], by: Callable[[JaxprEqn], bool] = lambda eqn: True
-) -> set[Var]:
+def made_of(jaxpr: Jaxpr, known: Iterable[Var], by: Condition = lambda eqn: True) -> set[Var]:
     """What such equations compute of known variables and constants, and of nothing else that is given."""
     known, made = {*known, *jaxpr.constvars}, set[Var]()
     for eqn in jaxpr.eqns:
@@ -59,14 +59,9 @@ def aval_of(v: Atom | jax.Array) -> ShapedArray:
     return v.aval  # pyright: ignore[reportReturnType]  # nothing else is in these programs
 
 
-def is_float(a: Atom | jax.Array) -> bool:
-    """Whether a variable, a literal or an array has a gradient."""
-    return jnp.issubdtype(aval_of(a).dtype, jnp.inexact)
-
-
-def zeros_of(v: Atom, *over: int) -> jax.Array:
-    """Zeros like a variable, with more dims before its own."""
-    return jnp.zeros((*over, *aval_of(v).shape), aval_of(v).dtype)
+def is_float(a: Value) -> bool:
+    """Whether an array, its shape, or a variable of a program has a gradient."""
+    return jnp.issubdtype(getattr(a, "aval", a).dtype, jnp.inexact)
 
 
 def varying_of(v: Atom) -> frozenset[str]:
@@ -95,7 +90,7 @@ def is_plain_call(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ("jit", "pjit") and unspecified
 
 
-def inlined(closed: ClosedJaxpr, calls: Callable[[JaxprEqn], bool] = is_plain_call) -> ClosedJaxpr:
+def inlined(closed: ClosedJaxpr, calls: Condition = is_plain_call) -> ClosedJaxpr:
     """The same program with the programs of such equations written out."""
     jaxpr, eqns = closed.jaxpr, list[JaxprEqn]()
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -116,9 +111,8 @@ def inlined(closed: ClosedJaxpr, calls: Callable[[JaxprEqn], bool] = is_plain_ca
                 eqns.append(eqn.replace(invars=reads, outvars=makes, source_info=info))
             else:
                 [called] = programs_in(eqn)
-                consts.update(
-                    zip(called.constvars, getattr(eqn.params["jaxpr"], "consts", ()), strict=True)
-                )
+                values = getattr(eqn.params["jaxpr"], "consts", ())
+                consts.update(zip(called.constvars, values, strict=True))
                 own = dict(zip(called.invars, reads, strict=True))
                 makes = add(called, own, eqn.replace(source_info=info))
             names.update(zip(eqn.outvars, makes, strict=True))
@@ -137,11 +131,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
 
 
 def equations_for(
-    eqns: Sequence[JaxprEqn],
-    outs: Sequence[Atom],
-    there: Set[Var] = frozenset(),
-    *,
-    effects: bool = False,
+    eqns: Equations, outs: Sequence[Atom], there: Set[Var] = frozenset(), *, effects: bool = False
 ) -> list[JaxprEqn]:
     """Those of the equations that outputs need, in order, but for those whose results are there.
 
@@ -156,30 +146,26 @@ def equations_for(
     return found[::-1]
 
 
-def reads_of(eqns: Sequence[JaxprEqn], outs: Sequence[Atom] = ()) -> dict[Var, None]:
+def reads_of(eqns: Equations, outs: Sequence[Atom] = ()) -> dict[Var, None]:
     """All that equations read, and outputs, in order."""
     reads = (v for eqn in eqns for v in eqn.invars)
     return dict.fromkeys(v for v in (*reads, *outs) if isinstance(v, Var))
 
 
 def program_of(
-    jaxpr: Jaxpr, invars: Sequence[Var], eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]
+    jaxpr: Jaxpr, invars: Sequence[Var], eqns: Equations, outvars: Sequence[Atom]
 ) -> Jaxpr:
     """Some equations of a program, with inputs and outputs of their own."""
-    return jaxpr.replace(
-        invars=list(invars),
-        eqns=list(eqns),
-        outvars=list(outvars),
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    return jaxpr.replace(invars=[*invars], eqns=[*eqns], outvars=[*outvars], debug_info=debug_info)
 
 
 def function_of(
     jaxpr: Jaxpr,
     invars: Sequence[Var],
-    eqns: Sequence[JaxprEqn],
+    eqns: Equations,
     outvars: Sequence[Atom],
-    consts: Sequence[ArrayLike] = (),
+    consts: Arrays = (),
 ) -> Callable[..., list[jax.Array]]:
     """The same as a function of arrays.
 

@@ -44,9 +44,8 @@ def source_line_of_error(error: BaseException) -> str:
 def source_line_of_equation(eqn: JaxprEqn) -> str:
     """The line of an equation of a traced program; "" if it is not the user's."""
     found = eqn.source_info.traceback
-    return _first_of_user(
-        (frame.file_name, frame.line_num) for frame in (found.frames if found else ())
-    )
+    frames = found.frames if found else ()
+    return _first_of_user((frame.file_name, frame.line_num) for frame in frames)
 
 
 def source_line_of_instruction(text: str, frame: int) -> str:
