@@ -13,7 +13,9 @@ from lib.laws import RELATIVE_ERROR, assert_close, by_layer, make_settings, slow
 import jaxpar
 from jaxpar import At, OptimizerConfig, SeriesBatches, Stack, Sums
 from jaxpar.data.batches import put_batch
+from jaxpar.model.facts import ModelFacts
 from jaxpar.nn import GRU
+from jaxpar.step import custom_backward
 from jaxpar.step.custom_backward import check_custom_backward
 from jaxpar.step.functions import init_state, value_and_grad
 from jaxpar.step.setup import Setup
@@ -217,6 +219,10 @@ def test_what_would_depend_on_the_mesh_is_refused_by_name(options, mesh, units, 
         check_custom_backward(parts)
     assert len(str(told.value).split()) <= 40
     check_custom_backward(Setup.of(*make_settings(task=Own(**options))[:2]).parts)  # has it all
+
+
+def test_backward_passes_of_jaxpar_need_no_trial():
+    assert custom_backward._functions(ModelFacts.of(MODEL)) == {}
 
 
 @pytest.mark.slow

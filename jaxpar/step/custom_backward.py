@@ -36,7 +36,7 @@ SCALES, SCALES_OF_FLOAT16 = (2.0**-20, 2.0**-10, 1.0, 2.0**10, 2.0**20), (2.0**-
 # a sign does, rounding may change a few numbers. The mistakes change most of them.
 TOLERANCE = 0.1
 
-_PACKAGE = f"{Path(__file__).parent}/"
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
 def check_custom_backward(parts: Parts) -> None:
