@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from lib.laws import RELATIVE_ERROR, assert_close, by_layer, make_settings, slow
+from lib.laws import MODEL, RELATIVE_ERROR, assert_close, by_layer, make_settings, slow
 
 import jaxpar
 from jaxpar import At, OptimizerConfig, SeriesBatches, Stack, Sums
