@@ -17,7 +17,7 @@ from jaxpar.internal.in_place_scan import scan_in_place
 from jaxpar.internal.split import SplitLayer
 from jaxpar.internal.step_program import read_step
 from jaxpar.nn import Recurrent, hoisted_scan
-from jaxpar.nn.linear_recurrence import _in_parallel, _one_by_one
+from jaxpar.nn.linear_recurrence import _scan
 from jaxpar.sharding import RULES, shardings
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
@@ -351,4 +351,4 @@ def test_linear_recurrences_in_parallel_equal_those_step_by_step():
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.random((13, B, W)), jnp.float32) for _ in range(2))
     for reverse in (False, True):
-        assert_close(_in_parallel(a, b, reverse), _one_by_one(a, b, reverse))
+        assert_close(_scan(a, b, False, reverse), _scan(a, b, True, reverse))
