@@ -3,7 +3,7 @@ from jaxpar.model.task import Task as Task
 from jaxpar.model.model import Model as Model
 from jaxpar.model.model import Layer as Layer
 from jaxpar.model.stack import Stack as Stack
-from jaxpar.base.at import At as At
+from jaxpar.base.at import LayerContext as LayerContext
 from jaxpar.model.model import Sums as Sums
 from jaxpar.data.array import ArrayBatches as ArrayBatches
 from jaxpar.data.streams import SeriesBatches as SeriesBatches

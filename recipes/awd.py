@@ -24,7 +24,7 @@ import optax
 from flax import nnx
 from jax import lax
 
-from jaxpar import At, OptimizerConfig, Sums, TrainConfig, lm
+from jaxpar import LayerContext, OptimizerConfig, Sums, TrainConfig, lm
 from jaxpar.base.checks import require, require_not_negative, require_rate
 from jaxpar.model.optimizer import learning_rate
 
@@ -292,23 +292,23 @@ class AWDModel(lm.LanguageModel):
             w_h[...] = jax.vmap(drop)(w_h[...], jnp.asarray(layers, jnp.int32))
         return model
 
-    def first(self, batch: Any, at: At) -> jax.Array:
+    def first(self, batch: Any, at: LayerContext) -> jax.Array:
         """Embedded inputs, without the words that are dropped."""
         return self._drop_words(super().first(batch, at), batch, at)
 
-    def last(self, y_TBH: jax.Array, batch: Any, at: At) -> Sums:
+    def last(self, y_TBH: jax.Array, batch: Any, at: LayerContext) -> Sums:
         """With the penalty in training; the metric `nll` is without it, and without that of layers."""
         y_TBH = held_dropout(y_TBH, self.output_dropout, at)
         return _with_cost(super().last(y_TBH, batch, at), self._cost(y_TBH, batch, at))
 
-    def last_part(self, y_TBH: jax.Array, batch: Any, at: At) -> Sums:
+    def last_part(self, y_TBH: jax.Array, batch: Any, at: LayerContext) -> Sums:
         """`last` on every stage with its part of the vocabulary; all of them have all of y."""
         y_TBH = held_dropout(y_TBH, self.output_dropout, at)
         cost = self._cost(y_TBH, batch, at)
         cost = None if cost is None else lax.pmean(cost, "stage")
         return _with_cost(super().last_part(y_TBH, batch, at), cost)
 
-    def _drop_words(self, x_TBH: jax.Array, batch: Any, at: At) -> jax.Array:
+    def _drop_words(self, x_TBH: jax.Array, batch: Any, at: LayerContext) -> jax.Array:
         """Embeddings, or their gradients, without those of the words that are dropped."""
         if self.word_dropout == 0.0 or at.key is None:
             return x_TBH
@@ -317,7 +317,7 @@ class AWDModel(lm.LanguageModel):
         scale_V = jnp.where(is_kept_V, 1.0 / (1.0 - rate), 0.0).astype(x_TBH.dtype)
         return x_TBH * scale_V[batch.inputs_BT][..., None]
 
-    def _cost(self, y_TBH: jax.Array, batch: Any, at: At) -> jax.Array | None:
+    def _cost(self, y_TBH: jax.Array, batch: Any, at: LayerContext) -> jax.Array | None:
         """Of what goes into the head; None in evaluation."""
         return None if at.key is None else self.ar * over_targets(square_of(y_TBH), batch)
 
@@ -340,11 +340,11 @@ def awd_layer(layer: Any, input_dropout: float, tar: float, last: int) -> Any:
             super().__init__(width, **options)
             self.held = dropout
 
-        def begins_with(self, x_TBH: jax.Array, at: At) -> Any:
+        def begins_with(self, x_TBH: jax.Array, at: LayerContext) -> Any:
             state = getattr(at.batch, "state", None)
             return super().begins_with(x_TBH, at) if state is None else state
 
-        def __call__(self, carry: Any, x_TBH: jax.Array, at: At) -> tuple[Any, ...]:
+        def __call__(self, carry: Any, x_TBH: jax.Array, at: LayerContext) -> tuple[Any, ...]:
             (T, B, _), padding, inner = x_TBH.shape, getattr(at.batch, "padding", None), at
             begins_T = at.time + jnp.arange(T) == (0 if padding is None else padding)
             begins_TB = jnp.broadcast_to(begins_T[:, None], (T, B))
@@ -376,7 +376,7 @@ def over_targets(cost_TB: jax.Array, batch: Any) -> jax.Array:
     return jnp.sum(jnp.where(batch.targets_BT != lm.IGNORE, cost_TB, 0.0))
 
 
-def held_dropout(x_TBH: jax.Array, rate: float | jax.Array, at: At) -> jax.Array:
+def held_dropout(x_TBH: jax.Array, rate: float | jax.Array, at: LayerContext) -> jax.Array:
     """Dropout with one mask for all time steps of a window, a function of key, layer and row."""
     if at.key is None:
         return x_TBH

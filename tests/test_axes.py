@@ -15,7 +15,7 @@ from lib.layers import Attention, Experts
 from lib.models import FEATURES, MAKERS, SGD, WIDTH, Regress
 
 import jaxpar
-from jaxpar import At, MeshConfig, Parallel, PipelineConfig, Stack, Sums, TrainConfig, nn
+from jaxpar import LayerContext, MeshConfig, Parallel, PipelineConfig, Stack, Sums, TrainConfig, nn
 from jaxpar.data.batches import place_batch
 from jaxpar.mesh import short_name
 from jaxpar.model.facts import ModelFacts
@@ -45,15 +45,15 @@ class Parted(nnx.Module):
         self.outputs = nnx.Linear(WIDTH, FEATURES, use_bias=False, rngs=rngs)
         self.layers = Stack([LAYERS[kind] for kind in kinds], rngs=rngs)
 
-    def first(self, batch, at: At):
+    def first(self, batch, at: LayerContext):
         return jnp.tanh(self.inputs(batch["x"]))
 
-    def last(self, y, batch, at: At):
+    def last(self, y, batch, at: LayerContext):
         error = self.outputs(nn.dropout(y, 0.1, at)) - batch["y"]
         weight = batch["weight"]
         return Sums(jnp.sum(jnp.square(error) * weight[..., None]), jnp.sum(weight), {})
 
-    def predict(self, y, batch, at: At):
+    def predict(self, y, batch, at: LayerContext):
         return {"next": self.outputs(y)}
 
 
@@ -173,7 +173,7 @@ class ByNames(nnx.Module):
     def __init__(self, *, rngs):
         self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, rngs=rngs)
 
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         x = at.layout(x, "sequence", None, None)
         qkv = self.qkv(x).reshape(*x.shape[:2], 3, 4, -1)
         q, k, v = (at.layout(a, None, None, "heads", None) for a in jnp.moveaxis(qkv, 2, 0))
@@ -255,7 +255,7 @@ def test_a_plan_keeps_the_axis():
 
 
 class Ring(Attention):
-    def __call__(self, carry, x_TBW, at: At):
+    def __call__(self, carry, x_TBW, at: LayerContext):
         @jax.checkpoint
         def moved(x):
             return jax.jit(lambda x: lax.ppermute(x, "context", [(0, 0)]))(x)

@@ -11,7 +11,7 @@ from flax import nnx
 from lib.laws import MODEL, RELATIVE_ERROR, assert_close, by_layer, make_settings, slow
 
 import jaxpar
-from jaxpar import At, OptimizerConfig, SeriesBatches, Stack, Sums
+from jaxpar import LayerContext, OptimizerConfig, SeriesBatches, Stack, Sums
 from jaxpar.data.batches import put_batch
 from jaxpar.model.facts import ModelFacts
 from jaxpar.nn import GRU
@@ -61,7 +61,7 @@ class Changed(nnx.Module):
     def initial_carry(self, rows):
         return self.gru.initial_carry(rows)
 
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         carry, y = self.gru(carry, self.change(x), at)
         penalty = jnp.sum(y**2, -1) * at.batch["weight"]
         return carry, y, Sums(jnp.sum(penalty) / 100, 0)
@@ -196,7 +196,7 @@ by_norm = with_backward(by_norm)
 class OfParameter(Changed):
     """Clips the gradient of its weights, of which each device has a part."""
 
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         x = x * FUNCTIONS["clip"](self.gru.bias[...][0])[None, None]
         return self.gru(carry, x, at)
 

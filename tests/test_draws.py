@@ -15,7 +15,7 @@ from lib.models import MAKERS, WIDTH, Regress, Regression
 from jaxpar import (
     RULES,
     ArrayBatches,
-    At,
+    LayerContext,
     MeshConfig,
     Parallel,
     PipelineConfig,
@@ -79,11 +79,11 @@ class Drawn(Regression):
         super().__init__((), rngs=rngs)
         self.layers = Stack([OWN[kind] for kind in kinds], rngs=rngs)
 
-    def first(self, batch, at: At):
+    def first(self, batch, at: LayerContext):
         x = super().first(batch, at)
         return x if at.key is None else x + 0.3 * at.draw(jax.random.normal, x.shape)
 
-    def last(self, y, batch, at: At):
+    def last(self, y, batch, at: LayerContext):
         if at.key is not None:
             y = y + 0.3 * at.draw(jax.random.gumbel, y.shape)
         return super().last(y, batch, at)
@@ -158,16 +158,16 @@ def test_masks_that_are_held_are_the_same_on_any_mesh():
 @pytest.mark.parametrize("time_major", [True, False])
 def test_a_blocks_draw_is_part_of_the_wholes(time_major):
     key, shape, block = jax.random.key(5), (6, 8, 3), (slice(2, 5), slice(4, 8))
-    whole = At(3, 0, 0, key, time_major=time_major).draw(jax.random.normal, shape)
+    whole = LayerContext(3, 0, 0, key, time_major=time_major).draw(jax.random.normal, shape)
     rows = 4 if time_major else 2
-    part = At(3, 2, rows, key, time_major=time_major)
+    part = LayerContext(3, 2, rows, key, time_major=time_major)
     block = block if time_major else (slice(2, 5),)
     found = part.draw(jax.random.normal, whole[block].shape)
     np.testing.assert_array_equal(found, whole[block])
 
 
 def test_draws_differ_by_step_layer_row_time_and_number_and_from_dropout():
-    at, shape = At(3, 0, 0, jax.random.key(5)), (2, 2, 512)
+    at, shape = LayerContext(3, 0, 0, jax.random.key(5)), (2, 2, 512)
     first, second = (at.draw(jax.random.uniform, shape, number) for number in (0, 1))
     pairs = [
         (first, at._replace(key=jax.random.key(6)).draw(jax.random.uniform, shape)),
@@ -184,14 +184,17 @@ def test_draws_differ_by_step_layer_row_time_and_number_and_from_dropout():
         assert abs(np.corrcoef(np.ravel(one), np.ravel(other))[0, 1]) < 0.1
 
 
+NO_KEY, WITH_KEY = LayerContext(0, 0, 0), LayerContext(0, 0, 0, jax.random.key(0))
+
+
 @pytest.mark.parametrize(
     ("at", "shape", "message"),
     [
-        (At(0, 0, 0), (2, 2), r"at\.draw needs at\.key, .*\nFix: draw only if at\.key is not None\.$"),
-        (At(0, 0, 0, jax.random.key(0)), (2,), r"shape \[2\]: must be \[time, rows, \.\.\.\]\.\nFix"),
-        (At(0, 0, 0, jax.random.key(0), time_major=False), (), r"must be \[rows, \.\.\.\]\.\nFix: draw"),
+        (NO_KEY, (2, 2), r"at\.draw needs at\.key, .*\nFix: draw only if at\.key is not None\.$"),
+        (WITH_KEY, (2,), r"shape \[2\]: must be \[time, rows, \.\.\.\]\.\nFix"),
+        (WITH_KEY._replace(time_major=False), (), r"must be \[rows, \.\.\.\]\.\nFix: draw"),
         (
-            At(0, 0, 0, jax.random.key(0), {"x": jnp.zeros((2, 4, 3))}),
+            LayerContext(0, 0, 0, jax.random.key(0), {"x": jnp.zeros((2, 4, 3))}),
             (4, 3),
             r"shape \[4, 3\]: must be \[time, rows, \.\.\.\], with the 4 rows of the block\.\nFix: draw",
         ),

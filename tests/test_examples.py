@@ -22,7 +22,15 @@ from sklearn.linear_model import LinearRegression
 from statsmodels.datasets import co2
 
 import jaxpar
-from jaxpar import At, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, load_run
+from jaxpar import (
+    LayerContext,
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    TrainConfig,
+    load_run,
+)
 from jaxpar.analysis import inspect_step
 from jaxpar.cli.main import main
 from jaxpar.data.batches import place_batch
@@ -77,7 +85,7 @@ def run_plainly(model, carry, batch, key, last="last"):
     block = jax.tree.map(
         lambda a: jnp.swapaxes(a, 0, 1) if time_major and np.ndim(a) > 1 else jnp.asarray(a), batch
     )
-    at = At(0, 0, 0, key, block, lambda x, *dims: x, time_major)
+    at = LayerContext(0, 0, 0, key, block, lambda x, *dims: x, time_major)
     x, after = model.first(block, at), []
     for number, layer in enumerate(model.layers.items):
         new, x = layer(carry[number], x, at._replace(layer=number))
@@ -352,7 +360,7 @@ def trained(name, module, monkeypatch, caches, capsys, folder, *options):
 def outputs(model, batch):
     """What a model's layers make of a whole batch, from zero state."""
     rows = jax.tree.leaves(batch)[0].shape[1]
-    at = At(0, 0, 0, None, batch, lambda x, *dims: x)
+    at = LayerContext(0, 0, 0, None, batch, lambda x, *dims: x)
     return model.layers(model.layers.initial_carry(rows), model.first(batch, at), at)[1]
 
 
@@ -559,7 +567,7 @@ def test_a_likelihood_is_the_loss_of_that_translation(beam, translated):
         "wanted": task.numbers([f"{text}\n" for text in texts]).T,
     }
     assert all(len(text) <= task.max_tokens for text in texts)
-    at, y = At(0, 0, 0, None, batch, lambda x, *dims: x), outputs(model, batch)
+    at, y = LayerContext(0, 0, 0, None, batch, lambda x, *dims: x), outputs(model, batch)
     losses = [
         float(model.last(y, {**batch, "weight": weight}, at).loss)
         for weight in np.eye(len(texts), dtype=np.float32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar import At, nn
+from jaxpar import LayerContext, nn
 from jaxpar.nn.linear_recurrence import linear_recurrence
 from jaxpar.nn.mlstm import mlstm
 
@@ -53,7 +53,7 @@ def run_and_differentiate(name, dtype):
         graphdef, params = nnx.split(LAYERS[name](WIDTH, rngs=nnx.Rngs(key)))
 
         def apply(params, carry, x_TBW):
-            return nnx.merge(graphdef, params)(carry, x_TBW, At(0, 0, 0))
+            return nnx.merge(graphdef, params)(carry, x_TBW, LayerContext(0, 0, 0))
 
         carry = nnx.merge(graphdef, params).initial_carry(x_TBW.shape[1])
         (after, y_TBW), vjp = jax.vjp(apply, params, carry, x_TBW.astype(dtype))

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from lib.laws import MODEL, assert_same_as_plain, make_settings, slow
 
-from jaxpar import At
+from jaxpar import LayerContext
 from jaxpar.analysis.program import inspect_step
 from jaxpar.nn import GRU, LSTM, SLSTM, MinGRU
 from jaxpar.step.setup import Setup
@@ -36,7 +36,7 @@ def results(layer, w_h, x, carry, resets):
         model = nnx.merge(graphdef, rest)
         model.w_h[...] = w_h
         batch = {"resets": jnp.asarray(resets)}
-        after, y = model(carry, x, At(0, 0, 0, batch=batch))
+        after, y = model(carry, x, LayerContext(0, 0, 0, batch=batch))
         return y, after
 
     out, vjp = jax.vjp(run, w_h, state, x, carry)
@@ -74,7 +74,7 @@ def test_heads_are_a_matrix_of_blocks(name):
 def test_one_head_has_the_matrix_that_it_had():
     layer = LSTM(H, rngs=nnx.Rngs(0))
     assert layer.w_h.shape == (H, 4, H)
-    program = jax.make_jaxpr(lambda x: layer(layer.initial_carry(B), x, At(0, 0, 0)))
+    program = jax.make_jaxpr(lambda x: layer(layer.initial_carry(B), x, LayerContext(0, 0, 0)))
     assert "reshape" not in str(program(jnp.ones((T, B, H))))
 
 

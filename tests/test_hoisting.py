@@ -12,7 +12,7 @@ from lib.laws import on_devices
 
 from jaxpar import nn
 from jaxpar.analysis import inspect_function
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.internal.in_place_scan import scan_in_place
 from jaxpar.internal.split import SplitLayer
 from jaxpar.internal.step_program import read_step
@@ -158,7 +158,7 @@ def slow(self, carry, x_TBW, at):
 def inputs_of(with_resets):
     rng = np.random.default_rng(0)
     resets = {"resets": jnp.asarray(rng.random((T, B)) < 0.3)} if with_resets else {}
-    return jnp.asarray(rng.normal(size=(T, B, W)), jnp.float32), At(0, 0, 0, batch=resets)
+    return jnp.asarray(rng.normal(size=(T, B, W)), jnp.float32), LayerContext(0, 0, 0, batch=resets)
 
 
 def gradients(call, layer, with_resets=True):
@@ -227,7 +227,7 @@ def test_turns_of_several_steps_equal_single_steps(make, length):
         def loss(params, x):
             layer = nnx.merge(graphdef, params)
             after, y = layer(
-                layer.initial_carry(B), x, At(0, 0, 0, batch=resets, platform=platform)
+                layer.initial_carry(B), x, LayerContext(0, 0, 0, batch=resets, platform=platform)
             )
             return sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves((after, y))), (after, y)
 

@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.analysis import inspect_step
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.cli.main import main
 from jaxpar.config import OptimizerConfig
 from jaxpar.data.batches import place_batch
@@ -148,7 +148,7 @@ def test_evaluation_counts_every_image_once():
     sums = [step(state, place_batch(batches, n, sharding))[1] for n in range(12)]
     assert [float(part.weight) for part in sums] == [16] * 11 + [3]
     graphdef, params = nnx.split(task.make_model(nnx.Rngs(0)))
-    at, batch = At(layer=0, time=0, row=0, time_major=False), {"image": images}
+    at, batch = LayerContext(layer=0, time=0, row=0, time_major=False), {"image": images}
 
     def run(params):
         model = nnx.merge(graphdef, params)

@@ -12,7 +12,7 @@ from lib.layers import PENALTY, Penalized
 from lib.models import Regress, Regression
 
 import jaxpar
-from jaxpar import At, Stack, Sums
+from jaxpar import LayerContext, Stack, Sums
 from jaxpar.data.batches import put_batch
 from jaxpar.step.functions import init_state, make_eval_step, make_train_step
 from jaxpar.step.setup import Setup
@@ -25,27 +25,27 @@ class Silent(nnx.Module):
     def __init__(self, *, rngs):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (16, 16)) / 4)
 
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         return carry, jnp.tanh(x @ self.kernel[...])
 
 
 class Mean(Penalized):
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         return carry, x, Sums(jnp.mean(jnp.square(x)), 0)
 
 
 class OfSeveral(Penalized):
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         return carry, x, Sums(jnp.sum(x, -1), 0)
 
 
 class NoSums(Penalized):
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         return carry, x, jnp.sum(x)
 
 
 class InTraining(Penalized):
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         return (carry, x) if at.key is not None else (carry, x, Sums(jnp.sum(x), 0))
 
 
@@ -95,7 +95,7 @@ def in_plain_python(task):
     setup = Setup.of(task, make_settings(task=task).parallel)
     state, batch = init_state(setup), task.example_batch()
     block = setup.facts.to_block(batch)
-    at = At(0, 0, 0, key=None, batch=block)
+    at = LayerContext(0, 0, 0, key=None, batch=block)
 
     def loss(params):
         model = setup.storage.merge(params, state.frozen)
@@ -165,7 +165,7 @@ class Text(jaxpar.lm.LM):
 
 
 class Penalized2(Penalized):
-    def __call__(self, carry, x_TBW, at: At):
+    def __call__(self, carry, x_TBW, at: LayerContext):
         with jax.numpy_rank_promotion("allow"):
             carry, y_TBW = jax.lax.scan(self.cell, carry, x_TBW)
         return carry, y_TBW, Sums(PENALTY * jnp.sum(jnp.square(y_TBW)), 0)

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lib.drawn import RELATIVE_ERRORS
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.nn import (
     GRU,
     RGLRU,
@@ -144,7 +144,7 @@ def test_layers_and_their_gradients_equal_textbooks(name, heads, dtype, sizes, s
 
     def ours(params, x):
         layer = nnx.merge(graphdef, params)
-        at = At(0, 0, 0, batch=batch)
+        at = LayerContext(0, 0, 0, batch=batch)
         after, y = layer(layer.initial_carry(B), x.astype(dtype), at)
         return jnp.sum(y.astype(jnp.float32) * dy), (after, y)
 
@@ -247,10 +247,10 @@ def test_both_directions_read_every_sequence_by_itself():
     layer = Bidirectional(*(learned(GRU)(5, rngs=nnx.Rngs(seed)) for seed in (0, 1)), merge=join)
     x = jnp.asarray(rng.normal(size=(9, 2, 5)), jnp.float32)
     resets = jnp.zeros((9, 2), bool).at[cut].set(True)
-    after, y = layer(layer.initial_carry(2), x, At(0, 0, 0, batch={"resets": resets}))
+    after, y = layer(layer.initial_carry(2), x, LayerContext(0, 0, 0, batch={"resets": resets}))
     ends = []
     for first, last in ((0, cut), (cut, 9)):
-        at, part = At(0, 0, 0), x[first:last]
+        at, part = LayerContext(0, 0, 0), x[first:last]
         end, forward = layer.first(layer.first.initial_carry(2), part, at)
         _, backward = layer.second(layer.second.initial_carry(2), part[::-1], at)
         bound = RELATIVE_ERRORS["float32"]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from lib.laws import make_settings, slow
 
 import jaxpar
-from jaxpar import At, OptimizerConfig, SeriesBatches, Stack, Sums
+from jaxpar import LayerContext, OptimizerConfig, SeriesBatches, Stack, Sums
 from jaxpar.base.trees import vary_over
 from jaxpar.data.batches import place_batch
 from jaxpar.mesh import MeshConfig
@@ -40,7 +40,7 @@ class Cell(nnx.Module):
     def initial_carry(self, rows):
         return jnp.zeros((rows, WIDTH), self.dtype)
 
-    def __call__(self, h, x, at: At):
+    def __call__(self, h, x, at: LayerContext):
         def step(h, x):
             h = jnp.tanh(x @ self.w_x[...] + h @ self.w_h[...])
             return h, h

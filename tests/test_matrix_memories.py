@@ -18,7 +18,7 @@ from lib.laws import on_devices, slow
 from lib.models import MAKERS, WIDTH, Regression
 
 import jaxpar
-from jaxpar import At, OptimizerConfig, Parallel, PipelineConfig, Stack, TrainConfig
+from jaxpar import LayerContext, OptimizerConfig, Parallel, PipelineConfig, Stack, TrainConfig
 from jaxpar.analysis import inspect_step
 from jaxpar.nn import MLSTM, GatedDeltaNet, MLSTMCarry
 from jaxpar.nn.gated_delta import LEAST_SQUARE, gated_delta, inverse
@@ -272,7 +272,7 @@ def test_a_layer_and_its_gradients_equal_its_formulas(name, dtype):
         return layer_by_steps(name, layer, x, resets)
 
     def ours(layer, x):
-        at = At(0, 0, 0, batch={"resets": jnp.asarray(resets)})
+        at = LayerContext(0, 0, 0, batch={"resets": jnp.asarray(resets)})
         return layer(layer.initial_carry(3), x.astype(dtype), at)
 
     def gradients(run, dtype):
@@ -313,7 +313,7 @@ def test_windows_after_one_another_are_one_window(name):
     """Also windows of one step, as in sampling."""
     layer = MEMORIES[name].layer(8, num_heads=2, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(80, 2, 8)), jnp.float32)
-    at = At(0, 0, 0)
+    at = LayerContext(0, 0, 0)
     run = nnx.jit(lambda layer, carry, x: layer(carry, x, at))
     expected = run(layer, layer.initial_carry(2), x)
     carry, ys = layer.initial_carry(2), []
@@ -448,7 +448,7 @@ def temporary_bytes(name, steps):
 
     def loss(params, x):
         layer = nnx.merge(graphdef, params)
-        return jnp.sum(layer(layer.initial_carry(1), x, At(0, 0, 0))[1])
+        return jnp.sum(layer(layer.initial_carry(1), x, LayerContext(0, 0, 0))[1])
 
     x = jax.ShapeDtypeStruct((steps, 1, 32), "float32")
     compiled = jax.jit(jax.grad(loss, (0, 1))).lower(params, x).compile()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.model.stack import Stack, values
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, dropout, extend, lstm_layer, named_param
 from jaxpar.nn.linear import dot_general, matmul
@@ -36,7 +36,7 @@ def run(stack, carry, x):
     """The stack as a function of arrays: carry, an `LSTMCarry` [layers, B, H], and inputs [T, B, H]."""
     variables = stack.initial_carry(x.shape[1])["lstm"]
     given = jax.tree.map(lambda v, a: v.replace(a), variables, carry, is_leaf=is_variable)
-    after, y = stack({"lstm": given}, x, At(0, 0, 0))
+    after, y = stack({"lstm": given}, x, LayerContext(0, 0, 0))
     return values(after["lstm"]), y
 
 
@@ -122,7 +122,9 @@ def test_empty_slots_change_nothing():
     slotted.place(make_slots((1, 2)))
     assert slotted.slots.layers == (0, -1, 1, 2)
     x, _ = random_inputs(8, 8, 3)
-    outputs = [stack(stack.initial_carry(B), x, At(0, 0, 0))[1] for stack in (full, slotted)]
+    outputs = [
+        stack(stack.initial_carry(B), x, LayerContext(0, 0, 0))[1] for stack in (full, slotted)
+    ]
     np.testing.assert_array_equal(*outputs)
     for name, weights in nnx.state(full.lstm).items():
         placed = getattr(slotted.lstm, name)
@@ -253,19 +255,19 @@ def mask(key, at, shape=(6, 8, 32), rate=0.25):
 @pytest.mark.law
 def test_a_blocks_dropout_mask_is_part_of_the_wholes():
     key = jax.random.key(5)
-    whole = mask(key, At(3, 0, 0))
-    block = mask(key, At(3, 2, 4), shape=(3, 4, 32))
+    whole = mask(key, LayerContext(3, 0, 0))
+    block = mask(key, LayerContext(3, 2, 4), shape=(3, 4, 32))
     np.testing.assert_array_equal(block, whole[2:5, 4:8])
 
 
 def test_dropout_has_its_rate_keeps_the_mean_and_differs_by_layer_and_step():
-    whole = mask(jax.random.key(5), At(3, 0, 0), shape=(16, 16, 256))
+    whole = mask(jax.random.key(5), LayerContext(3, 0, 0), shape=(16, 16, 256))
     assert set(np.unique(whole)) == {0.0, np.float32(1 / 0.75)}
     # 65,536 draws: a standard deviation of 0.0017.
     assert abs(np.mean(whole == 0) - 0.25) < 0.01
     for other in (
-        mask(jax.random.key(5), At(4, 0, 0), shape=(16, 16, 256)),
-        mask(jax.random.key(6), At(3, 0, 0), shape=(16, 16, 256)),
+        mask(jax.random.key(5), LayerContext(4, 0, 0), shape=(16, 16, 256)),
+        mask(jax.random.key(6), LayerContext(3, 0, 0), shape=(16, 16, 256)),
     ):
         agree = np.mean((other == 0) == (whole == 0))
         assert abs(agree - (0.25**2 + 0.75**2)) < 0.01
@@ -273,8 +275,8 @@ def test_dropout_has_its_rate_keeps_the_mean_and_differs_by_layer_and_step():
 
 def test_no_key_or_no_rate_means_no_dropout():
     x = jnp.ones((2, 2, 4))
-    assert dropout(x, 0.5, At(0, 0, 0)) is x
-    assert dropout(x, 0.0, At(0, 0, 0, jax.random.key(0))) is x
+    assert dropout(x, 0.5, LayerContext(0, 0, 0)) is x
+    assert dropout(x, 0.0, LayerContext(0, 0, 0, jax.random.key(0))) is x
 
 
 def test_residuals_hold_no_weights():

@@ -15,7 +15,17 @@ from lib.models import SGD
 from lib.references import FOLDER
 
 import jaxpar
-from jaxpar import At, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task, TrainConfig, nn
+from jaxpar import (
+    LayerContext,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    Stack,
+    Sums,
+    Task,
+    TrainConfig,
+    nn,
+)
 from jaxpar.data.bucketed import BucketedBatches
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
@@ -114,7 +124,7 @@ def compiled(name):
     graphdef, state = nnx.split(LAYERS[name](nnx.Rngs(0)))
 
     def of_loss(given, dy, batch):
-        layer, at = nnx.merge(graphdef, given[0]), At(0, 0, 0, jax.random.key(0), batch)
+        layer, at = nnx.merge(graphdef, given[0]), LayerContext(0, 0, 0, jax.random.key(0), batch)
         start = layer.initial_carry(ROWS) if hasattr(layer, "initial_carry") else ()
         y = layer(start, given[1], at)[1]
         return jnp.sum(y * dy), y
@@ -296,12 +306,12 @@ def test_at_tells_how_many_steps_of_a_block_are_real():
     lengths = np.array([0, 3, 8, 6])
     for time, expected in ((0, [0, 3, 4, 4]), (4, [0, 0, 4, 2])):
         block = {"x": np.zeros((4, 4, 2)), "level": np.zeros((1, 4)), "lengths": lengths}
-        found = At(0, time, 0, batch=block).lengths
+        found = LayerContext(0, time, 0, batch=block).lengths
         assert found.tolist() == expected
         assert found.dtype == np.int32
     block = {"x": np.zeros((4, 9, 2)), "lengths": lengths}
-    assert At(0, 0, 0, batch=block, time_major=False).lengths.tolist() == lengths.tolist()
-    assert At(0, 0, 0, batch={"x": np.zeros((4, 4))}).lengths is None
+    assert LayerContext(0, 0, 0, batch=block, time_major=False).lengths.tolist() == lengths.tolist()
+    assert LayerContext(0, 0, 0, batch={"x": np.zeros((4, 4))}).lengths is None
 
 
 class Marked(nnx.Module):

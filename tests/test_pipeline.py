@@ -23,7 +23,7 @@ from lib.laws import (
 
 import jaxpar.step.forward
 from jaxpar.analysis import inspect_step
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.compiler import compiler_options
 from jaxpar.config import PipelineConfig
 from jaxpar.internal.split import SplitLayer
@@ -298,7 +298,7 @@ def one_by_one(layers, kind_of, params, carry, x, batch):
     for number, kind in enumerate(kind_of):
         row = kind_of[:number].count(kind)
         own, before = jax.tree.map(lambda a, row=row: a[row], (params[kind], carry[kind]))
-        after, x = layers[kind](own, (), before, x, At(number, 0, 0, batch=batch))
+        after, x = layers[kind](own, (), before, x, LayerContext(number, 0, 0, batch=batch))
         carry[kind] = jax.tree.map(lambda a, b, row=row: a.at[row].set(b), carry[kind], after)
     return tuple(carry), x
 
@@ -370,7 +370,7 @@ def test_any_layers_and_what_is_outside_of_the_pipeline(kinds, kind_of, num_chun
         return loss**2, tuple(map(from_rows, after, slots.rows))
 
     def theirs(params):
-        params, at = squashed(params), At(0, 0, 0, batch=batch)
+        params, at = squashed(params), LayerContext(0, 0, 0, batch=batch)
         x = first(params.first, (), at)
         after, y = one_by_one(layers, kind_of, params.layers, carry, x, batch)
         return last(params.last, (), y, at)[0] ** 2, after
@@ -463,7 +463,7 @@ def test_data_parallel_devices_may_have_different_numbers_of_microbatches():
     np.testing.assert_array_equal(ran[:, :, 0].sum(1), [[6, 6], [2, 2]])
 
     def plain(params):
-        at = At(0, 0, 0, batch=jax.tree.map(lambda a: a[:, :4], batch))
+        at = LayerContext(0, 0, 0, batch=jax.tree.map(lambda a: a[:, :4], batch))
         numbers = jnp.arange(2)
         _, y = run_layers(
             make_walk(1, has_empty_slots=False),
@@ -510,7 +510,7 @@ def test_autodiff_through_the_forward_loop_equals_plain():
         return loss, from_rows(after, rows)
 
     def plain(params, carry, batch):
-        at = At(0, 0, 0, batch=batch)
+        at = LayerContext(0, 0, 0, batch=batch)
         x = first(params.first, (), at)
         (after,), y = one_by_one((lstm,), [0] * 5, params.layers, (carry,), x, batch)
         return last(params.last, (), y, at)[0], after
@@ -697,7 +697,7 @@ def test_plans_that_do_not_fit_are_refused():
 def test_w_of_an_lstm_waits_in_the_place_of_its_gates_and_has_no_loop():
     params = jax.tree.map(lambda a: a[0], lstms(1))
     carry, x = jax.tree.map(lambda a: a[0], lstm_carry(1, 3)), jnp.ones((5, 3, 8))
-    part = SplitLayer(lstm, params, (), carry, x, At(0, 0, 0), splits=True)
+    part = SplitLayer(lstm, params, (), carry, x, LayerContext(0, 0, 0), splits=True)
     assert part.has_weights
     assert [part.saved[n].shape for n in part.needed] == [(5, 3, 8), (5, 3, 8)]  # x and h before
     assert [leaf.shape for leaf in part.later] == [(5, 3, 4, 8)]  # dz
@@ -716,7 +716,7 @@ def test_what_depends_on_weights_alone_is_computed_again_and_not_kept(splits):
     draw, shapes = np.random.default_rng(0), ((8, 8), (1, 1, 8), (5, 3, 8), (5, 3, 8))
     # Whole numbers, whose sums are exact.
     params, frozen, x, dy = (jnp.float32(draw.integers(-2, 3, shape)) for shape in shapes)
-    at = At(0, 0, 0)
+    at = LayerContext(0, 0, 0)
     part = SplitLayer(half_a_layer, params, frozen, (), x, at, splits=splits)
     kept = [(leaf.shape, str(leaf.dtype)) for leaf in part.saved]
     assert kept == [((5, 3, 8), "bfloat16"), ((5, 3, 8), "bool")]  # x, and where the relu is open
@@ -741,7 +741,7 @@ def test_what_follows_by_simple_arithmetic_is_done_again_and_not_kept(splits):
     draw = np.random.default_rng(0)
     params = [jnp.float32(draw.normal(size=(8, 8)) / 3) for _ in range(2)]
     x, dy = (jnp.float32(draw.normal(size=(5, 3, 8))) for _ in range(2))
-    at = At(0, 0, 0)
+    at = LayerContext(0, 0, 0)
     part = SplitLayer(two_gelus, params, (), (), x, at, splits=splits)
     # x, and of each GELU its input and the tanh: JAX itself keeps four factors of every one.
     assert [leaf.shape for leaf in part.saved] == [(5, 3, 8)] * 5
@@ -764,8 +764,10 @@ def test_what_a_layer_prints_is_printed(capsys):
         jax.debug.print("largest {}", jnp.max(x))
         return carry, x * params[None, None]
 
-    part = SplitLayer(layer, jnp.ones(8), (), (), jnp.ones((5, 3, 8)), At(0, 0, 0), splits=True)
-    jax.jit(lambda x: part.forward(jnp.ones(8), (), (), x, At(0, 0, 0))[1])(
+    part = SplitLayer(
+        layer, jnp.ones(8), (), (), jnp.ones((5, 3, 8)), LayerContext(0, 0, 0), splits=True
+    )
+    jax.jit(lambda x: part.forward(jnp.ones(8), (), (), x, LayerContext(0, 0, 0))[1])(
         jnp.full((5, 3, 8), 7.0)
     )
     jax.effects_barrier()
@@ -776,7 +778,7 @@ def test_where_b_makes_gradients_of_weights_they_are_not_apart():
     layer, params = stack(GRULayer, [0])
     own = jax.tree.map(lambda a: a[0], params)
     part = SplitLayer(
-        layer, own, (), jnp.zeros((3, 8)), jnp.ones((5, 3, 8)), At(0, 0, 0), splits=True
+        layer, own, (), jnp.zeros((3, 8)), jnp.ones((5, 3, 8)), LayerContext(0, 0, 0), splits=True
     )
     assert not part.has_weights
 

@@ -14,7 +14,7 @@ from benchmarks.state_tracking import __main__ as command
 from benchmarks.state_tracking import cell
 from benchmarks.state_tracking.cell import BIN, MIXERS, TESTED, TRAINED, Tracking, Until
 from benchmarks.state_tracking.words import NOTHING, OPERATORS, PERMUTATIONS, PROBLEMS, SWAPS
-from jaxpar import At
+from jaxpar import LayerContext
 from jaxpar.training.progress import Evaluation
 
 
@@ -57,7 +57,7 @@ def test_batches_depend_on_split_seed_and_step_and_rows_on_nothing_else():
 @pytest.mark.slow
 def test_what_a_transformer_says_of_a_word_holds_for_its_beginnings():
     """So that one pass over long words has the answers at all lengths."""
-    rngs, at = nnx.Rngs(0), At(layer=0, time=0, row=0)
+    rngs, at = nnx.Rngs(0), LayerContext(layer=0, time=0, row=0)
     model = cell.Reader("transformer", PROBLEMS["s5"], 16, 1, rngs=rngs)
     block = cell.Block(cell.Attention, 16, rngs=rngs)
     letters_TB = Tracking("s5").make_batches("test").batch(0)["letters"].T

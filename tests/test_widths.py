@@ -14,7 +14,7 @@ from lib.layers import Join, Map
 from lib.models import FEATURES, SGD, Regress
 
 import jaxpar
-from jaxpar import At, Parallel, PipelineConfig, Stack, Sums, nn
+from jaxpar import LayerContext, Parallel, PipelineConfig, Stack, Sums, nn
 from jaxpar.base.at import anywhere
 from jaxpar.base.padding import Padding
 from jaxpar.data.array import ArrayBatches
@@ -43,10 +43,10 @@ class Taper(nnx.Module):
             rngs=rngs,
         )
 
-    def first(self, batch, at: At):
+    def first(self, batch, at: LayerContext):
         return self.inputs(batch["x"])
 
-    def last(self, y, batch, at: At):
+    def last(self, y, batch, at: LayerContext):
         error = self.outputs(y) - batch["y"]
         return Sums(jnp.sum(jnp.square(error)), jnp.float32(error.size))
 
@@ -62,7 +62,7 @@ class Conv(nnx.Module):
         strides = (stride, stride)
         self.conv = nnx.Conv(inputs, outputs, (3, 3), strides=strides, use_bias=False, rngs=rngs)
 
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         return carry, jnp.tanh(self.conv(x))
 
 
@@ -82,10 +82,10 @@ class Cone(nnx.Module):
             rngs=rngs,
         )
 
-    def first(self, batch, at: At):
+    def first(self, batch, at: LayerContext):
         return self.stem(batch["image"])
 
-    def last(self, y, batch, at: At):
+    def last(self, y, batch, at: LayerContext):
         logits = self.head(y.mean((1, 2)))
         nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["label"][:, None], 1)
         return Sums(jnp.sum(nll), jnp.float32(len(nll)))
@@ -192,7 +192,7 @@ class Every(nnx.Module):
     def __init__(self, *, in_time, rngs):
         self.in_time = in_time
 
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         return carry, x[::2] if self.in_time else x[..., 2:]
 
 

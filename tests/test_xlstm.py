@@ -13,7 +13,7 @@ from lib.laws import SGD, loss_and_grads, make_settings, plain, slow, train_two_
 from lib.references import FOLDER, RELATIVE_ERROR, assert_close
 
 import jaxpar
-from jaxpar import At, OptimizerConfig, TrainConfig
+from jaxpar import LayerContext, OptimizerConfig, TrainConfig
 from jaxpar.analysis import inspect_step
 from jaxpar.model.task import find_task
 from jaxpar.step.functions import init_state
@@ -121,7 +121,7 @@ def run(graphdef, params, carry, x_TBW, resets_TB=None):
     batch = None if resets_TB is None else {"resets": resets_TB}
     after = []
     for number, layer in enumerate(nnx.merge(graphdef, params).values()):
-        new, x_TBW = layer(carry[number], x_TBW, At(number, 0, 0, batch=batch))
+        new, x_TBW = layer(carry[number], x_TBW, LayerContext(number, 0, 0, batch=batch))
         after.append(new)
     return after, x_TBW
 

@@ -20,7 +20,7 @@ from flax import nnx
 
 from benchmarks.turns import take_turns
 from examples.forecaster import Forecast
-from jaxpar import At, OptimizerConfig, Parallel, SeriesBatches, TrainConfig
+from jaxpar import LayerContext, OptimizerConfig, Parallel, SeriesBatches, TrainConfig
 from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 
@@ -54,7 +54,7 @@ def make_plain(task: Random, batch: Any):
     def loss(params, carry, batch):
         outer, stack = params
         block = jax.tree.map(lambda a: a.swapaxes(0, 1) if jnp.ndim(a) > 1 else a, batch)
-        at = At(0, 0, 0, batch=block)
+        at = LayerContext(0, 0, 0, batch=block)
         embed, out = outer["embed"], outer["out"]
         x = block["seen"] @ embed["kernel"][...] + embed["bias"][...]
         after = []

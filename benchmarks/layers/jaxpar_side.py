@@ -14,7 +14,17 @@ from flax import nnx
 
 from benchmarks.layers.work import LEARNING_RATE, Work
 from benchmarks.sides import serve
-from jaxpar import At, OptimizerConfig, Parallel, SeriesBatches, Stack, Sums, Task, TrainConfig, nn
+from jaxpar import (
+    LayerContext,
+    OptimizerConfig,
+    Parallel,
+    SeriesBatches,
+    Stack,
+    Sums,
+    Task,
+    TrainConfig,
+    nn,
+)
 from jaxpar.step.functions import init_state, make_train_step
 
 KINDS = {
@@ -34,11 +44,11 @@ class Model(nnx.Module):
         make = KINDS[kind]
         self.layers = Stack([lambda rngs: make(work.width, rngs=rngs)] * work.layers, rngs=rngs)
 
-    def first(self, batch: Any, at: At) -> jax.Array:
+    def first(self, batch: Any, at: LayerContext) -> jax.Array:
         """The inputs."""
         return batch["x"]
 
-    def last(self, y: jax.Array, batch: Any, at: At) -> Sums:
+    def last(self, y: jax.Array, batch: Any, at: LayerContext) -> Sums:
         """Squared errors."""
         error = jnp.sum(jnp.square(y - batch["y"]))
         return Sums(loss=error, weight=jnp.float32(y.size))

@@ -1,4 +1,4 @@
-"""What a GPU saves where steps of a loop over time share a turn, and so launches (`At.unroll`).
+"""What a GPU saves where steps of a loop over time share a turn, and so launches (`LayerContext.unroll`).
 
     JAX_PLATFORMS=cuda,cpu python -m benchmarks.layers.loops
 
@@ -17,7 +17,7 @@ import jax
 
 from benchmarks.sides import Side, measure, serve, table
 from jaxpar import OptimizerConfig, Parallel, TrainConfig
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.data.batches import place_batch
 from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
@@ -37,7 +37,7 @@ class Plain(LM):
 
 def serve_steps(layer: str, sizes: tuple[int, int, int, int], unroll: int) -> None:
     """A side."""
-    At.unroll = unroll  # type: ignore[assignment]
+    LayerContext.unroll = unroll  # type: ignore[assignment]
     layers, width, rows, steps = sizes
     task = Plain(
         layers, width, width, max_vocab=1024, dropout=0.0, batch_size=rows, seq_len=steps,
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     args = parser.parse_args()
-    cores, many = (tuple(os.sched_getaffinity(0)),), At(0, 0, 0, platform="gpu").unroll
+    cores, many = (tuple(os.sched_getaffinity(0)),), LayerContext(0, 0, 0, platform="gpu").unroll
     env = (("XLA_PYTHON_CLIENT_PREALLOCATE", "false"),)
     for layer, sizes in ROWS:
         sides = [

@@ -18,7 +18,7 @@ def anywhere(x: Activations, *_dims: str | None) -> Activations:
     return x
 
 
-class At(NamedTuple):
+class LayerContext(NamedTuple):
     """What `first`, a layer and `last` know of the block that they are given.
 
     Attributes:
@@ -111,8 +111,10 @@ class At(NamedTuple):
         return draw_rows(key, self, sample, shape)
 
 
-def draw_rows(key: jax.Array, at: At, sample: Function, shape: Sequence[int]) -> jax.Array:
-    """As `At.draw`, of a key of the training step.
+def draw_rows(
+    key: jax.Array, at: LayerContext, sample: Function, shape: Sequence[int]
+) -> jax.Array:
+    """As `LayerContext.draw`, of a key of the training step.
 
     Raises:
       ValueError: the shape has not the rows of the block.
@@ -130,7 +132,7 @@ def draw_rows(key: jax.Array, at: At, sample: Function, shape: Sequence[int]) ->
     return jax.vmap(lambda time: of_rows(jax.random.fold_in(key, time)))(times)
 
 
-def _check_rows(shape: Sequence[int], at: At) -> None:
+def _check_rows(shape: Sequence[int], at: LayerContext) -> None:
     dim = int(at.time_major)
     sized = [leaf for leaf in jax.tree.leaves(at.batch) if jnp.ndim(leaf)]
     rows = {leaf.shape[dim if leaf.ndim > 1 else 0] for leaf in sized}

@@ -49,7 +49,7 @@ class Padding:
         """x as a block.
 
         Args:
-          layout: lays an array out by the names of its dims, as `At.layout`: a block is whole on the devices
+          layout: lays an array out by the names of its dims, as `at.layout`: a block is whole on the devices
             that share a layer, or they would have to exchange its parts within a unit.
         """
         if not self.width:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Var
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.trees import shape_of, vary_like
 from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Function, Leaves, Params
 from jaxpar.internal.residuals import Residuals, Source
@@ -21,7 +21,7 @@ from jaxpar.trace.jaxprs import cut, equations_for, function_of, is_cheap, made_
 
 # One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs).
 # Inputs and outputs are trees of floats of the same shapes and dtypes; so is the carry before and after.
-PlainLayer = Callable[[Params, Params, Carry, Activations, At], tuple[Carry, Activations]]
+PlainLayer = Callable[[Params, Params, Carry, Activations, LayerContext], tuple[Carry, Activations]]
 
 # Weights, trained and frozen, and the arrays that are computed of them alone, such as transposes.
 Prepared = tuple[tuple[Params, Params], Leaves]
@@ -61,7 +61,7 @@ class SplitLayer:
         self.saved_and_room = [*self.saved, *(a for a, n in behind if n >= len(self.saved))]
 
     def forward(
-        self, params: Params, frozen: Params, carry: Carry, x: Activations, at: At
+        self, params: Params, frozen: Params, carry: Carry, x: Activations, at: LayerContext
     ) -> tuple[Carry, Activations, Leaves]:
         """The carry, the outputs, and what is saved."""
         residuals, arguments = _trace(self._layer, params, frozen, carry, x, at)
@@ -107,7 +107,12 @@ class SplitLayer:
 
 
 def _trace(
-    layer: PlainLayer, params: Params, frozen: Params, carry: Carry, x: Activations, at: At
+    layer: PlainLayer,
+    params: Params,
+    frozen: Params,
+    carry: Carry,
+    x: Activations,
+    at: LayerContext,
 ) -> tuple[Residuals, tuple[Arrays, ...]]:
     """A layer's forward pass, and the arguments to run it with."""
 

@@ -2,8 +2,8 @@
 
     batch --first--> x --layer 0--> x --layer 1--> ... --last--> sums of loss, weight and metrics
 
-A *layer* is a module `(carry, x, at) -> (carry, y)`: its state, its inputs, where they lie (`At`). See
-`Layer` and `Model` for what each may say besides.
+A *layer* is a module `(carry, x, at) -> (carry, y)`. It takes its state, its inputs, and their place in the
+computation (`LayerContext`). `Layer` and `Model` describe what each may define in addition.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.checks import require
 from jaxpar.base.types import Activations, Batch, Carry, Dims, Module, Number, Outputs, Tree, Value
 
@@ -139,7 +139,7 @@ class Layer(nnx.Module):
         """The state that a sequence begins with: a tree of float arrays [rows, ...]; () for none."""
         return ()
 
-    def __call__(self, carry: Carry, x: Activations, at: At) -> tuple[Any, ...]:
+    def __call__(self, carry: Carry, x: Activations, at: LayerContext) -> tuple[Any, ...]:
         """The layer over a block of time: (carry, y), or (carry, y, sums) if it adds to the loss.
 
         Args:
@@ -165,15 +165,15 @@ class Model(nnx.Module):
     time_major: ClassVar[bool] = True
     layers: nnx.Module
 
-    def first(self, batch: Batch, at: At) -> Activations:
+    def first(self, batch: Batch, at: LayerContext) -> Activations:
         """Before the layers: a block of the batch -> x, a tree of float arrays."""
         raise NotImplementedError
 
-    def last(self, y: Activations, batch: Batch, at: At) -> Sums:
+    def last(self, y: Activations, batch: Batch, at: LayerContext) -> Sums:
         """After the layers: sums over the block."""
         raise NotImplementedError
 
-    def predict(self, y: Activations, batch: Batch, at: At) -> dict[str, jax.Array]:
+    def predict(self, y: Activations, batch: Batch, at: LayerContext) -> dict[str, jax.Array]:
         """Optional: what is predicted for each row, by name; for `LoadedRun.predict`.
 
         Returns:
@@ -199,7 +199,7 @@ class Model(nnx.Module):
         """
         raise NotImplementedError
 
-    def last_part(self, y: Activations, batch: Batch, at: At) -> Sums:
+    def last_part(self, y: Activations, batch: Batch, at: LayerContext) -> Sums:
         """Optional: `last` on every stage of a pipeline at once (head="sharded").
 
         Each stage has its part of the parameters whose dims the rules map to `stage`, and combines what the
@@ -210,7 +210,7 @@ class Model(nnx.Module):
         """
         raise NotImplementedError
 
-    def predict_part(self, y: Activations, batch: Batch, at: At) -> dict[str, jax.Array]:
+    def predict_part(self, y: Activations, batch: Batch, at: LayerContext) -> dict[str, jax.Array]:
         """Optional: `predict` on every stage at once, as `last_part`; all give the same.
 
         Without it the last stage has the whole parameters of `predict` while it runs.
@@ -224,7 +224,9 @@ def overrides(model: Module, name: str) -> bool:
     return method is not None and getattr(method, "__func__", None) is not getattr(Model, name)
 
 
-def run_layer(name: str, layer: Module, carry: Carry, x: Activations, at: At) -> tuple[Any, ...]:
+def run_layer(
+    name: str, layer: Module, carry: Carry, x: Activations, at: LayerContext
+) -> tuple[Any, ...]:
     """What a layer of a kind of this name returns for a block; checked.
 
     One that mixes rows is called for each group of them.
@@ -233,7 +235,7 @@ def run_layer(name: str, layer: Module, carry: Carry, x: Activations, at: At) ->
       ValueError: it returns something else than two things, or three of which the last are sums.
     """
 
-    def run(carry: Carry, x: Activations, at: At) -> tuple[Any, ...]:
+    def run(carry: Carry, x: Activations, at: LayerContext) -> tuple[Any, ...]:
         out = layer(carry, x, at)
         if not isinstance(out, tuple) or len(out) not in (2, 3):
             raise ValueError(

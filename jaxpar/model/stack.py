@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import BATCH, LAYERS
 from jaxpar.base.checks import check_takes, require, require_instance
 from jaxpar.base.keys import is_key, same_under_vmap
@@ -109,7 +109,9 @@ class Stack(nnx.Module):
         row = self.slots.rows[kind].index(number)
         return nnx.merge(graphdef, jax.tree.map(lambda a: a[row], state))
 
-    def __call__(self, carry: dict[str, Carry], x: Activations, at: At) -> tuple[Any, ...]:
+    def __call__(
+        self, carry: dict[str, Carry], x: Activations, at: LayerContext
+    ) -> tuple[Any, ...]:
         """All layers, one after the other, in plain Python: what a step must be equal to.
 
         Args:

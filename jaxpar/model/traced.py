@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.base.at import At, anywhere
+from jaxpar.base.at import LayerContext, anywhere
 from jaxpar.base.axes import MESH_AXES
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.display import format_names
@@ -72,7 +72,7 @@ class TracedModel:
 
     Attributes:
       task: whose model it is, resolved.
-      platform: that computes, which layers may ask (`At.on_cpu`).
+      platform: that computes, which layers may ask (`LayerContext.on_cpu`).
       batch: `ShapeDtypeStruct`s of a batch, as users have it; `batch_size` its rows, `num_steps` its time
         steps (None if the model has no time).
       time_major: of the model.
@@ -149,10 +149,12 @@ class TracedModel:
 
         return jax.tree.map(to_block, batch)
 
-    def at(self, batch: Batch, *, draws: bool = True) -> At:
+    def at(self, batch: Batch, *, draws: bool = True) -> LayerContext:
         """Of a whole batch, for tracing; with a key as in training, or without one."""
         zero, key = jnp.int32(0), new_key(0) if draws else None
-        return At(zero, zero, zero, key, batch, time_major=self.time_major, platform=self.platform)
+        return LayerContext(
+            zero, zero, zero, key, batch, time_major=self.time_major, platform=self.platform
+        )
 
     @functools.cached_property
     def graphdef(self) -> Any:

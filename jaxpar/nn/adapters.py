@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import BATCH
 from jaxpar.base.keys import new_key
 from jaxpar.base.types import Activations, Carry, LayerOutput, Module
@@ -35,7 +35,7 @@ class Recurrent(nnx.Module):
         """The cell's own, zeros by Flax's default."""
         return self.cell.initialize_carry((rows, self.cell.in_features), nnx.Rngs(new_key(0)))
 
-    def __call__(self, carry: Carry, x_TBW: jax.Array, at: At) -> LayerOutput:
+    def __call__(self, carry: Carry, x_TBW: jax.Array, at: LayerContext) -> LayerOutput:
         """The cell at every time step."""
         graphdef, state = nnx.split(self.cell)
         variables = jax.tree.leaves(state, is_leaf=is_variable)
@@ -62,6 +62,6 @@ class Stateless(nnx.Module):
     def __init__(self, module: Module):
         self.module = module
 
-    def __call__(self, carry: Carry, x: Activations, at: At) -> LayerOutput:
+    def __call__(self, carry: Carry, x: Activations, at: LayerContext) -> LayerOutput:
         """The module; there is no state."""
         return carry, self.module(x)

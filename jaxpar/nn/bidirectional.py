@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.parts import RESETS, with_part
 from jaxpar.base.types import Activations, Carry, Dims, LayerOutput, Module, Tree
 
@@ -48,7 +48,7 @@ class Bidirectional(nnx.Module):
         """Of the first layer."""
         return getattr(self.first, "carry_dims", None)
 
-    def __call__(self, carry: Carry, x: Activations, at: At) -> LayerOutput:
+    def __call__(self, carry: Carry, x: Activations, at: LayerContext) -> LayerOutput:
         """Both layers over the window."""
         carry, y = self.first(carry, x, at)
         num_rows = jax.tree.leaves(x)[0].shape[1]
@@ -73,7 +73,7 @@ def _flip(tree: Tree, lengths_B: jax.Array | None) -> Tree:
     return jax.tree.map(flip, tree)
 
 
-def _reversed(at: At) -> At:
+def _reversed(at: LayerContext) -> LayerContext:
     """`at` of the window read from its end: a sequence begins with what was its last step."""
     batch = jax.tree.map(lambda a: _flip(a, at.lengths) if jnp.ndim(a) > 1 else a, at.batch)
     if at.resets is not None:

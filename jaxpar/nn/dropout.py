@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpar.base.at import At, draw_rows
+from jaxpar.base.at import LayerContext, draw_rows
 
 
-def dropout(x: jax.Array, rate: float, at: At, *, number: int = 0) -> jax.Array:
+def dropout(x: jax.Array, rate: float, at: LayerContext, *, number: int = 0) -> jax.Array:
     """Zeroes each element with a probability and scales the others by 1 / (1 - probability).
 
     The mask of an element is a function of (key, number, layer, time, row, position in the other dims) alone:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import BATCH, HIDDEN, INPUT
 from jaxpar.base.checks import require
 from jaxpar.base.types import Carry, Dims
@@ -83,7 +83,7 @@ class GatedBlock(nnx.Module):
         """Of the layer."""
         return self.layer.initial_carry(rows)
 
-    def __call__(self, carry: Carry, x_TBH: jax.Array, at: At) -> tuple[Any, ...]:
+    def __call__(self, carry: Carry, x_TBH: jax.Array, at: LayerContext) -> tuple[Any, ...]:
         """The block over a window of time; sums of the layer are passed on."""
         x_TBH = at.layout(x_TBH, None, BATCH, None)
         n_TBH = rms_norm(x_TBH)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import BATCH, HEADS
 from jaxpar.base.types import Arrays, Carry, Dims
 from jaxpar.nn.matrix_memory import CHUNK, MatrixMemory, Steps, over_chunks, product
@@ -143,7 +143,7 @@ class GatedDeltaNet(MatrixMemory):
         """Zeros, [rows, N, D, D]."""
         return jnp.zeros((rows, self.num_heads, self.head_size, self.head_size), jnp.float32)
 
-    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: LayerContext, initial: Carry):
         """The formulas above."""
         dtype = x_TBH.dtype
         z_TB3ND, z_TB2N = self.vectors(x_TBH), self.gates(x_TBH)

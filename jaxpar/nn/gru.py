@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.types import Carry
 from jaxpar.internal.hoisting import hoisted_scan
 from jaxpar.internal.products import contract
@@ -69,6 +69,6 @@ class GRU(Recurrence):
 
     num_gates, num_biases = 3, 4
 
-    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: LayerContext, initial: Carry):
         """See `gru_layer`."""
         return gru_layer(self.params, carry, x_TBH, at.resets, initial, at.unroll)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import BATCH, GATES, HEADS, HIDDEN, INPUT
 from jaxpar.base.checks import check_divides, require, require_positive
 from jaxpar.base.types import Carry, Dims, LayerOutput, Tree
@@ -118,11 +118,11 @@ class Recurrence(nnx.Module):
         """Zeros, [rows, H]; a layer of your own may return something else, such as a parameter."""
         return jnp.zeros((rows, self.width), jnp.float32)
 
-    def begins_with(self, x_TBH: jax.Array, at: At) -> Carry:
+    def begins_with(self, x_TBH: jax.Array, at: LayerContext) -> Carry:
         """The state that sequences within the block begin with; None is zeros."""
         return initial_of(self, x_TBH, at)
 
-    def __call__(self, carry: Carry, x_TBH: jax.Array, at: At) -> LayerOutput:
+    def __call__(self, carry: Carry, x_TBH: jax.Array, at: LayerContext) -> LayerOutput:
         """Dropout, then the layer over a window of time."""
         with jax.named_scope(type(self).__name__.lower()):
             initial = self._by_head(self.begins_with(x_TBH, at))
@@ -132,7 +132,9 @@ class Recurrence(nnx.Module):
                 return found
             return jax.tree.map(lambda a: a.reshape(*a.shape[:-2], -1), found)
 
-    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry) -> LayerOutput:
+    def over_time(
+        self, carry: Carry, x_TBH: jax.Array, at: LayerContext, initial: Carry
+    ) -> LayerOutput:
         """The layer over a window of time.
 
         The dtype of x is that of the matmuls' inputs; they accumulate in float32, and the state is float32.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.trees import vary_like
 from jaxpar.base.types import Arrays, Carry
 from jaxpar.internal.products import sum_of_outer_products, transposable
@@ -64,7 +64,7 @@ class LinearRecurrence(Recurrence):
         """What the state is multiplied by, and what is added to it, by x W + b; float32 [T, B, H]."""
         raise NotImplementedError
 
-    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: LayerContext, initial: Carry):
         """See `linear_recurrence`."""
         given = x_TBH, self.w[...]
         gates_TB2H = _project(*vary_like(given, given)) + self.b[...][None, None]

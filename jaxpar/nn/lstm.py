@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import BATCH, HIDDEN
 from jaxpar.base.checks import require
 from jaxpar.base.trees import vary_like
@@ -214,11 +214,11 @@ class LSTM(ForgetGate):
         zeros = jnp.zeros((rows, self.width), jnp.float32)
         return LSTMCarry(zeros, zeros)
 
-    def begins_with(self, x_TBH: jax.Array, at: At) -> Carry:
+    def begins_with(self, x_TBH: jax.Array, at: LayerContext) -> Carry:
         """As learned; None is zeros."""
         return super().begins_with(x_TBH, at) if self.learn_initial else None
 
-    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: LayerContext, initial: Carry):
         """See `lstm_layer`."""
         found: Arrays = lstm_layer(self.params, carry, x_TBH, at.resets, initial, at.unroll)
         return found

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import GATES, HEADS, INPUT
 from jaxpar.base.checks import require
 from jaxpar.base.trees import vary_like
@@ -78,7 +78,7 @@ class MatrixMemory(Recurrence):
         self.w = kernel_param(rngs, shape, (INPUT, GATES, HEADS, None), init)
         self.w_g = kernel_param(rngs, (self.inputs, 2, self.num_heads), (INPUT, GATES, HEADS), init)
 
-    def __call__(self, carry: Carry, x_TBH: jax.Array, at: At) -> LayerOutput:
+    def __call__(self, carry: Carry, x_TBH: jax.Array, at: LayerContext) -> LayerOutput:
         """As of every `Recurrence`."""
         return super().__call__(carry, mask_padding(x_TBH, at), at)
 

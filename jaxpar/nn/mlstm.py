@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import BATCH, GATES, HEADS
 from jaxpar.base.types import Arrays, Carry, Dims
 from jaxpar.nn.matrix_memory import CHUNK, NOTHING, MatrixMemory, Steps, over_chunks, product
@@ -133,7 +133,7 @@ class MLSTM(MatrixMemory):
         c = jnp.zeros((*n.shape, self.head_size), jnp.float32)
         return MLSTMCarry(c, n, n[..., 0] + NOTHING)
 
-    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: LayerContext, initial: Carry):
         """The formulas above."""
         dtype = x_TBH.dtype
         z_TB4ND = self.vectors(x_TBH) + self.b[...][None, None]

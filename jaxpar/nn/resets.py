@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.types import Carry, Module
 
 
@@ -24,7 +24,7 @@ def begin_anew(is_new_B: jax.Array | None, initial: Carry, carry: Carry) -> Carr
     return jax.tree.map(choose, initial, carry)
 
 
-def mask_padding(x_TBH: jax.Array, at: At) -> jax.Array:
+def mask_padding(x_TBH: jax.Array, at: LayerContext) -> jax.Array:
     """`x` [time, rows, ...] with zeros in place of padding, where the batch says what is padding.
 
     For layers in which a step reads later ones: 0 times a number that is not finite would not be 0.
@@ -35,6 +35,6 @@ def mask_padding(x_TBH: jax.Array, at: At) -> jax.Array:
     return jnp.where(jnp.expand_dims(is_real_TB, range(2, x_TBH.ndim)), x_TBH, 0)
 
 
-def initial_of(layer: Module, x_TBH: jax.Array, at: At) -> Carry:
+def initial_of(layer: Module, x_TBH: jax.Array, at: LayerContext) -> Carry:
     """The state that sequences within the block begin with; None if none begins there."""
     return None if at.resets is None else layer.initial_carry(x_TBH.shape[1])

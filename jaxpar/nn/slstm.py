@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import BATCH, HIDDEN
 from jaxpar.base.types import Carry, Dims
 from jaxpar.internal.hoisting import hoisted_scan
@@ -68,7 +68,7 @@ class SLSTM(ForgetGate):
         zeros = jnp.zeros((rows, self.width), jnp.float32)
         return SLSTMCarry(zeros, zeros, zeros, zeros + NOTHING)
 
-    def over_time(self, carry: Carry, x_TBH: jax.Array, at: At, initial: Carry):
+    def over_time(self, carry: Carry, x_TBH: jax.Array, at: LayerContext, initial: Carry):
         """The formulas above."""
         dtype = x_TBH.dtype
 

@@ -242,7 +242,7 @@ class Partition:
         return self.rules if self.parallel.has_equal_shares else self.rules.replace({BATCH: None})
 
     def constraint(self, mesh: Mesh, *manual: str) -> Constraint:
-        """For activations (`At.layout`)."""
+        """For activations (`LayerContext.layout`)."""
         return Constraint(mesh, self.rules, (*manual, *self.task.axes))
 
     @property

@@ -72,7 +72,7 @@ class Pipeline(Spec):
             data-parallel group d are cut from its own part of B; what no unit covers is not computed.
           table: what runs when.
           frozen: as `params`, for which no gradient is wanted.
-          key: of this step's dropout, for `At`.
+          key: of this step's dropout, for `LayerContext`.
           d_loss: the sums -> the cotangent of the loss, with which the backward pass of each unit begins. Of
             the sums it reads those that `last` computes from the batch alone. None begins with 1.
         Returns:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.at import At, anywhere
+from jaxpar.base.at import LayerContext, anywhere
 from jaxpar.base.axes import DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.base.types import (
     Activations,
@@ -29,15 +29,15 @@ Head = Literal["last", "sharded"]
 # One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs),
 # or (carry, outputs, sums). Inputs and outputs are trees of floats of the same shapes and dtypes; so is the
 # carry before and after. Sums are of the structure of those of `last`, to which they are added.
-Layer = Callable[[Params, Params, Carry, Activations, At], tuple[Arrays, ...]]
+Layer = Callable[[Params, Params, Carry, Activations, LayerContext], tuple[Arrays, ...]]
 # Before the first layer: (its parameters, what of them is frozen, where the unit lies) -> x.
-First = Callable[[Params, Params, At], Activations]
+First = Callable[[Params, Params, LayerContext], Activations]
 # After the last layer: (its parameters, what of them is frozen, y, where the unit lies) -> sums, a tree of
 # float32 scalars whose first leaf is the loss. y is float32 if the head is sharded. Where rows are collected,
 # any tree of arrays [t, b, ...], or [b, ...] without time.
-Last = Callable[[Params, Params, Activations, At], Outputs]
+Last = Callable[[Params, Params, Activations, LayerContext], Outputs]
 # Adds what `first` contributes: (gradients so far, parameters, frozen, where the unit lies, dx) -> gradients.
-FirstGradient = Callable[[Cotangents, Params, Params, At, Cotangents], Cotangents]
+FirstGradient = Callable[[Cotangents, Params, Params, LayerContext, Cotangents], Cotangents]
 
 
 class PipelineParams(NamedTuple):
@@ -84,9 +84,9 @@ class Spec:
         by the table that is run, by `slots` and by `head`.
       num_segments: G, of a window, each of as many chunks as the table says.
       first_gradient: adds the gradient of `first` in place; None derives it from `first`.
-      first_rows: where each data-parallel group's rows begin in the batch, for `At`; None if all
+      first_rows: where each data-parallel group's rows begin in the batch, for `LayerContext`; None if all
         have as many.
-      layout: for `At`.
+      layout: for `LayerContext`.
       lay_out_gradients: those of layers -> the same, laid out as the parameters over the axes that the
         compiler splits.
       buffer_fill: initial value of all buffers; None leaves what is there. A test fills them with NaN.

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.trees import add, vary_like, zeros
 from jaxpar.base.types import (
@@ -299,7 +299,7 @@ class Stage:
         chunk = unit.segment * self.max_chunks + k if self.spec.num_segments > 1 else k
         return chunk * (self.spec.chunk_len or 0), row
 
-    def at(self, unit: Unit, *, on_all: bool = False) -> At:
+    def at(self, unit: Unit, *, on_all: bool = False) -> LayerContext:
         """Where a unit lies, and its part of the batch.
 
         Args:
@@ -321,7 +321,7 @@ class Stage:
             return lax.dynamic_slice(a, corner(a, start, row), (steps, b, *a.shape[2:]))
 
         batch = jax.tree.map(cut, self.batch_on_all if on_all else self.batch)
-        return At(
+        return LayerContext(
             layer=0,
             time=self.first_step + time,
             row=self.first_row + row,

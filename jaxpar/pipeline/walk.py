@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.trees import add, vary_like
 from jaxpar.base.types import Activations, Arrays, Carry, Function, Index
 from jaxpar.internal.split import PlainLayer
@@ -190,7 +190,7 @@ def run_layers(
     frozen: Sequence[Arrays],
     carry: Sequence[Arrays],
     x: Activations,
-    at: At,
+    at: LayerContext,
     slots: SlotArrays,
 ) -> tuple[tuple[Any, ...], Any]:
     """Feeds x through stacked layers, one after the other; autodiff can differentiate it.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import LAYERS
 from jaxpar.base.trees import shape_of, whole_bytes
 from jaxpar.base.types import Shapes
@@ -171,7 +171,9 @@ class Counts:
         return Unit(t or 1, whole_bytes(x), tuple(kinds), *ends)
 
 
-def _count_layer(function: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At) -> Kind:
+def _count_layer(
+    function: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: LayerContext
+) -> Kind:
     """What a layer does in parts, as the engine has them."""
     split = SplitLayer(with_sums(function), params, frozen, carry, x, at, splits=True)
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import constants_told, same_along, vary_like
@@ -156,7 +156,9 @@ def _carry_specs(parts: Parts, carry: Carry, *axes: str) -> Arrays:
     return tuple(jax.tree.unflatten(jax.tree.structure(own), specs) for own, specs in pairs)
 
 
-def run_block(parts: Parts, layers, params, frozen, carry, at: At, *, predicts: bool = False):
+def run_block(
+    parts: Parts, layers, params, frozen, carry, at: LayerContext, *, predicts: bool = False
+):
     """All of a model on a block of rows and time steps: the carry, and the sums or what `predict` gives."""
     model, facts = parts.storage.merge(params, frozen), parts.facts
     with jax.named_scope("first"), constants_told("`first`"):
@@ -169,7 +171,7 @@ def run_block(parts: Parts, layers, params, frozen, carry, at: At, *, predicts: 
         return carry, parts.after_layers(model, y, at, of_layers, predicts=predicts)
 
 
-def _run_stack(parts: Parts, layers, params, frozen, carry, x, at: At):
+def _run_stack(parts: Parts, layers, params, frozen, carry, x, at: LayerContext):
     """All layers on one stage: neighbours of one kind in a loop, or written out if they are few."""
     carry, first = list(carry), 0
     for kind, run in itertools.groupby(parts.facts.kind_of):

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import STAGE
 from jaxpar.base.checks import require
 from jaxpar.base.trees import add, constants_told, shape_of, vary_like, vary_over, zeros
@@ -126,7 +126,7 @@ class Parts:
         frozen: Params,
         carry: Carry,
         x: Activations,
-        at: At,
+        at: LayerContext,
     ) -> tuple:
         """A kind of layer as a function of its variables; mistakes in it are reported with its name."""
         with constants_told(f"layer {kind}"):
@@ -147,7 +147,7 @@ class Parts:
         frozen: Params,
         carry: Carry,
         block: Activations,
-        at: At,
+        at: LayerContext,
     ) -> tuple:
         """A layer, as a function of its variables, on a block of one shape (`base.padding`).
 
@@ -194,7 +194,7 @@ class Parts:
         self,
         model: Module,
         y: Activations,
-        at: At,
+        at: LayerContext,
         of_layers: Outputs = (),
         *,
         predicts: bool,
@@ -293,7 +293,7 @@ class Outer:
         self,
         leaves: Params,
         frozen: Params,
-        at: At,
+        at: LayerContext,
         look_up: Callable[..., jax.Array] | None = None,
     ) -> Activations:
         """`first` of the model with the leaves that it uses, which may be parts over `stage`; a block.
@@ -312,7 +312,7 @@ class Outer:
         return self.facts.traces.padding.pad(x, at.layout)
 
     def add_first_gradient(
-        self, grads: Cotangents, leaves: Params, frozen: Params, at: At, dx: Cotangents
+        self, grads: Cotangents, leaves: Params, frozen: Params, at: LayerContext, dx: Cotangents
     ) -> Cotangents:
         """The gradients of these leaves, with what a unit adds: to a table only in the rows of its words."""
         tables, found, grads = self._tables, [], list(grads)
@@ -353,7 +353,7 @@ class Outer:
         }
 
     def run_last(
-        self, leaves: Params, frozen: Params, y: Activations, at: At, *, is_part: bool
+        self, leaves: Params, frozen: Params, y: Activations, at: LayerContext, *, is_part: bool
     ) -> Outputs:
         """`last` of the model with the leaves that it uses, or `predict`, of a block; or a part of either."""
         model, traces = self._with(self.last, leaves, frozen), self.facts.traces

@@ -132,7 +132,7 @@ class _Part(NamedTuple):
 
     Attributes:
       kind: the number of a layer's kind, "first" or "last".
-      place: its `At.layer`, and its row among the layers of its kind.
+      place: its `LayerContext.layer`, and its row among the layers of its kind.
     """
 
     name: str

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import At, Parallel
+from jaxpar import LayerContext, Parallel
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.model.stack import wrap_like
@@ -76,7 +76,7 @@ def plainly(task):
     @functools.partial(jax.value_and_grad, has_aux=True)
     def loss(state):
         model = nnx.merge(graphdef, state)
-        at, last = At(0, 0, 0, key, block, time_major=bool(time)), len(model.layers)
+        at, last = LayerContext(0, 0, 0, key, block, time_major=bool(time)), len(model.layers)
         carry, y, found = layers(model.layers, model.first(block, at._replace(layer=last + 1)), at)
         found.append(model.last(y, block, at._replace(layer=last)))
         names = {name: 0.0 for own in found for name in own.metrics}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar import At, Stack, Sums, nn
+from jaxpar import LayerContext, Stack, Sums, nn
 from jaxpar.nn import dropout, named_param
 from lib.models import FEATURES, MAKERS, WIDTH, draw
 
@@ -18,7 +18,7 @@ class Attention(nnx.Module):
     def __init__(self, *, rngs):
         self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, rngs=rngs)
 
-    def __call__(self, carry, x_TBW, at: At):
+    def __call__(self, carry, x_TBW, at: LayerContext):
         q, *kv = jnp.split(self.qkv(nn.dropout(x_TBW, 0.2, at)), 3, -1)
         k, v = (lax.all_gather(a, "context", tiled=True) for a in kv)
         seen = at.time + jnp.arange(len(q))[:, None] >= jnp.arange(len(k))[None]
@@ -37,7 +37,7 @@ class Experts(nnx.Module):
         kernel = jax.random.normal(rngs.params(), (self.num_experts, WIDTH, WIDTH)) / 4
         self.kernel = nn.named_param(kernel, ("experts", None, None))
 
-    def __call__(self, carry, x_TBW, at: At):
+    def __call__(self, carry, x_TBW, at: LayerContext):
         scores_TBE = jax.nn.softmax(self.router(x_TBW))
         chosen_TBE = jax.nn.one_hot(scores_TBE.argmax(-1), self.num_experts)
         sent_ETBW = jnp.einsum("tbe,tbw->etbw", chosen_TBE, x_TBW)
@@ -66,7 +66,7 @@ class Ends(nnx.Module):
         self.layers = Stack([MAKERS[kind] for kind in ("gru", "gru", "dense", "cell")], rngs=rngs)
         self.out = nnx.Linear(WIDTH, 8 * FEATURES, rngs=rngs)
 
-    def first(self, batch, at: At):
+    def first(self, batch, at: LayerContext):
         ids = [(jnp.abs(batch["x"][..., n]) * 100).astype(jnp.int32) % WORDS for n in (0, 1)]
         x = dropout(self.words(ids[0]), 0.2, at, number=7) + self.marks[0](ids[1])
         if "twice" in self.how:  # the same table once more
@@ -78,7 +78,7 @@ class Ends(nnx.Module):
         x = x * self.scale[...][None, None] * batch["level"][:, :, None]
         return x + self.down(jnp.tanh(self.up(x))) if "deep" in self.how else x
 
-    def last(self, y, batch, at: At):
+    def last(self, y, batch, at: LayerContext):
         found = self.out(y * self.scale[...][None, None])
         error = found.reshape(*y.shape[:2], FEATURES, -1).mean(-1) - batch["y"]
         loss = jnp.sum(jnp.square(error) * batch["weight"][..., None]) + 0.1 * jnp.sum(
@@ -99,7 +99,7 @@ class Penalized(nnx.Module):
     def initial_carry(self, rows):
         return jnp.zeros((rows, 16))
 
-    def __call__(self, carry, x_TBW, at: At):
+    def __call__(self, carry, x_TBW, at: LayerContext):
         with jax.numpy_rank_promotion("allow"):
             carry, y_TBW = jax.lax.scan(self.cell, carry, x_TBW)
         loss = PENALTY * jnp.sum(jnp.square(y_TBW) * at.batch["weight"][..., None])
@@ -159,7 +159,7 @@ class Map(nnx.Module):
     def __init__(self, inputs, width, *, rngs):
         self.map = nnx.Linear(inputs, width, use_bias=False, rngs=rngs)
 
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         y = self.map(x)
         return carry, {"y": y, "square": jnp.square(y[..., :2])}
 
@@ -170,6 +170,6 @@ class Join(nnx.Module):
     def __init__(self, *, rngs):
         self.scale = nnx.Param(jnp.linspace(0.5, 1.5, 2))
 
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         both = jnp.concatenate([x["y"], x["square"] * self.scale[...][None, None]], -1)
         return carry, nn.dropout(both, 0.2, at)

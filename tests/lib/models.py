@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 import jaxpar
-from jaxpar import At, OptimizerConfig, SeriesBatches, Stack, Sums, Task, nn
+from jaxpar import LayerContext, OptimizerConfig, SeriesBatches, Stack, Sums, Task, nn
 from jaxpar.nn import LSTM, Recurrent, dropout, named_param
 
 WIDTH, FEATURES = 16, 3
@@ -38,7 +38,7 @@ class GRU(nnx.Module):
     def initial_carry(self, rows):
         return jnp.broadcast_to(START, (rows, WIDTH))
 
-    def __call__(self, h, x_TBW, at: At):
+    def __call__(self, h, x_TBW, at: LayerContext):
         x_TBW = dropout(x_TBW, 0.2, at)
         zx_TB3W = jnp.einsum("tbi,igh->tbgh", x_TBW, self.w_x[...])
 
@@ -63,7 +63,7 @@ class Block(nnx.Module):
         self.up = nnx.Linear(WIDTH, 32, kernel_init=up, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(32, WIDTH, kernel_init=down, use_bias=False, rngs=rngs)
 
-    def __call__(self, carry, x_TBW, at: At):
+    def __call__(self, carry, x_TBW, at: LayerContext):
         q, k, v = jnp.moveaxis(jnp.einsum("tbw,wchd->tbchd", x_TBW, self.qkv[...]), 2, 0)
         scores = jnp.einsum("tbhd,sbhd->tsbh", q, k) * (WIDTH // 2) ** -0.5
         causal = jnp.tril(jnp.ones(scores.shape[:2], bool))[..., None, None]
@@ -77,7 +77,7 @@ class Dense(nnx.Module):
         self.kernel = nnx.Param(draw(rngs, WIDTH, WIDTH))  # without names: whole on each device
         self.bias = nnx.Param(jnp.linspace(-0.5, 0.5, WIDTH))
 
-    def __call__(self, carry, x, at: At):
+    def __call__(self, carry, x, at: LayerContext):
         return carry, x + jnp.tanh(x @ self.kernel[...] + self.bias[...][None, None])
 
 
@@ -124,10 +124,10 @@ class Regression(nnx.Module):
         self.scale = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH))
         self.layers = Stack([MAKERS[kind] for kind in kinds], rngs=rngs)
 
-    def first(self, batch, at: At):
+    def first(self, batch, at: LayerContext):
         return self.inputs(batch["x"]) * self.scale[...][None, None] * batch["level"][:, :, None]
 
-    def last(self, y, batch, at: At):
+    def last(self, y, batch, at: LayerContext):
         error = self.outputs(y * self.scale[...][None, None]) - batch["y"]
         weight = batch["weight"]
         return Sums(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import BATCH, STAGE
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.keys import new_key
@@ -71,7 +71,7 @@ class Draw(NamedTuple):
         return cls(*own, np.int32(NOWHERE if separator is None else separator), np.int32(0))
 
 
-def draw_tokens(logits_TBV: jax.Array, draw: Draw, at: At) -> jax.Array:
+def draw_tokens(logits_TBV: jax.Array, draw: Draw, at: LayerContext) -> jax.Array:
     """A token for every place, int32 [T, B]."""
     logits_TBV = at.layout(logits_TBV, None, BATCH, None)
     T, B, V = logits_TBV.shape

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.trees import vary_like, zeros
 from jaxpar.base.types import Arrays
 from jaxpar.internal.products import transposable
@@ -27,7 +27,7 @@ MIN_ROWS = 128
 NO_WORD = -1e30
 
 
-def logits_at_once(at: At) -> int:
+def logits_at_once(at: LayerContext) -> int:
     """How many logits are computed at once where this block is."""
     return LOGITS_ON_CPU if at.on_cpu else LOGITS_ELSEWHERE
 

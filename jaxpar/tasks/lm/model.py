@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.base.at import At
+from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import EMBED, INPUT, STAGE, TENSOR, TOKENS, VOCAB
 from jaxpar.base.types import Carry, Module
 from jaxpar.model.model import Sums
@@ -93,23 +93,23 @@ class LanguageModel(nnx.Module):
         return model
 
     @jax.named_scope("embedding")
-    def first(self, batch: Batch, at: At) -> jax.Array:
+    def first(self, batch: Batch, at: LayerContext) -> jax.Array:
         """Embedded inputs [T, B, H] in the compute dtype; beyond the width of the embedding they are zero."""
         x_TBE = self.embedding(jnp.asarray(batch.inputs_BT))
         return extend(x_TBE.astype(jnp.dtype(self.dtype)), self.width)
 
-    def last(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
+    def last(self, y_TBH: jax.Array, batch: Batch, at: LayerContext) -> Sums:
         """Negative log-likelihood of the targets, and how many there are."""
         y_TBH, most = dropout(self._normed(y_TBH), self.dropout, at), loss.logits_at_once(at)
         targets_TB = jnp.asarray(batch.targets_BT)
         return loss.linear_cross_entropy(y_TBH, *self._head(), targets_TB, max_logits=most)
 
-    def last_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
+    def last_part(self, y_TBH: jax.Array, batch: Batch, at: LayerContext) -> Sums:
         """`last` on every stage with its part of the vocabulary."""
         logits_TBV = self._logits_part(dropout(self._normed(y_TBH), self.dropout, at))
         return loss.cross_entropy(logits_TBV, jnp.asarray(batch.targets_BT), manual_axis=STAGE)
 
-    def predict(self, y_TBH: jax.Array, batch: Batch, at: At) -> dict[str, jax.Array]:
+    def predict(self, y_TBH: jax.Array, batch: Batch, at: LayerContext) -> dict[str, jax.Array]:
         """The log-likelihood of each target, in nats: float32 [T, B]; or a token that is drawn."""
         if batch.draw is not None:
             return {TOKEN: draw_tokens(self.logits(y_TBH), batch.draw, at)}
@@ -118,7 +118,9 @@ class LanguageModel(nnx.Module):
         found_TB = loss.linear_log_likelihood(y_TBH, *self._head(), targets_TB, max_logits=most)
         return {LOG_LIKELIHOOD: found_TB}
 
-    def predict_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> dict[str, jax.Array]:
+    def predict_part(
+        self, y_TBH: jax.Array, batch: Batch, at: LayerContext
+    ) -> dict[str, jax.Array]:
         """`predict` on every stage with its part of the vocabulary."""
         logits_TBV = self._logits_part(self._normed(y_TBH))
         targets_TB = jnp.asarray(batch.targets_BT)
@@ -155,7 +157,7 @@ class LanguageModel(nnx.Module):
         """
         resets_TB = None if resets_BT is None else resets_BT.T
         batch = Batch(tokens_BT.T, tokens_BT.T, starts=False, resets=resets_TB)
-        at = At(layer=0, time=0, row=0, batch=batch)
+        at = LayerContext(layer=0, time=0, row=0, batch=batch)
         carry, y, *_ = self.layers(carry, self.first(batch, at), at)
         return carry, self.logits(y)
 
