@@ -89,7 +89,7 @@ PRINTED = {
     "docs/training.md": ("runs/0001",),
     "docs/using.md": (
         "begins with the weights of runs/0001",
-        "left out  head.bias",
+        "ignored  head.bias",
         "layers.0.w_x",
     ),
     "docs/analysis.md": ("row split", "dim 0 layers/stage", "profiler"),
