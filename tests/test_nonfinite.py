@@ -574,6 +574,22 @@ def go_on(settings, out_dir, num_steps, learning_rate=None, **train):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compile_once")
+def test_the_state_is_saved_before_its_origin_is_searched_for(poisoned, tmp_path, monkeypatch):
+    """The search may need more memory than there is."""
+
+    def fail(*_):
+        raise MemoryError("too large")
+
+    monkeypatch.setattr("jaxpar.training.loop.find_origin", fail)
+    settings, bad = poisoned
+    with pytest.raises(MemoryError, match="too large"):
+        go_on(settings, tmp_path / "run", 20)
+    folder = RunFolder(tmp_path / "run")
+    assert folder.checkpoints(Setup.of(*settings)).steps() == [1, bad[0]]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compile_once")
 def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_path):
     settings, bad = poisoned
     folder = RunFolder(tmp_path / "run")

@@ -147,9 +147,10 @@ class Run:
         self.state, self.step = release(self.state, config.allowed_skips), last.step - 1
         assert int(self.state.step) == self.step
         check_parameters(self.setup, self.state)
-        origin = find_origin(self.setup, self.state, self.read_batch())
         self.save()
         self.checkpoints.close()  # it is written, in every process
+        # The search computes with the whole batch at once, and may need more memory than there is.
+        origin = find_origin(self.setup, self.state, self.read_batch())
         self.callbacks.call(Report.end, self.step, config.num_steps, None)
         return FloatingPointError(
             f"{last.to_text()}; the first number that is not finite is in {origin}. The state before this "
