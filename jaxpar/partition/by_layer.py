@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jaxpar.base.checks import require
 from jaxpar.base.keys import data_of, is_key, key_as
 from jaxpar.base.types import Arrays, Shapes
+from jaxpar.model.stack import KIND
 from jaxpar.partition.storage import Storage, on_device
 from jaxpar.sharding import array_of, axes_of_spec, is_variable, to_spec
 
@@ -98,7 +99,7 @@ def _numbers(leaf: Any) -> Arrays:
 
 def kind_of(leaf: Any) -> str | None:
     """The kind of layers that are stacked in a variable; None if it is of no layer."""
-    return leaf.get_metadata("kind", None) if is_variable(leaf) else None
+    return leaf.get_metadata(KIND, None) if is_variable(leaf) else None
 
 
 def _each(

@@ -7,7 +7,7 @@ which of the two it is. All others read variables by their names, or one layer a
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -121,13 +121,11 @@ class Storage(Packing):
             planes = jax.tree.leaves(node[POOLS[0]])
             where = self.partition.opt_rules
             found = {name: leaf for name, leaf in named_leaves(node, "/") if POOLS[0] not in name}
-            for kind, name, leaf, variable in self._packed_leaves:
+            for kind, name, leaf, variable in self._packed_leaves(0):
                 place = array_of(shardings(variable, mesh, where))
                 stack = stack_of(planes[leaf.plane], self.pools[0], kind, leaf, place)
                 found[name] = variable.replace(stack)
-            names = [name for name, _ in named_leaves(self.params, "/")]
-            structure = jax.tree.structure(self.params, is_leaf=is_variable)
-            return jax.tree.unflatten(structure, [found[name] for name in names])
+            return _tree_of(found, self.params)
 
         return jax.tree.map(of, tree, is_leaf=_is_whole)
 
@@ -148,20 +146,19 @@ class Storage(Packing):
             assert self.pools is not None
             pool, found = self.pools[0], dict(named_leaves(node, "/"))
             planes = [jnp.zeros(pool.shape_of(plane), plane.dtype) for plane in pool.planes]
-            for kind, name, leaf, _ in self._packed_leaves:
+            for kind, name, leaf, _ in self._packed_leaves(0):
                 n, place = leaf.plane, NamedSharding(mesh, pool.planes[leaf.plane].spec)
                 planes[n] = with_stack(planes[n], array_of(found[name]), pool, kind, leaf, place)
             return self._in_pool(node, 0, planes)
 
         return jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, nnx.State))
 
-    @property
-    def _packed_leaves(self) -> Iterator[tuple[int, str, Leaf, nnx.Variable]]:
-        """Trained variables in the pool: number of the kind, name, place, and shapes in a stack."""
+    def _packed_leaves(self, number: int) -> Iterator[tuple[int, str, Leaf, nnx.Variable]]:
+        """The variables in the pool of a tree: number of the kind, name, place, and shapes in a stack."""
         assert self.pools is not None
-        shapes = dict(named_leaves(self.params, "/"))
-        for kind, names in enumerate(self.packed_names(0)):
-            for name, leaf in zip(names, self.pools[0].leaves[kind], strict=True):
+        shapes = dict(named_leaves((self.params, self.frozen)[number], "/"))
+        for kind, names in enumerate(self.packed_names(number)):
+            for name, leaf in zip(names, self.pools[number].leaves[kind], strict=True):
                 yield kind, name, leaf, shapes[name]
 
     def stores(self, first: Sequence[Names], last: Sequence[Names]) -> tuple[Store, Store]:
@@ -231,20 +228,18 @@ class Storage(Packing):
         assert self.pools is not None
         variables, structure = jax.tree.flatten(planes, is_leaf=is_variable)
         pool, arrays = self.pools[number], [*map(array_of, variables)]
-        shapes = dict(named_leaves((self.params, self.frozen)[number], "/"))
-        for kind, names in enumerate(self.packed_names(number)):
-            for name, leaf in zip(names, pool.leaves[kind], strict=True):
-                variable, plane = shapes[name], arrays[leaf.plane]
-                split, rules = axes_of_spec(plane.sharding.spec, plane.ndim), self.partition.rules
-                rules = split_over_data(rules) if DATA in sum(split, ()) else rules
-                place = array_of(shardings(variable, plane.sharding.mesh, rules))
-                shown = jax.ShapeDtypeStruct(variable.shape, plane.dtype, sharding=place)
-                if isinstance(array_of(variables[leaf.plane]), jax.Array):
-                    shown = stack_of(on_device(plane), pool, kind, leaf, place)
-                value = change(name.replace("/", separator), variable.replace(shown))
-                if value is not None:
-                    plane = on_device(plane)
-                    arrays[leaf.plane] = with_stack(plane, value, pool, kind, leaf, plane.sharding)
+        for kind, name, leaf, variable in self._packed_leaves(number):
+            plane = arrays[leaf.plane]
+            split, rules = axes_of_spec(plane.sharding.spec, plane.ndim), self.partition.rules
+            rules = split_over_data(rules) if DATA in sum(split, ()) else rules
+            place = array_of(shardings(variable, plane.sharding.mesh, rules))
+            shown = jax.ShapeDtypeStruct(variable.shape, plane.dtype, sharding=place)
+            if isinstance(array_of(variables[leaf.plane]), jax.Array):
+                shown = stack_of(on_device(plane), pool, kind, leaf, place)
+            value = change(name.replace("/", separator), variable.replace(shown))
+            if value is not None:
+                plane = on_device(plane)
+                arrays[leaf.plane] = with_stack(plane, value, pool, kind, leaf, plane.sharding)
         made = [
             variable.replace(jax.device_put(array, array_of(variable).sharding))
             if isinstance(array, jax.Array)
@@ -261,9 +256,7 @@ class Storage(Packing):
                 return node
             found: dict[str, nnx.Variable] = {}
             self.each_by_name(node, lambda name, leaf: found.update({name: leaf}))
-            shapes = (self.params, self.frozen)[POOLS.index(key)]
-            leaves = [found[name] for name, _ in named_leaves(shapes, "/")]
-            return jax.tree.unflatten(jax.tree.structure(shapes, is_leaf=is_variable), leaves)
+            return _tree_of(found, (self.params, self.frozen)[POOLS.index(key)])
 
         return jax.tree.map(of, tree, is_leaf=_is_whole)
 
@@ -299,6 +292,12 @@ def _draw_planes(storage: Storage, key_data: jax.Array, mesh: Mesh) -> list[list
     # No axis is summed over, which is what the check is for.
     run = jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)
     return run(key_data)
+
+
+def _tree_of(found: Mapping[str, nnx.Variable], like: nnx.State) -> nnx.State:
+    """Variables by name as a tree like another."""
+    leaves = [found[name] for name, _ in named_leaves(like, "/")]
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_variable), leaves)
 
 
 def _has_pool(node: Tree) -> str:

@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jaxpar.base.axes import LAYERS
 from jaxpar.base.types import Arrays, OptState, Params, Shapes, Tree
 from jaxpar.model.stack import KIND
-from jaxpar.partition.by_layer import Rows, places_in_order
+from jaxpar.partition.by_layer import Rows, kind_of, places_in_order
 from jaxpar.sharding import PARAM_SHAPE, array_of, is_variable
 from jaxpar.trace.jaxprs import function_of
 
@@ -70,7 +70,7 @@ def without_empty_rows(params: Params, rows_of: RowsOf) -> Params:
     """Parameters with zeros in the empty rows of stacks, after an update of parts of them."""
 
     def clear(leaf: Any) -> Arrays:
-        if (kind := leaf.get_metadata(KIND, None)) is None:
+        if (kind := kind_of(leaf)) is None:
             return leaf
         return leaf.replace(_cleared(leaf.get_value(), np.array(rows_of[kind]) >= 0))
 
@@ -128,7 +128,7 @@ def _own(tree: Params, rows_of: RowsOf) -> Shapes:
     """The shapes of a tree, with each layer's own variables in the place of a stack."""
 
     def of(path: Any, leaf: Any) -> Arrays:
-        kind = leaf.get_metadata(KIND, None) if is_variable(leaf) else None
+        kind = kind_of(leaf)
         if kind is None:
             return leaf
         stack = jax.typeof(leaf.get_value())
