@@ -30,7 +30,7 @@ from jaxpar.sharding import OF, dims_of, is_variable
 from jaxpar.trace.counts import amount, used_inputs
 
 # Of each class the parameters that are split, and the dim of each.
-_SPLITS = {
+SPLITS = {
     Embedding: {"table": 0},
     nnx.Embed: {"embedding": 0},
     Linear: {"kernel": 1, "bias": 0},
@@ -110,19 +110,19 @@ def _called(of: type) -> type:
 def modules(model: Module) -> Iterator[tuple[str, Module]]:
     """Those of a model outside of its stack that can be in parts, by name."""
     for path, module in nnx.iter_graph(model):
-        if type(module) in _SPLITS and path[0] != STACK:
+        if type(module) in SPLITS and path[0] != STACK:
             yield "/".join(map(str, path)), module
 
 
 def split_params(module: Module) -> dict[str, int]:
     """The parameters of a module that are split, and the dim of each."""
-    named = _SPLITS[type(module)]
+    named = SPLITS[type(module)]
     return {name: dim for name, dim in named.items() if is_variable(getattr(module, name, None))}
 
 
 def size_of(module: Module) -> int:
     """Of the dim that is split."""
-    key, dim = next(iter(_SPLITS[type(module)].items()))
+    key, dim = next(iter(SPLITS[type(module)].items()))
     return getattr(module, key).shape[dim]
 
 

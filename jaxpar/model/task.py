@@ -49,6 +49,12 @@ class Task:
       unit: what `Sums.weight` counts, in the plural: "tokens".
       frozen: an NNX filter for parameters that are not trained, by default none: they have no gradient, no
         buffer and no optimizer state.
+      layers: of a task whose model is any Flax module (see `loss`), where its blocks are: the path of an
+        `nnx.List`, `nnx.Sequential` or `nnx.Dict` ("decoder.blocks"), a part of one ("net[2:10]"), numbered
+        attributes ("block_*"), or one module with stacked parameters, made by `nnx.vmap` and called by
+        `nnx.scan`. None is the only list of modules in the model.
+      dims: of such a task, the dims of parameters by their paths, in which * may stand for anything, as names
+        or as axes of the mesh: {"blocks.*.up.kernel": (None, "tensor")}. They replace those of the model.
       axes: the names of axes of your own, over which rules may split dims and layers may use collectives; a
         mesh that does not have one has it with size 1.
       train, parallel: the settings that its runs have by default.
@@ -57,6 +63,8 @@ class Task:
 
     unit: ClassVar[str] = "rows"
     frozen: ClassVar[Any] = False
+    layers: ClassVar[str | None] = None
+    dims: ClassVar[Mapping[str, tuple[str | None, ...]]] = {}
     axes: ClassVar[tuple[str, ...]] = ()
     train: ClassVar[TrainConfig] = TrainConfig()
     parallel: ClassVar[Parallel] = Parallel()
@@ -102,9 +110,34 @@ class Task:
         """Whether it evaluates other parameters than it trains; see `evaluated_params`."""
         return type(self).evaluated_params is not Task.evaluated_params
 
+    @property
+    def adopts(self) -> bool:
+        """Whether its model is any Flax module: it has a `loss`."""
+        return type(self).loss is not Task.loss
+
     def make_model(self, rngs: "nnx.Rngs") -> Any:
-        """The model; see `model.Model`."""
+        """The model; see `model.Model`. With a `loss`, it is any Flax module with blocks in a list."""
         raise ValueError(f"task {self.name} has no make_model(self, rngs).\nFix: write one.")
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        """Optional: the loss of a model that is any Flax module, which this method calls.
+
+        Args:
+          model: as `make_model` returns it.
+          batch: arrays [rows, ...].
+        Returns:
+          sums over the rows: a `Sums`, such as `jaxpar.mean(losses, mask)`, or (sum of the losses, number of
+          items).
+        """
+        raise NotImplementedError
+
+    def predict(self, model: Any, batch: Any) -> Any:
+        """Optional, beside a `loss`: what is predicted for each row; by default what the model's call returns.
+
+        Returns:
+          arrays [rows, ...] by name, or one array.
+        """
+        raise NotImplementedError
 
     def make_batches(self, split: str, seed: int | None = None) -> "Batches":
         """The batches of a split.

@@ -21,6 +21,8 @@ from jaxpar.base.trees import check_floats, check_same, shape_of, whole_bytes
 from jaxpar.base.types import Activations, Arrays, Batch, Function, Module, Params, Shapes
 from jaxpar.data.batches import check_numbers
 from jaxpar.data.order import DrawnBatches
+from jaxpar.model.adopt.adopted import adopted
+from jaxpar.model.adopt.cut_model import CutModel, is_frozen
 from jaxpar.model.model import (
     Sums,
     check_variables,
@@ -93,6 +95,7 @@ class TracedModel:
         self.task, self.platform = task, platform
         task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
         self.batch = jax.tree.map(shape_of, _example_of(task))
+        self.cut_model = CutModel(task, self.batch) if task.adopts else None
         what = f"the model of task {task.name}, a"
         self.model = module_of(what, lambda: self.make(0))[0]
         _check_model(task, self.model)
@@ -121,11 +124,14 @@ class TracedModel:
 
     def make(self, seed: int | jax.Array) -> Module:
         """The model with its values, of a seed or a key, its layers not in slots yet. Call under `jit`."""
+        if self.cut_model is not None:
+            return adopted(self.cut_model, seed)
         return made(self.task.make_model, seed)
 
     def split(self, model: Module) -> tuple[Any, nnx.State, nnx.State]:
         """Structure, what is trained, and all other variables of a model."""
-        trained = nnx.All(nnx.Param, nnx.Not(self.task.frozen))
+        frozen = self.task.frozen if self.cut_model is None else is_frozen
+        trained = nnx.All(nnx.Param, nnx.Not(frozen))
         graphdef, params, frozen = nnx.split(model, trained, ...)
         return graphdef, params, frozen
 
@@ -410,7 +416,7 @@ def _check_model(task: Task, model: Module) -> None:
 
 def _check_frozen(task: Task, model: Module) -> None:
     """Raises if the task's filter of what is not trained matches nothing of the model."""
-    if isinstance(nnx.filterlib.to_predicate(task.frozen), nnx.Nothing):
+    if isinstance(nnx.filterlib.to_predicate(task.frozen), nnx.Nothing) or task.adopts:
         return
     params = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     if not nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, task.frozen))):

@@ -1,0 +1,131 @@
+"""How `make_model` draws its variables: traced once, and cut by what each block needs.
+
+So no device draws all blocks, and the values are those of the plain model of the same seed. Blocks that are drawn
+in the same way, but for numbers such as the counts of a random stream, are drawn by one program: compile time
+does not grow with their number.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend.core import Var
+
+from jaxpar.base.keys import new_key
+from jaxpar.base.types import Leaves, Module
+from jaxpar.model.tracing import Maker, made
+from jaxpar.sharding import array_of, named_leaves
+from jaxpar.trace.counts import FACTORIZATIONS
+from jaxpar.trace.jaxprs import equations_for, function_of, made_with, program_of, reads_of
+
+_NUMBERS = re.compile(r"0x[0-9a-f]+")
+
+
+class _Block(NamedTuple):
+    """How a block is drawn: a function of a key and numbers, these numbers, and its text."""
+
+    draw: Callable[..., Leaves]
+    numbers: list[np.ndarray]
+    text: str
+
+
+class Drawing:
+    """The program of `make_model`, in parts."""
+
+    def __init__(self, make: Maker, names: Sequence[str]):
+        """Traces it.
+
+        Args:
+          names: of the variables that are asked for; "blocks.kernel@3" is row 3 of one.
+        """
+        self.names = [*names]
+
+        def draw(key: jax.Array) -> Leaves:
+            state = nnx.state(with_data(made(make, key)))
+            arrays = {name: array_of(leaf) for name, leaf in named_leaves(state)}
+            rows = (name.partition("@") for name in self.names)
+            return [arrays[name][int(row)] if at else arrays[name] for name, at, row in rows]
+
+        self._closed = jax.make_jaxpr(draw)(new_key(0))
+        jaxpr = self._closed.jaxpr
+        self._drawn = made_with(jaxpr, jaxpr.invars)
+        # Numbers that are known without the key, such as counts.
+        made_here = (v for eqn in jaxpr.eqns for v in eqn.outvars)
+        self._known = {v for v in made_here if v not in self._drawn and not v.aval.shape}
+        self._blocks = dict[tuple[str, ...], _Block]()
+
+    def constants(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """The values of variables that are made without drawing.
+
+        Raises:
+          ValueError: one is drawn.
+        """
+        outs = self._outs(names)
+        for name, v in zip(names, outs, strict=True):
+            if v in self._drawn:
+                raise ValueError(
+                    f"{name} is drawn at random and is no nnx.Param, so it would be a constant.\n"
+                    f"Fix: write nnx.Param(...), and keep it from training by `frozen`."
+                )
+        return dict(zip(names, self._values(outs), strict=True))
+
+    def block(self, names: Sequence[str], key: jax.Array) -> Leaves:
+        """The values of these variables."""
+        draw, numbers, _ = self._of(names)
+        return draw(key, *numbers)
+
+    def stacked(self, blocks: Sequence[Sequence[str]], key: jax.Array) -> Leaves:
+        """Those of several blocks that have variables of the same shapes, stacked."""
+        found = [self._of(names) for names in blocks]
+        if len({each.text for each in found}) > 1:
+            drawn = (self.block(names, key) for names in blocks)
+            return [jnp.stack(rows) for rows in zip(*drawn, strict=True)]
+        numbers = [jnp.stack(own) for own in zip(*(each.numbers for each in found), strict=True)]
+        if not numbers:
+            return [jnp.stack([a] * len(blocks)) for a in self.block(blocks[0], key)]
+
+        def draw(own: Leaves) -> Leaves:
+            return found[0].draw(key, *own)
+
+        # LAPACK's draw one by one: see `model.stack`.
+        factorizes = any(f"= {name}" in found[0].text for name in FACTORIZATIONS)
+        return jax.lax.map(draw, numbers) if factorizes else jax.vmap(draw)(numbers)
+
+    def _outs(self, names: Sequence[str]) -> list[Var]:
+        by_name = dict(zip(self.names, self._closed.jaxpr.outvars, strict=True))
+        return [by_name[name] for name in names]
+
+    def _values(self, outs: Sequence[Var]) -> list[np.ndarray]:
+        jaxpr = self._closed.jaxpr
+        with jax.ensure_compile_time_eval():
+            eqns = equations_for(jaxpr.eqns, outs)
+            return [*map(np.asarray, function_of(jaxpr, [], eqns, outs, self._closed.consts)())]
+
+    def _of(self, names: Sequence[str]) -> _Block:
+        if (key := tuple(names)) not in self._blocks:
+            jaxpr, outs = self._closed.jaxpr, self._outs(names)
+            eqns = equations_for(jaxpr.eqns, outs, self._known)
+            reads = reads_of(eqns, outs)
+            numbers = [v for v in reads if v in self._known]
+            inputs = [*jaxpr.invars, *numbers]
+            pairs = zip(jaxpr.constvars, self._closed.consts, strict=True)
+            text = str(program_of(jaxpr, inputs, eqns, outs).replace(constvars=[]))
+            text = _NUMBERS.sub("", text) + str([str(c) for v, c in pairs if v in reads])
+            draw = function_of(jaxpr, inputs, eqns, outs, self._closed.consts)
+            self._blocks[key] = _Block(draw, self._values(numbers), text)
+        return self._blocks[key]
+
+
+def with_data(model: Module) -> Module:
+    """A model with its plain arrays as leaves: Flax takes an attribute that is an array as static."""
+    for _, node in [*nnx.iter_graph(model)]:
+        for name, value in [*vars(node).items()] if isinstance(node, nnx.Pytree) else ():
+            is_node = isinstance(value, nnx.Pytree | nnx.Variable)
+            leaves = [] if is_node or name.startswith("_pytree__") else jax.tree.leaves(value)
+            if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+                setattr(node, name, nnx.data(jax.tree.map(jnp.asarray, value)))
+    return model

@@ -1,0 +1,263 @@
+"""Marks in a traced model: the call of a block is one equation, and so is that of an embedding or a linear layer.
+
+A module is marked by a class of the same name, derived from its own. Its methods are traced apart when they are
+called from outside of any block, and become an equation that has their program in it. So paths, attributes and
+`isinstance` are as before. Where no `tracing` is under way, a marked module does what it always did.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jaxpar.base.trees import shape_of, zeros
+from jaxpar.base.types import Leaves, Module, Shapes, Tree, Value
+from jaxpar.sharding import is_variable
+from jaxpar.trace.jaxprs import equations_in, inlined, programs_in
+
+_log = logging.getLogger(__name__)
+
+block_p, outer_p = Primitive("block"), Primitive("outer_module")
+for _primitive in (block_p, outer_p):
+    _primitive.multiple_results = True
+
+
+@block_p.def_abstract_eval
+def _block_types(*avals, number, jaxpr, num_carries):
+    return [v.aval for v in jaxpr.outvars]
+
+
+@outer_p.def_abstract_eval
+def _outer_types(*avals, name, call, jaxpr):
+    return [v.aval for v in jaxpr.outvars]
+
+
+@dataclasses.dataclass
+class BlockTrace:
+    """A block while it is traced: the carries that it is given, those that it begins with, those after it."""
+
+    given: Iterator[jax.Array]
+    starts: Leaves
+    after: Leaves
+
+
+@dataclasses.dataclass
+class Tracing:
+    """What is collected while a model is traced.
+
+    Attributes:
+      programs: of the calls of blocks so far, by what they depend on. (A graphdef may have no hash.)
+      block: the block that is traced now.
+      output: what the model's own call returned last.
+    """
+
+    programs: list[tuple[tuple[Value, ...], tuple[Value, ...]]]
+    block: BlockTrace | None = None
+    output: Tree = None
+
+
+TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("TRACING", default=None)
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[Tracing]:
+    """While it lasts, calls of marked modules become equations."""
+    found = Tracing([])
+    token = TRACING.set(found)
+    try:
+        yield found
+    finally:
+        TRACING.reset(token)
+
+
+def has_marks(eqn: JaxprEqn, of: Sequence[Primitive]) -> bool:
+    """Whether one of these primitives is in the program of an equation."""
+    return any(e.primitive in of for part in programs_in(eqn) for e in equations_in(part))
+
+
+# ---- modules are marked ----
+
+
+def mark_block(block: Module, number: int) -> None:
+    """Marks a block: each of its public methods is the call of a block."""
+    block.block_number = number
+    names = {
+        name
+        for of in type(block).__mro__[: type(block).__mro__.index(nnx.Module)]
+        for name, value in vars(of).items()
+        if callable(value) and not isinstance(value, type) and name[0] != "_"
+    }
+    block.__class__ = _marked(type(block), _call_block, (*sorted(names), "__call__"))
+
+
+def mark_outer(module: Module, name: str) -> None:
+    """Marks a module outside of the blocks, of which each device may have a part."""
+    module.outer_name = name
+    module.__class__ = _marked(type(module), _call_outer, ("__call__",))
+
+
+def mark_model(model: Module) -> None:
+    """Marks the model itself: what its call returns is noted."""
+    model.__class__ = _marked(type(model), _call_model, ("__call__",) if callable(model) else ())
+
+
+@functools.cache
+def _marked(of: type, run: Callable[..., Tree], names: tuple[str, ...]) -> type:
+    def marked(name: str) -> Callable[..., Tree]:
+        method = getattr(of, name)
+
+        @functools.wraps(method)
+        def call(self: Module, *args: Tree, **options: Tree) -> Tree:
+            state = TRACING.get()
+            if state is None or state.block is not None:
+                return method(self, *args, **options)
+            return run(state, self, method, args, options)
+
+        return call
+
+    return type(of.__name__, (of,), {name: marked(name) for name in names})
+
+
+def _call_model(
+    state: Tracing, model: Module, method: Callable[..., Tree], args: Tree, options: Tree
+) -> Tree:
+    state.output = method(model, *args, **options)
+    return state.output
+
+
+def _call_outer(
+    state: Tracing, module: Module, method: Callable[..., Tree], args: Tree, options: Tree
+) -> Tree:
+    call, arrays = Call.of(args, options)
+    graphdef, own = nnx.split(module)
+    leaves, structure = jax.tree.flatten(own)
+
+    def run(leaves: Leaves, arrays: Leaves) -> Tree:
+        merged = nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+        return call(functools.partial(method, merged), arrays)
+
+    closed = jax.make_jaxpr(run)(leaves, arrays)
+    operands = *closed.consts, *leaves, *arrays
+    given = {"name": module.outer_name, "call": call, "jaxpr": as_equation(closed)}
+    [out] = outer_p.bind(*operands, **given)
+    return out
+
+
+def _call_block(
+    state: Tracing, block: Module, method: Callable[..., Tree], args: Tree, options: Tree
+) -> Tree:
+    number, (call, arrays) = block.block_number, Call.of(args, options)
+    _check_arguments(number, (args, options))
+    block.block_number = -1  # blocks that are otherwise equal have one program
+    graphdef, own_state = nnx.split(block)
+    block.block_number = number
+    own, structure = jax.tree.flatten(own_state)
+    starts: list[Shapes] = []
+
+    def run(own: Leaves, arrays: Leaves, carries: Leaves) -> tuple[Tree, Leaves]:
+        merged = nnx.merge(graphdef, jax.tree.unflatten(structure, own))
+        state.block = found = BlockTrace(iter(carries), [], [])
+        try:
+            out = call(functools.partial(method, merged), arrays)
+        finally:
+            state.block = None
+        starts[:] = [shape_of(a) for a in found.starts]
+        check_unchanged(f"block {number}", own, nnx.state(merged))
+        return out, found.after
+
+    shapes = [[shape_of(a) for a in each] for each in (own, arrays)]
+    key = method, call, structure, graphdef, str(shapes)
+    known = next((found for other, found in state.programs if other == key), None)
+    if known is None:
+        jax.eval_shape(functools.partial(run, carries=[]), *shapes)
+        carries = [*starts]
+        closed, (out, _) = jax.make_jaxpr(run, return_shape=True)(*shapes, carries)
+        known = inlined(closed), out, carries
+        state.programs.append((key, known))
+    closed, out, carries = known
+    operands = [*closed.consts, *own, *arrays, *zeros(carries)]
+    keep = [False] * (len(operands) - len(carries)) + [True] * len(carries)
+    jaxpr = as_equation(closed)
+    jaxpr, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), keep)
+    operands = [a for a, is_used in zip(operands, used, strict=True) if is_used]
+    found = block_p.bind(*operands, number=number, jaxpr=jaxpr, num_carries=len(carries))
+    leaves, tree = jax.tree.flatten(out)
+    return jax.tree.unflatten(tree, found[: len(leaves)])
+
+
+def _check_arguments(number: int, given: Tree) -> None:
+    kinds = nnx.Rngs | nnx.RngStream
+    for node in jax.tree.leaves(given, is_leaf=lambda a: isinstance(a, kinds)):
+        if isinstance(node, kinds):
+            raise ValueError(
+                f"block {number} is given an {type(node).__name__}.\n"
+                f"Fix: give each block its own, such as nnx.Dropout(rate, rngs=rngs) where the block is made."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a function is called with but for its arrays.
+
+    Attributes:
+      leaves: of the arguments and the options; None in the places of arrays.
+    """
+
+    leaves: tuple[Value, ...]
+    places: tuple[int, ...]
+    tree: Any
+
+    @classmethod
+    def of(cls, args: Tree, options: Tree) -> tuple["Call", Leaves]:
+        """The call, and its arrays."""
+        leaves, tree = jax.tree.flatten((args, options))
+        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+        places = tuple(n for n, is_one in enumerate(is_array) if is_one)
+        rest = tuple(None if is_one else a for a, is_one in zip(leaves, is_array, strict=True))
+        return cls(rest, places, tree), [jnp.asarray(leaves[n]) for n in places]
+
+    def __call__(self, function: Callable[..., Tree], arrays: Leaves) -> Tree:
+        """Calls the function with these arrays."""
+        leaves = list(self.leaves)
+        for place, array in zip(self.places, arrays, strict=True):
+            leaves[place] = array
+        args, options = jax.tree.unflatten(self.tree, leaves)
+        return function(*args, **options)
+
+
+def as_equation(closed: ClosedJaxpr) -> Jaxpr:
+    """A program as that of an equation, which is given its constants first."""
+    jaxpr = closed.jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+
+
+def check_unchanged(what: str, before: Leaves, after: nnx.State) -> None:
+    """Checks that a call has changed no variable; random streams may count.
+
+    Raises:
+      ValueError: it has, and that would be lost.
+    """
+    new = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(after)}
+    sown = [name for name, leaf in new.items() if isinstance(leaf, nnx.Intermediate)]
+    if sown:
+        _log.warning(
+            "%s sows %s, which is dropped. Fix: return it, or leave sow out", what, ", ".join(sown)
+        )
+    old = {id(leaf) for leaf in before}
+    for name, leaf in new.items():
+        value = leaf.get_value() if is_variable(leaf) else leaf
+        if id(value) not in old and not isinstance(leaf, nnx.Intermediate | nnx.RngState):
+            raise ValueError(
+                f"{what} changes its variable {name} when it is called, and that would be lost.\n"
+                f"Fix: compute it in the loss, or leave it out."
+            )

@@ -1,0 +1,293 @@
+"""A user's program, traced with marks, and cut in front of every block.
+
+    tokens --embed--> x0 --[block 0]--> x1 --[block 1]--> ... --[block 7]--> x8 --norm, head--> loss
+       \\--mask-------------^------------------^------------------^
+
+What depends on what decides where an equation belongs:
+
+    first     what depends on parameters and is needed in front of block 0: up to x0
+    layer i   the equation of block i, and what stands between it and block i + 1: from x_i to x_(i+1)
+    last      all that follows the last block
+
+What depends on the batch alone, as a mask does, is in every part that needs it. What depends on parameters
+outside of the blocks, as the embedding of a time step does, is part of each x. What x carries is found: it may
+be several arrays, and others at each cut.
+"""
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+from jaxpar.base.types import Batch, Shapes, Tree
+from jaxpar.model.adopt.marks import block_p, has_marks, outer_p, tracing
+from jaxpar.trace.jaxprs import cut, equations_for, inlined, is_call, program_of, reads_of
+from jaxpar.trace.source_lines import source_line_of_equation
+from jaxpar.trace.varying import parts_of_scan
+
+_NUMBERS = re.compile(r"0x[0-9a-f]+|number=\d+|name=[^\s\]]+")
+_CALL_ONCE = "call each block once, one after the other, in plain Python"
+
+
+class Inputs(NamedTuple):
+    """What a program is given of a model.
+
+    Attributes:
+      names: of the parameters, as the user has them.
+      owners, key_owners: the block that each parameter, and each key of random numbers, is of; -1 of none.
+    """
+
+    names: Sequence[str]
+    owners: Sequence[int]
+    key_owners: Sequence[int]
+
+
+class Part(NamedTuple):
+    """A part of a program: "first", a layer, or "last".
+
+    Its inputs are parameters and keys of its own, keys of the rest, carries, x and the batch.
+
+    Attributes:
+      carries: the shapes of what a layer carries along time.
+      keys: the places of keys among the inputs, of those that it reads.
+    """
+
+    closed: ClosedJaxpr
+    carries: list[ShapedArray]
+    keys: list[int]
+
+    def text(self) -> str:
+        """What it does: equal for layers of one kind."""
+        consts = [hashlib.sha256(np.asarray(c).tobytes()).hexdigest() for c in self.closed.consts]
+        return _NUMBERS.sub("", str(self.closed.jaxpr)) + " ".join(consts)
+
+
+class Program:
+    """A function of a model and a batch, for batches of one shape.
+
+    Attributes:
+      xs: what each cut carries; the last one is given to `last`.
+      out: the shapes that the function gives.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Tree],
+        given: tuple[Shapes, Shapes, Batch],
+        inputs: Inputs,
+        num_blocks: int,
+        *,
+        is_stacked: bool,
+    ):
+        """Traces it.
+
+        Args:
+          run: (parameters, keys, leaves of the batch) -> what the function gives.
+          given: shapes of these.
+          is_stacked: whether the blocks are one module with stacked parameters, called in a loop.
+        Raises:
+          ValueError: blocks are called in another way than one after the other.
+        """
+        self.inputs, self.num = inputs, num_blocks
+        with tracing():
+            closed, self.out = jax.make_jaxpr(run, return_shape=True)(*given)
+        closed = inlined(closed, is_call if is_stacked else lambda e: is_call(e) and _has_calls(e))
+        self.params, self.keys, self.batch = cut(closed.jaxpr.invars, *map(len, given[:2]))
+        if is_stacked:
+            closed, rows = _unrolled(closed, [*self.params, *self.keys], self.num)
+            self.params, self.keys = (
+                [row for v in own for row in rows.get(v, [v])] for own in (self.params, self.keys)
+            )
+        self.closed, self.outs = closed, closed.jaxpr.outvars
+        self.eqns = equations_for(closed.jaxpr.eqns, self.outs)
+        self.marks = _checked_marks(closed.jaxpr.eqns, self.eqns, self.num)
+        self._find_stages()
+        self.tail = set[int]()
+        self.xs = [self._carried(number) for number in range(self.num)]
+        if self.num > 1:
+            self._find_tail()
+        self.xs.append(self._carried(self.num))
+        for number, x in enumerate(self.xs):
+            self._check_floats(number, x)
+
+    def _find_stages(self) -> None:
+        """The last block that each equation depends on, and what depends on parameters outside of blocks."""
+        owners = dict(zip(self.params, self.inputs.owners, strict=True))
+        self.of_params = {v for v, owner in owners.items() if owner < 0}
+        self.stage, self.stages = dict[Var, int](), list[int]()
+        for eqn in self.eqns:
+            reads, is_block = reads_of([eqn]), eqn.primitive is block_p
+            number = max((self.stage.get(v, -1) for v in reads), default=-1)
+            number = eqn.params["number"] if is_block else number
+            for v in reads:
+                if owners.get(v, -1) not in (-1, number if is_block else -1):
+                    name = self.inputs.names[self.params.index(v)]
+                    raise ValueError(
+                        f"{name} is read outside of its block{_at(eqn)}, which may be on another device.\n"
+                        f"Fix: read it in a method of the block, or move it out of the block."
+                    )
+            if not self.of_params.isdisjoint(reads):
+                self.of_params.update(eqn.outvars)
+            self.stage.update(dict.fromkeys(eqn.outvars, number))
+            self.stages.append(number)
+
+    def _in_layers(self, eqn: JaxprEqn, stage: int) -> bool:
+        """Whether an equation of a stage belongs to a layer; after the last block, only the tail does."""
+        is_after = stage == self.num - 1 and eqn.primitive is not block_p
+        return stage >= 0 and (not is_after or id(eqn) in self.tail)
+
+    def _carried(self, number: int) -> list[Var]:
+        """What a cut in front of a block carries; for the number of blocks, what `last` is given."""
+        pairs = list(zip(self.eqns, self.stages, strict=True))
+        of_layers = [(eqn, stage) for eqn, stage in pairs if self._in_layers(eqn, stage)]
+        made = {v for eqn, stage in of_layers if stage < number for v in eqn.outvars}
+        # What `first` makes of parameters goes along to the last layer that needs it, so that every x has it,
+        # if any layer but the first needs it.
+        along = reads_of([eqn for eqn, stage in of_layers if stage > 0 or number == 0])
+        along = [v for v in along if self.stage.get(v, -1) < 0 and v in self.of_params]
+        later = [eqn for eqn, stage in pairs if stage >= number or not self._in_layers(eqn, stage)]
+        return list(dict.fromkeys([*(v for v in reads_of(later, self.outs) if v in made), *along]))
+
+    def _find_tail(self) -> None:
+        """What follows the last block as it follows the one before, such as a residual connection."""
+        there = {*self.xs[-2], *self.marks[-2].outvars}
+        between = equations_for(self.eqns, self.xs[-1], there)
+        size = sum(self.stage.get(eqn.outvars[0]) == self.num - 2 for eqn in between)
+        pairs = zip(self.eqns, self.stages, strict=True)
+        after = [eqn for eqn, stage in pairs if stage == self.num - 1][1:]
+        self.tail = {id(eqn) for eqn in after[:size]}
+        types = ([v.aval.str_short() for v in x] for x in (self._carried(self.num), self.xs[-1]))
+        if next(types) != next(types):
+            self.tail = set()
+
+    def _check_floats(self, number: int, x: Sequence[Var]) -> None:
+        for v in x:
+            if not jnp.issubdtype(v.aval.dtype, jnp.floating):
+                maker = next((eqn for eqn in self.eqns if v in eqn.outvars), None)
+                to = f"block {number}" if number < self.num else "what follows the blocks"
+                raise ValueError(
+                    f"{v.aval.str_short()} goes to {to}{_at(maker)}, and it is made of parameters or by a "
+                    f"block; only floating-point numbers go from block to block.\n"
+                    f"Fix: make it within the block that needs it, or of the batch alone."
+                )
+
+    @functools.cache  # noqa: B019 - programs live as long as their model
+    def part(self, number: int | str) -> Part:
+        """A part by itself: "first", "last", or a layer by its number."""
+        own = number if isinstance(number, int) else -1
+        params = _of(own, self.params, self.inputs.owners)
+        keys = _of(own, self.keys, self.inputs.key_owners)
+        keys += _of(-1, self.keys, self.inputs.key_owners) if own >= 0 else []
+        eqns, carries, after = self.eqns, [], []
+        if number == "first":
+            x, outs = [], self.xs[0]
+        elif number == "last":
+            x, outs = self.xs[-1], self.outs
+        else:
+            x, outs, mark = self.xs[own], self.xs[own + 1], self.marks[own]
+            operands, starts = cut(mark.invars, len(mark.invars) - mark.params["num_carries"])
+            carries = [Var(v.aval) for v in starts]
+            new = mark.replace(invars=[*operands, *carries])
+            eqns = [new if eqn is mark else eqn for eqn in eqns]
+            after = new.outvars[len(new.outvars) - len(carries) :]
+        eqns = equations_for(eqns, [*outs, *after], {*x})
+        inputs = [*params, *keys, *carries, *x, *self.batch]
+        reads = reads_of(eqns, outs)
+        pairs = zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)
+        consts = {v: c for v, c in pairs if v in reads}
+        jaxpr = program_of(self.closed.jaxpr, inputs, eqns, [*outs, *after])
+        jaxpr = jaxpr.replace(constvars=[*consts])
+        places = [len(params) + n for n, v in enumerate(keys) if v in reads]
+        closed = ClosedJaxpr(jaxpr, [*consts.values()])
+        return Part(closed, [v.aval for v in carries], places)
+
+
+def _of(number: int, variables: Sequence[Var], owners: Sequence[int]) -> list[Var]:
+    return [v for v, owner in zip(variables, owners, strict=True) if owner == number]
+
+
+def _has_calls(eqn: JaxprEqn) -> bool:
+    return has_marks(eqn, (block_p, outer_p))
+
+
+def _unrolled(
+    closed: ClosedJaxpr, given: Sequence[Var], num: int
+) -> tuple[ClosedJaxpr, dict[Var, list[Var]]]:
+    """A program with its loop over stacked blocks as `num` calls; and for each stacked input, its rows."""
+    eqns, rows = list[JaxprEqn](), dict[Var, list[Var]]()
+    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        stacked = parts_of_scan(eqn, eqn.invars)[2] if eqn.primitive.name == "scan" else []
+        if {*stacked}.isdisjoint(given) or eqn.params["length"] != num:
+            eqns.append(eqn)
+            continue
+        body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+        consts, carry, xs = parts_of_scan(eqn, eqn.invars)
+        pairs = zip(xs, body.invars[len(body.invars) - len(xs) :], strict=True)
+        rows = {v: [Var(own.aval) for _ in range(num)] for v, own in pairs}
+        if not {*xs} <= {*given, *known}:
+            raise ValueError(
+                f"the loop over stacked blocks{_at(eqn)} also goes over other arrays.\n"
+                f"Fix: give them as attributes of the blocks, or as arguments that are the same for all."
+            )
+        for v in known.keys() & rows.keys():
+            known.update(zip(rows[v], known[v], strict=True))
+        for number in range(num):
+            outs = [Var(v.aval) for v in body.outvars]
+            if number == num - 1:
+                outs[: len(carry)] = eqn.outvars[: len(carry)]
+            params = {"number": number, "jaxpr": body, "num_carries": 0}
+            operands = [*consts, *carry, *(rows[v][number] for v in xs)]
+            eqns.append(
+                eqn.replace(primitive=block_p, invars=operands, outvars=outs, params=params)
+            )
+            carry = outs[: len(carry)]
+    if not rows:
+        raise ValueError(
+            "no nnx.scan goes over the stacked blocks.\nFix: call them once, by nnx.scan over their first dim."
+        )
+    jaxpr = closed.jaxpr.replace(eqns=eqns, constvars=[*known])
+    return ClosedJaxpr(jaxpr, [*known.values()]), rows
+
+
+def _checked_marks(
+    all_eqns: Sequence[JaxprEqn], eqns: Sequence[JaxprEqn], num: int
+) -> list[JaxprEqn]:
+    """The calls of blocks, each once and in order.
+
+    Raises:
+      ValueError: they are not so.
+    """
+    for eqn in all_eqns:
+        if eqn.primitive is not block_p and has_marks(eqn, (block_p,)):
+            raise ValueError(
+                f"a block is called within {eqn.primitive.name}{_at(eqn)}, a loop, branch or transformation "
+                f"of the model's own.\nFix: {_CALL_ONCE}."
+            )
+    called = [eqn for eqn in all_eqns if eqn.primitive is block_p]
+    numbers = [eqn.params["number"] for eqn in called]
+    marks = [eqn for eqn in eqns if eqn.primitive is block_p]
+    unused = {*range(num)} - {eqn.params["number"] for eqn in marks}
+    if numbers == [*range(num)] and not unused:
+        return marks
+    wrong = f"the loss does not depend on blocks {sorted(unused)}"
+    if numbers != [*range(num)]:
+        wrong = f"blocks are called in the order {numbers}"
+    if missing := {*range(num)} - {*numbers}:
+        wrong = f"block {min(missing)} of {num} is never called"
+    for place, number in enumerate(numbers):
+        if number in numbers[:place]:
+            wrong = f"block {number} is called {numbers.count(number)} times{_at(called[place])}"
+    raise ValueError(f"{wrong}.\nFix: {_CALL_ONCE}.")
+
+
+def _at(eqn: JaxprEqn | None) -> str:
+    line = source_line_of_equation(eqn) if eqn else ""
+    return f" ({line})" if line else ""
