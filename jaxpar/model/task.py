@@ -132,7 +132,7 @@ class Task:
         raise NotImplementedError
 
     def predict(self, model: Any, batch: Any) -> Any:
-        """Optional, beside a `loss`: what is predicted for each row; by default what the model's call returns.
+        """Optional, with a `loss`: what is predicted for each row; by default what the model's call returns.
 
         Returns:
           arrays [rows, ...] by name, or one array.

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ def adopted(model: CutModel, seed: int | jax.Array) -> Model:
 
 
 @functools.cache
-def _class_of(name: str, *, predicts: bool) -> type[Model]:
+def _class_of(name: str, *, predicts: bool) -> Any:
     """A class with the name of the user's."""
     return type(name, (_Predicting if predicts else _Adopted,), {})
 
@@ -92,7 +93,7 @@ class _Adopted(Model):
     """A model of the user's."""
 
     def __init__(self, model: CutModel, key: jax.Array):
-        self.model, self.time_major = model, model.time_major
+        self.model, self.time_major = model, model.time_major  # pyright: ignore[reportAttributeAccessIssue]
         self.outer, self.layers = model.outer(key), Blocks(model, key)
 
     def first(self, batch: Batch, at: LayerContext) -> Activations:
@@ -122,7 +123,7 @@ class _Predicting(_Adopted):
 
 
 def _values(holder: Holder, own: dict[str, Tree]) -> Leaves:
-    """The values of parameters; zeros for those that are there as shapes alone, as a part does not use them."""
+    """The values of parameters; zeros for those that are shapes alone, which the part does not use."""
     values = (array_of(find_in(holder, name)) for name in own)
     is_shape = jax.ShapeDtypeStruct
     return [jnp.zeros(a.shape, a.dtype) if isinstance(a, is_shape) else a for a in values]

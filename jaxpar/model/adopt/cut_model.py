@@ -3,14 +3,16 @@
 import fnmatch
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxpar.base.axes import LAYERS
 from jaxpar.base.checks import require
+from jaxpar.base.display import format_names
 from jaxpar.base.keys import new_key
 from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Arrays, Batch, Leaves, Module, Shapes, Tree
@@ -22,7 +24,14 @@ from jaxpar.model.adopt.finding import (
     find_blocks,
     possible_layers,
 )
-from jaxpar.model.adopt.marks import TRACING, check_unchanged, mark_block, mark_model, mark_outer
+from jaxpar.model.adopt.marks import (
+    TRACING,
+    Changes,
+    changes,
+    mark_block,
+    mark_model,
+    mark_outer,
+)
 from jaxpar.model.adopt.program import Inputs, Program
 from jaxpar.model.adopt.recurrent import chunk_time
 from jaxpar.model.outer import SPLITS
@@ -30,6 +39,7 @@ from jaxpar.model.stack import KIND
 from jaxpar.model.task import Task
 from jaxpar.model.tracing import made
 from jaxpar.sharding import array_of, is_variable, named_leaves
+from jaxpar.trace.jaxprs import aval_of
 
 FROZEN = "frozen"  # metadata of a parameter that is not trained
 
@@ -56,7 +66,8 @@ class CutModel:
 
     Attributes:
       places: the path of each block.
-      names: of the parameters; of stacked blocks "blocks.kernel@3". `owners` has the block of each, -1 for none.
+      names: of the parameters; of stacked blocks "blocks.kernel@3".
+      owners: the block of each parameter; -1 of none.
       variables: shapes and metadata of these.
       kinds: the number of each block's kind; `first_of` the first block of each; `kind_names` theirs.
       time_major: whether windows can be cut into chunks of time.
@@ -87,20 +98,21 @@ class CutModel:
         constants = [leaf.name for leaf in self._leaves if leaf.role == "constant"]
         self.drawing = Drawing(task.make_model, [*self.names, *constants])
         self.constants = self.drawing.constants(constants)
+        class_names = [type(block).__name__.lower() for block in blocks]
         self._mark(model, blocks)
         self.graphdef, state = nnx.split(model)
         self._structure = jax.tree.structure(state, is_leaf=is_variable)
         self._programs = dict[tuple[object, ...], Program]()
         self._drawn = dict[tuple[object, ...], Drawn | None]()
-        self._find_kinds([type(block).__name__.lower() for block in blocks])
+        self._find_kinds(class_names)
         self._find_rows()
 
     def _only_layers(self, model: Module) -> str:
         found = [*possible_layers(model)]
         require(
             len(found) == 1,
-            f"the model {self.model_name} has {len(found)} lists of modules ({', '.join(found) or 'none'}), and "
-            f"layers is not given.\nFix: name the one that holds the blocks, such as layers='blocks'.",
+            f"the model {self.model_name} has {len(found)} lists of modules ({format_names(found)}), and layers "
+            f"is not given.\nFix: name the one that holds the blocks, such as layers='blocks'.",
         )
         return found[0]
 
@@ -114,7 +126,7 @@ class CutModel:
         return -1
 
     def _look_at(self, model: Module) -> list[_Leaf]:
-        """The leaves of a model; those of parameters have the names of their dims, and whether they are frozen."""
+        """The leaves of a model; parameters say what their dims are called, and whether they are frozen."""
         is_frozen = nnx.filterlib.to_predicate(self.task.frozen)
         leaves, unused = list[_Leaf](), {*self.task.dims}
         for path, leaf in _flat(nnx.state(model)):
@@ -129,8 +141,8 @@ class CutModel:
             leaves.append(_Leaf(name, leaf, self._owner(path), role))
         require(
             not unused,
-            f"rules for {', '.join(sorted(unused))} match no parameter of the model {self.model_name}; it has "
-            f"{', '.join(leaf.name for leaf in leaves[:8] if leaf.role == 'param')}, ....\nFix: use these names.",
+            f"dims of {format_names(sorted(unused))} match no parameter of the model {self.model_name}; it has "
+            f"{format_names([leaf.name for leaf in leaves if leaf.role == 'param'])}.\nFix: use such names.",
         )
         return leaves
 
@@ -195,7 +207,7 @@ class CutModel:
                 value = jnp.asarray(self.constants[leaf.name])
             else:
                 shape = shape_of(array_of(leaf.variable))
-                value = jnp.zeros(shape.shape, shape.dtype)
+                value = jnp.asarray(np.zeros(shape.shape, shape.dtype))  # known, and no equation
             leaves.append(leaf.variable.replace(value) if is_variable(leaf.variable) else value)
         return nnx.merge(self.graphdef, jax.tree.unflatten(self._structure, leaves))
 
@@ -211,14 +223,13 @@ class CutModel:
         key = what, trains, str(batch), jax.sharding.get_abstract_mesh()
         if key not in self._programs:
 
-            def run(params: Leaves, keys: Leaves, leaves: Leaves) -> Tree:
+            def run(params: Leaves, keys: Leaves, leaves: Leaves) -> tuple[Tree, Changes]:
                 model = self.merge(params, keys)
                 if not trains:
                     model.eval()
                 before = jax.tree.leaves(nnx.state(model))
                 out = self._call(what, model, jax.tree.unflatten(tree, leaves))
-                check_unchanged(f"the model {self.model_name}", before, nnx.state(model))
-                return out
+                return out, changes(before, nnx.state(model))
 
             shapes = [
                 [shape_of(array_of(leaf.variable)) for leaf in self._leaves if leaf.role == role]
@@ -226,7 +237,9 @@ class CutModel:
             ]
             inputs = Inputs(self.names, self.owners, self.key_owners)
             given, num = (shapes[0], shapes[1], leaves), len(self.places)
-            self._programs[key] = Program(run, given, inputs, num, is_stacked=self.is_stacked)
+            self._programs[key] = Program(
+                self.model_name, run, given, inputs, num, is_stacked=self.is_stacked
+            )
         return self._programs[key]
 
     def _call(self, what: str, model: Module, batch: Batch) -> Tree:
@@ -282,13 +295,13 @@ class CutModel:
             self.time_major = False
 
     def drawn(self, what: str, part: int | str, batch: Batch) -> Drawn | None:
-        """What a part draws for such a batch apart from the rest of it, if rows, and time steps, come first."""
+        """What a part draws for such a batch, apart from the rest; None if rows are not the first dim of it."""
         dims = 1 + self.time_major
         one = jax.tree.map(lambda a: _with_sizes(a, (1,) * dims), batch)
-        programs = (self.program(what, own, trains=True) for own in (batch, one))
+        whole, single = (self.program(what, own, trains=True) for own in (batch, one))
         key = what, part, dims, str(jax.tree.map(shape_of, batch)), jax.sharding.get_abstract_mesh()
         if key not in self._drawn:
-            self._drawn[key] = draws_apart(*programs, part, dims)
+            self._drawn[key] = draws_apart(whole, single, part, dims)
         return self._drawn[key]
 
     def _dims_that_grow(self, program: Program, dim: int) -> list[list[bool]]:
@@ -303,7 +316,7 @@ class CutModel:
             return [[False]]
         return [
             [
-                a.aval.shape[dim : dim + 1] != b.aval.shape[dim : dim + 1]
+                aval_of(a).shape[dim : dim + 1] != aval_of(b).shape[dim : dim + 1]
                 for a, b in zip(*pair, strict=True)
             ]
             for pair in zip(program.xs, more.xs, strict=True)
@@ -356,7 +369,7 @@ class CutModel:
         return Holder(held)
 
     def user_model(self, arrays: Mapping[str, Arrays]) -> Module:
-        """The user's own model with these values of its parameters, by name; its streams begin with seed 0."""
+        """The user's own model with these values of its parameters; its random streams begin with seed 0."""
         graphdef, state = self.plain
         leaves = []
         for (_, variable), leaf in zip(_flat(state), self._leaves, strict=True):
@@ -407,7 +420,7 @@ def find_in(holder: Holder, name: str) -> Tree:
     return functools.reduce(getattr, name.split("."), holder)
 
 
-def _flat(state: nnx.State) -> list[tuple[tuple[object, ...], Tree]]:
+def _flat(state: nnx.State) -> list[tuple[tuple[Any, ...], Tree]]:
     """The leaves of a state with their paths, in the order of `jax.tree`."""
     pairs = jax.tree.leaves_with_path(state, is_leaf=is_variable)
     keys = "key", "name", "idx"

@@ -1,8 +1,8 @@
 """How `make_model` draws its variables: traced once, and cut by what each block needs.
 
-So no device draws all blocks, and the values are those of the plain model of the same seed. Blocks that are drawn
-in the same way, but for numbers such as the counts of a random stream, are drawn by one program: compile time
-does not grow with their number.
+So no device draws all blocks, and the values are those of the plain model of the same seed. Blocks whose programs
+differ in numbers alone, such as the counts of a random stream, are drawn by one program. So compile time does not
+grow with the number of blocks.
 """
 
 import re
@@ -66,7 +66,7 @@ class Drawing:
         """
         outs = self._outs(names)
         for name, v in zip(names, outs, strict=True):
-            if v in self._drawn:
+            if isinstance(v, Var) and v in self._drawn:
                 raise ValueError(
                     f"{name} is drawn at random and is no nnx.Param, so it would be a constant.\n"
                     f"Fix: write nnx.Param(...), and keep it from training by `frozen`."

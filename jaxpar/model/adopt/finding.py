@@ -13,7 +13,7 @@ Blocks = list[tuple[Path, Module]]
 
 _USE = (
     "the path of an nnx.List, nnx.Sequential or nnx.Dict of blocks ('decoder.blocks'), a part of one "
-    "('net[2:10]'), numbered attributes ('block_*'), or one module with stacked parameters, as nnx.vmap makes it"
+    "('net[2:10]'), numbered attributes ('block_*'), or a module with stacked parameters, as of nnx.vmap"
 )
 
 
@@ -118,9 +118,8 @@ def check_state(model: Module) -> None:
         name = ".".join(map(str, path))
         if isinstance(leaf, nnx.BatchStat):
             raise ValueError(
-                f"the model has {name}, a BatchStat: a norm by the statistics of a batch depends on all of its "
-                f"rows, and each device has some.\nFix: use nnx.LayerNorm, nnx.RMSNorm or nnx.GroupNorm, which "
-                f"norm each row by itself."
+                f"the model has {name}, a BatchStat: a norm by the statistics of a batch depends on all rows, and "
+                f"each device has some.\nFix: use nnx.LayerNorm, nnx.RMSNorm or nnx.GroupNorm."
             )
         if isinstance(leaf, nnx.Cache):
             raise ValueError(

@@ -1,8 +1,8 @@
-"""Marks in a traced model: the call of a block is one equation, and so is that of an embedding or a linear layer.
+"""Marks in a traced model: the call of a block is one equation, as is that of an embedding or a linear layer.
 
-A module is marked by a class of the same name, derived from its own. Its methods are traced apart when they are
-called from outside of any block, and become an equation that has their program in it. So paths, attributes and
-`isinstance` are as before. Where no `tracing` is under way, a marked module does what it always did.
+A module is marked by a class of the same name, derived from its own. So paths, attributes and `isinstance` are as
+before. When a method is called from outside of any block, it is traced apart, and becomes an equation that has
+its program in it. Outside of `tracing`, a marked module does what it always did.
 """
 
 import contextlib
@@ -20,10 +20,14 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from jaxpar.base.checks import require
+from jaxpar.base.display import format_names
 from jaxpar.base.trees import shape_of, zeros
 from jaxpar.base.types import Leaves, Module, Shapes, Tree, Value
-from jaxpar.sharding import is_variable
-from jaxpar.trace.jaxprs import equations_in, inlined, programs_in
+from jaxpar.sharding import array_of, named_leaves
+from jaxpar.trace.jaxprs import equations_in, inlined, is_call, programs_in
+
+Changes = dict[str, jax.Array]
 
 _log = logging.getLogger(__name__)
 
@@ -158,13 +162,13 @@ def _call_block(
 ) -> Tree:
     number, (call, arrays) = block.block_number, Call.of(args, options)
     _check_arguments(number, (args, options))
-    block.block_number = -1  # blocks that are otherwise equal have one program
+    vars(block)["block_number"] = -1  # blocks that are otherwise equal have one program
     graphdef, own_state = nnx.split(block)
-    block.block_number = number
+    vars(block)["block_number"] = number
     own, structure = jax.tree.flatten(own_state)
     starts: list[Shapes] = []
 
-    def run(own: Leaves, arrays: Leaves, carries: Leaves) -> tuple[Tree, Leaves]:
+    def run(own: Leaves, arrays: Leaves, carries: Leaves) -> tuple[tuple[Tree, Leaves], Changes]:
         merged = nnx.merge(graphdef, jax.tree.unflatten(structure, own))
         state.block = found = BlockTrace(iter(carries), [], [])
         try:
@@ -172,8 +176,7 @@ def _call_block(
         finally:
             state.block = None
         starts[:] = [shape_of(a) for a in found.starts]
-        check_unchanged(f"block {number}", own, nnx.state(merged))
-        return out, found.after
+        return (out, found.after), changes(own, nnx.state(merged))
 
     shapes = [[shape_of(a) for a in each] for each in (own, arrays)]
     key = method, call, structure, graphdef, str(shapes)
@@ -181,7 +184,8 @@ def _call_block(
     if known is None:
         jax.eval_shape(functools.partial(run, carries=[]), *shapes)
         carries = [*starts]
-        closed, (out, _) = jax.make_jaxpr(run, return_shape=True)(*shapes, carries)
+        closed, ((out, _), changed) = jax.make_jaxpr(run, return_shape=True)(*shapes, carries)
+        closed = without_changes(f"block {number}", closed, changed)
         known = inlined(closed), out, carries
         state.programs.append((key, known))
     closed, out, carries = known
@@ -241,23 +245,34 @@ def as_equation(closed: ClosedJaxpr) -> Jaxpr:
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
-def check_unchanged(what: str, before: Leaves, after: nnx.State) -> None:
-    """Checks that a call has changed no variable; random streams may count.
+def changes(before: Leaves, after: nnx.State) -> Changes:
+    """The variables that may have other values after a call, by name."""
+    old = {id(leaf) for leaf in before}
+    found = {}
+    for name, leaf in named_leaves(after):
+        if not isinstance(leaf, nnx.RngState) and id(array_of(leaf)) not in old:
+            found[f"{name} (sown)" if isinstance(leaf, nnx.Intermediate) else name] = array_of(leaf)
+    return found
+
+
+def without_changes(what: str, closed: ClosedJaxpr, changed: Changes) -> ClosedJaxpr:
+    """A program without the outputs of variables that may be changed.
 
     Raises:
-      ValueError: it has, and that would be lost.
+      ValueError: one is changed, and that would be lost.
     """
-    new = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(after)}
-    sown = [name for name, leaf in new.items() if isinstance(leaf, nnx.Intermediate)]
-    if sown:
-        _log.warning(
-            "%s sows %s, which is dropped. Fix: return it, or leave sow out", what, ", ".join(sown)
+    count = len(jax.tree.leaves(changed))
+    jaxpr = inlined(closed, is_call).jaxpr
+    pairs = zip(changed, jaxpr.outvars[len(jaxpr.outvars) - count :], strict=True)
+    new = [name for name, v in pairs if v not in jaxpr.invars]
+    if sown := [name.partition(" ")[0] for name in new if name.endswith(" (sown)")]:
+        text = "%s sows %s, which is dropped. Fix: return it, or leave sow out"
+        _log.warning(text, what, format_names(sown))
+    for name in new:
+        require(
+            name.endswith(" (sown)"),
+            f"{what} changes its variable {name} when it is called, and that would be lost.\n"
+            f"Fix: compute it in the loss, or leave it out.",
         )
-    old = {id(leaf) for leaf in before}
-    for name, leaf in new.items():
-        value = leaf.get_value() if is_variable(leaf) else leaf
-        if id(value) not in old and not isinstance(leaf, nnx.Intermediate | nnx.RngState):
-            raise ValueError(
-                f"{what} changes its variable {name} when it is called, and that would be lost.\n"
-                f"Fix: compute it in the loss, or leave it out."
-            )
+    outvars = closed.jaxpr.outvars
+    return ClosedJaxpr(closed.jaxpr.replace(outvars=outvars[: len(outvars) - count]), closed.consts)

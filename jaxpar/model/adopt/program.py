@@ -1,7 +1,7 @@
-"""A user's program, traced with marks, and cut in front of every block.
+r"""A user's program, traced with marks, and cut in front of every block.
 
     tokens --embed--> x0 --[block 0]--> x1 --[block 1]--> ... --[block 7]--> x8 --norm, head--> loss
-       \\--mask-------------^------------------^------------------^
+       \--mask-------------^------------------^------------------^
 
 What depends on what decides where an equation belongs:
 
@@ -10,8 +10,8 @@ What depends on what decides where an equation belongs:
     last      all that follows the last block
 
 What depends on the batch alone, as a mask does, is in every part that needs it. What depends on parameters
-outside of the blocks, as the embedding of a time step does, is part of each x. What x carries is found: it may
-be several arrays, and others at each cut.
+outside of the blocks, as the embedding of a time step does, is part of each x. What x carries is found: it
+may be several arrays, and others at each cut.
 """
 
 import functools
@@ -25,10 +25,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxpar.base.types import Batch, Shapes, Tree
-from jaxpar.model.adopt.marks import block_p, has_marks, outer_p, tracing
-from jaxpar.trace.jaxprs import cut, equations_for, inlined, is_call, program_of, reads_of
+from jaxpar.model.adopt.marks import (
+    Changes,
+    block_p,
+    has_marks,
+    outer_p,
+    tracing,
+    without_changes,
+)
+from jaxpar.trace.jaxprs import (
+    aval_of,
+    cut,
+    equations_for,
+    inlined,
+    is_call,
+    program_of,
+    reads_of,
+)
 from jaxpar.trace.source_lines import source_line_of_equation
 from jaxpar.trace.varying import parts_of_scan
 
@@ -79,7 +95,8 @@ class Program:
 
     def __init__(
         self,
-        run: Callable[..., Tree],
+        model_name: str,
+        run: Callable[..., tuple[Tree, Changes]],
         given: tuple[Shapes, Shapes, Batch],
         inputs: Inputs,
         num_blocks: int,
@@ -89,7 +106,7 @@ class Program:
         """Traces it.
 
         Args:
-          run: (parameters, keys, leaves of the batch) -> what the function gives.
+          run: (parameters, keys, leaves of the batch) -> what the function gives, and what it changes.
           given: shapes of these.
           is_stacked: whether the blocks are one module with stacked parameters, called in a loop.
         Raises:
@@ -97,7 +114,8 @@ class Program:
         """
         self.inputs, self.num = inputs, num_blocks
         with tracing():
-            closed, self.out = jax.make_jaxpr(run, return_shape=True)(*given)
+            closed, (self.out, changed) = jax.make_jaxpr(run, return_shape=True)(*given)
+        closed = without_changes(f"the model {model_name}", closed, changed)
         closed = inlined(closed, is_call if is_stacked else lambda e: is_call(e) and _has_calls(e))
         self.params, self.keys, self.batch = cut(closed.jaxpr.invars, *map(len, given[:2]))
         if is_stacked:
@@ -169,7 +187,7 @@ class Program:
 
     def _check_floats(self, number: int, x: Sequence[Var]) -> None:
         for v in x:
-            if not jnp.issubdtype(v.aval.dtype, jnp.floating):
+            if not jnp.issubdtype(aval_of(v).dtype, jnp.floating):
                 maker = next((eqn for eqn in self.eqns if v in eqn.outvars), None)
                 to = f"block {number}" if number < self.num else "what follows the blocks"
                 raise ValueError(
@@ -206,7 +224,7 @@ class Program:
         jaxpr = jaxpr.replace(constvars=[*consts])
         places = [len(params) + n for n, v in enumerate(keys) if v in reads]
         closed = ClosedJaxpr(jaxpr, [*consts.values()])
-        return Part(closed, [v.aval for v in carries], places)
+        return Part(closed, [*map(aval_of, carries)], places)
 
 
 def _of(number: int, variables: Sequence[Var], owners: Sequence[int]) -> list[Var]:
@@ -239,19 +257,26 @@ def _unrolled(
             )
         for v in known.keys() & rows.keys():
             known.update(zip(rows[v], known[v], strict=True))
+        used_later = reads_of(closed.jaxpr.eqns, closed.jaxpr.outvars)
+        if not used_later.keys().isdisjoint(eqn.outvars[len(carry) :]):
+            raise ValueError(
+                f"the loop over stacked blocks{_at(eqn)} gives an output of each block.\n"
+                f"Fix: let the loop give what goes on from block to block alone."
+            )
+        is_carry = [n < len(carry) for n in range(len(body.outvars))]
+        body, used = dce_jaxpr(body, is_carry)
         for number in range(num):
-            outs = [Var(v.aval) for v in body.outvars]
-            if number == num - 1:
-                outs[: len(carry)] = eqn.outvars[: len(carry)]
-            params = {"number": number, "jaxpr": body, "num_carries": 0}
+            outs = [Var(v.aval) for v in carry] if number < num - 1 else eqn.outvars[: len(carry)]
             operands = [*consts, *carry, *(rows[v][number] for v in xs)]
+            operands = [v for v, is_used in zip(operands, used, strict=True) if is_used]
+            params = {"number": number, "jaxpr": body, "num_carries": 0}
             eqns.append(
                 eqn.replace(primitive=block_p, invars=operands, outvars=outs, params=params)
             )
-            carry = outs[: len(carry)]
+            carry = outs
     if not rows:
         raise ValueError(
-            "no nnx.scan goes over the stacked blocks.\nFix: call them once, by nnx.scan over their first dim."
+            "no nnx.scan goes over the stacked blocks.\nFix: call them once, by nnx.scan."
         )
     jaxpr = closed.jaxpr.replace(eqns=eqns, constvars=[*known])
     return ClosedJaxpr(jaxpr, [*known.values()]), rows

@@ -57,7 +57,7 @@ def _fits(rnn: nnx.RNN) -> bool:
     if rnn.reverse or rnn.cell.num_feature_axes != 1:
         return False
     with jax.ensure_compile_time_eval():
-        start = _start(rnn.cell, (1, rnn.cell.in_features))
+        start = _start(rnn.cell, (1, vars(rnn.cell)["in_features"]))
     return all(not np.any(np.asarray(a)) for a in jax.tree.leaves(start))
 
 
@@ -68,11 +68,11 @@ def _start(cell: Module, shape: tuple[int, ...]) -> Carry:
 def _over_time(cell: Module, carry: Carry, x_TBW: jax.Array) -> LayerOutput:
     """The cell over time; Flax's own LSTM by jaxpar's kernel."""
     if _is_plain_lstm(cell):
-        c_BH, h_BH = carry
+        (c_BH, h_BH), x_TBI = carry, x_TBW
         w_x, w_h = (_by_gate(dense) for dense in (cell.dense_i, cell.dense_h))
         params = GateParams(w_x, w_h, cell.dense_h.bias[...].reshape(4, -1))
         unroll = _NOWHERE.unroll
-        after, y_TBH = lstm_layer(params, LSTMCarry(h_BH, c_BH), x_TBW, None, None, unroll)
+        after, y_TBH = lstm_layer(params, LSTMCarry(h_BH, c_BH), x_TBI, None, None, unroll)
         return (after.c_BH, after.h_BH), y_TBH
     return Recurrent(cell)(carry, x_TBW, _NOWHERE)
 

@@ -1,9 +1,9 @@
 """Runs a part of a user's program on a block of rows and time steps.
 
-Random numbers. Keys of random streams are inputs of a program. What depends on keys alone, such as the mask of a
-dropout, is drawn for each row by itself, with keys of (seed, step, layer, row), and of the time step where blocks
-come as [time, rows]. So masks are the same on any mesh, with any microbatches and chunks of time. Where rows are
-no first dim of what is drawn, the whole part is run row by row, by `jax.vmap`.
+Random numbers: keys of random streams are inputs of a program. What depends on keys alone, such as the mask of
+a dropout, is drawn for each row by itself. Its key is of the seed, the step, the layer and the row, and in a
+model that is cut along time of the time step. So masks are the same on any mesh, with any microbatches.
+Where rows are not the first dim of what is drawn, the whole part runs row by row, by `jax.vmap`.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxpar.model.adopt.draws import Drawn
 from jaxpar.model.adopt.marks import block_p, outer_p
 from jaxpar.model.adopt.program import Part
 from jaxpar.trace import varying
-from jaxpar.trace.jaxprs import cut
+from jaxpar.trace.jaxprs import aval_of, cut
 
 
 class Place(NamedTuple):
@@ -60,9 +60,9 @@ def run_part(place: Place, carry: Leaves, x: Sequence[jax.Array], at: LayerConte
     part = program.part(place.part)
     before = program.xs[-1 if place.part == "last" else place.number] if x else []
     require(
-        [v.aval.shape for v in before] == [a.shape for a in x],
+        [aval_of(v).shape for v in before] == [a.shape for a in x],
         f"what goes to {place.part!r} of the model {model.model_name} has other shapes for "
-        f"{_num_rows(batch)} rows than for a batch.\nFix: let arrays between blocks have rows as first dim, or no rows.",
+        f"{_num_rows(batch)} rows than for a batch.\nFix: give arrays between blocks a first dim of rows, or none.",
     )
     others = [*carry, *x, *jax.tree.leaves(batch)]
     require(
@@ -126,7 +126,7 @@ def _run_drawn(
     """A part with what is drawn for it, row by row."""
     begin = len(place.params)
 
-    def draw(*places: jax.Array) -> Leaves:
+    def draw(*places: Index) -> Leaves:
         keys = _keys(place, at, *places)
         return varying.run(drawn.draw, [keys[n - begin] for n in part.keys])
 
@@ -147,7 +147,7 @@ def _run_by_rows(place: Place, carry: Leaves, x: Leaves, batch: Batch, at: Layer
     dims = [0 if jnp.ndim(a) else None for a in leaves]
     dims_of_x = [0 if has else None for has in has_rows]
 
-    def one(carry: Leaves, x: Leaves, leaves: Leaves, row: jax.Array) -> Leaves:
+    def one(carry: Leaves, x: Leaves, leaves: Leaves, row: Index) -> Leaves:
         leaves = [a if dim is None else a[None] for a, dim in zip(leaves, dims, strict=True)]
         x = [a if dim is None else a[None] for a, dim in zip(x, dims_of_x, strict=True)]
         batch = jax.tree.unflatten(tree, leaves)
