@@ -22,7 +22,8 @@ from jaxpar.base.types import Activations, Arrays, Batch, Function, Module, Para
 from jaxpar.data.batches import check_numbers
 from jaxpar.data.order import DrawnBatches
 from jaxpar.model.adopt.adopted import adopted
-from jaxpar.model.adopt.cut_model import CutModel, is_frozen
+from jaxpar.model.adopt.cut_model import CutModel
+from jaxpar.model.adopt.variables import is_frozen
 from jaxpar.model.model import (
     Sums,
     check_variables,

@@ -11,8 +11,9 @@ from flax import nnx
 from jaxpar.base.at import LayerContext
 from jaxpar.base.keys import new_key
 from jaxpar.base.types import Activations, Batch, Carry, LayerOutput, Leaves, Outputs, Tree
-from jaxpar.model.adopt.cut_model import CutModel, Holder, find_in
+from jaxpar.model.adopt.cut_model import CutModel
 from jaxpar.model.adopt.running import Place, run_part
+from jaxpar.model.adopt.variables import Holder, find_in
 from jaxpar.model.model import Model, Sums, describe_value
 from jaxpar.model.stack import Stack
 from jaxpar.model.tracing import Maker
@@ -24,7 +25,7 @@ def adopted(model: CutModel, seed: int | jax.Array) -> Model:
     """The model in jaxpar's form, drawn of a seed or a key; the values are those of the user's model."""
     key = new_key(seed) if isinstance(seed, int) else seed
     with nnx.use_eager_sharding(False):
-        return _class_of(model.model_name, predicts=model.predicts)(model, key)
+        return _class_of(model.name, predicts=model.predicts)(model, key)
 
 
 @functools.cache
@@ -47,7 +48,7 @@ class Block(nnx.Module):
     def __call__(self, carry: Carry, x: Activations, at: LayerContext) -> LayerOutput:
         """The block, and what stands between it and the next one."""
         number = self.model.first_of[self.kind]
-        params = _values(self.own, self.model.own(number))
+        params = _values(self.own, self.model.variables.own(number))
         place = Place(self.model, "loss", number, params, {})
         x, after = run_part(place, [*carry], x, at)
         return after, x
@@ -67,13 +68,15 @@ class Blocks(Stack):
         model = self.model
 
         def make(rngs: nnx.Rngs) -> Block:
-            return Block(model, model.kinds[number], model.block(number, rngs.params()))
+            return Block(model, model.kinds[number], model.variables.block(number, rngs.params()))
 
         return make
 
     def draw_kind(self, kind: int, rows: Sequence[int]) -> Block:
         """As of `Stack`."""
-        return Block(self.model, kind, self.model.stacked(kind, rows, self._source.key))
+        first, name = self.model.first_of[kind], self.kinds[kind]
+        own = self.model.variables.stacked(name, first, rows, self._source.key)
+        return Block(self.model, kind, own)
 
 
 class _Key:
@@ -94,7 +97,7 @@ class _Adopted(Model):
 
     def __init__(self, model: CutModel, key: jax.Array):
         self.model, self.time_major = model, model.time_major  # pyright: ignore[reportAttributeAccessIssue]
-        self.outer, self.layers = model.outer(key), Blocks(model, key)
+        self.outer, self.layers = model.variables.outer(key), Blocks(model, key)
 
     def first(self, batch: Batch, at: LayerContext) -> Activations:
         """What stands before the first block."""
@@ -106,8 +109,8 @@ class _Adopted(Model):
 
     def _place(self, what: str, part: str) -> Place:
         model = self.model
-        modules = {name: find_in(self.outer, name) for name in model.held_modules}
-        return Place(model, what, part, _values(self.outer, model.own(-1)), modules)
+        modules = {name: find_in(self.outer, name) for name in model.variables.held_modules}
+        return Place(model, what, part, _values(self.outer, model.variables.own(-1)), modules)
 
 
 class _Predicting(_Adopted):

@@ -1,8 +1,8 @@
 """How `make_model` draws its variables: traced once, and cut by what each block needs.
 
-So no device draws all blocks, and the values are those of the plain model of the same seed. Blocks whose programs
-differ in numbers alone, such as the counts of a random stream, are drawn by one program. So compile time does not
-grow with the number of blocks.
+So no device draws all blocks, and the values are those of the plain model of the same seed. Blocks whose
+programs differ in numbers alone, such as the counts of a random stream, are drawn by one program. So compile
+time does not grow with the number of blocks.
 """
 
 import re

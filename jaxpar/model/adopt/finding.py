@@ -118,7 +118,7 @@ def check_state(model: Module) -> None:
         name = ".".join(map(str, path))
         if isinstance(leaf, nnx.BatchStat):
             raise ValueError(
-                f"the model has {name}, a BatchStat: a norm by the statistics of a batch depends on all rows, and "
+                f"the model has {name}, a BatchStat: it is of all rows of a batch, and "
                 f"each device has some.\nFix: use nnx.LayerNorm, nnx.RMSNorm or nnx.GroupNorm."
             )
         if isinstance(leaf, nnx.Cache):

@@ -1,8 +1,8 @@
 """Marks in a traced model: the call of a block is one equation, as is that of an embedding or a linear layer.
 
-A module is marked by a class of the same name, derived from its own. So paths, attributes and `isinstance` are as
-before. When a method is called from outside of any block, it is traced apart, and becomes an equation that has
-its program in it. Outside of `tracing`, a marked module does what it always did.
+A module is marked by a class of the same name, derived from its own. So paths, attributes and `isinstance`
+are as before. When a method is called from outside of any block, it is traced apart, and becomes an equation
+that has its program in it. Outside of `tracing`, a marked module does what it always did.
 """
 
 import contextlib

@@ -36,6 +36,7 @@ from jaxpar.model.adopt.marks import (
     tracing,
     without_changes,
 )
+from jaxpar.model.adopt.variables import Variables
 from jaxpar.trace.jaxprs import (
     aval_of,
     cut,
@@ -50,19 +51,6 @@ from jaxpar.trace.varying import parts_of_scan
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|number=\d+|name=[^\s\]]+")
 _CALL_ONCE = "call each block once, one after the other, in plain Python"
-
-
-class Inputs(NamedTuple):
-    """What a program is given of a model.
-
-    Attributes:
-      names: of the parameters, as the user has them.
-      owners, key_owners: the block that each parameter, and each key of random numbers, is of; -1 of none.
-    """
-
-    names: Sequence[str]
-    owners: Sequence[int]
-    key_owners: Sequence[int]
 
 
 class Part(NamedTuple):
@@ -98,27 +86,26 @@ class Program:
         model_name: str,
         run: Callable[..., tuple[Tree, Changes]],
         given: tuple[Shapes, Shapes, Batch],
-        inputs: Inputs,
-        num_blocks: int,
-        *,
-        is_stacked: bool,
+        variables: Variables,
     ):
         """Traces it.
 
         Args:
           run: (parameters, keys, leaves of the batch) -> what the function gives, and what it changes.
           given: shapes of these.
-          is_stacked: whether the blocks are one module with stacked parameters, called in a loop.
+          variables: of the model.
         Raises:
           ValueError: blocks are called in another way than one after the other.
         """
-        self.inputs, self.num = inputs, num_blocks
+        self.variables, self.num = variables, len(variables.places)
         with tracing():
             closed, (self.out, changed) = jax.make_jaxpr(run, return_shape=True)(*given)
         closed = without_changes(f"the model {model_name}", closed, changed)
-        closed = inlined(closed, is_call if is_stacked else lambda e: is_call(e) and _has_calls(e))
+        closed = inlined(
+            closed, is_call if variables.is_stacked else lambda e: is_call(e) and _has_calls(e)
+        )
         self.params, self.keys, self.batch = cut(closed.jaxpr.invars, *map(len, given[:2]))
-        if is_stacked:
+        if variables.is_stacked:
             closed, rows = _unrolled(closed, [*self.params, *self.keys], self.num)
             self.params, self.keys = (
                 [row for v in own for row in rows.get(v, [v])] for own in (self.params, self.keys)
@@ -137,7 +124,7 @@ class Program:
 
     def _find_stages(self) -> None:
         """The last block that each equation depends on, and what depends on parameters outside of blocks."""
-        owners = dict(zip(self.params, self.inputs.owners, strict=True))
+        owners = dict(zip(self.params, self.variables.owners, strict=True))
         self.of_params = {v for v, owner in owners.items() if owner < 0}
         self.stage, self.stages = dict[Var, int](), list[int]()
         for eqn in self.eqns:
@@ -146,7 +133,7 @@ class Program:
             number = eqn.params["number"] if is_block else number
             for v in reads:
                 if owners.get(v, -1) not in (-1, number if is_block else -1):
-                    name = self.inputs.names[self.params.index(v)]
+                    name = self.variables.names[self.params.index(v)]
                     raise ValueError(
                         f"{name} is read outside of its block{_at(eqn)}, which may be on another device.\n"
                         f"Fix: read it in a method of the block, or move it out of the block."
@@ -200,9 +187,9 @@ class Program:
     def part(self, number: int | str) -> Part:
         """A part by itself: "first", "last", or a layer by its number."""
         own = number if isinstance(number, int) else -1
-        params = _of(own, self.params, self.inputs.owners)
-        keys = _of(own, self.keys, self.inputs.key_owners)
-        keys += _of(-1, self.keys, self.inputs.key_owners) if own >= 0 else []
+        params = _of(own, self.params, self.variables.owners)
+        keys = _of(own, self.keys, self.variables.key_owners)
+        keys += _of(-1, self.keys, self.variables.key_owners) if own >= 0 else []
         eqns, carries, after = self.eqns, [], []
         if number == "first":
             x, outs = [], self.xs[0]

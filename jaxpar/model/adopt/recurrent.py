@@ -65,19 +65,19 @@ def _start(cell: Module, shape: tuple[int, ...]) -> Carry:
     return cell.initialize_carry(shape, nnx.Rngs(new_key(0)))
 
 
-def _over_time(cell: Module, carry: Carry, x_TBW: jax.Array) -> LayerOutput:
+def _over_time(cell: Tree, carry: Tree, x_TBW: jax.Array) -> LayerOutput:
     """The cell over time; Flax's own LSTM by jaxpar's kernel."""
     if _is_plain_lstm(cell):
-        (c_BH, h_BH), x_TBI = carry, x_TBW
+        c_BH, h_BH = carry  # pyright: ignore[reportGeneralTypeIssues]
         w_x, w_h = (_by_gate(dense) for dense in (cell.dense_i, cell.dense_h))
         params = GateParams(w_x, w_h, cell.dense_h.bias[...].reshape(4, -1))
         unroll = _NOWHERE.unroll
-        after, y_TBH = lstm_layer(params, LSTMCarry(h_BH, c_BH), x_TBI, None, None, unroll)
+        after, y_TBH = lstm_layer(params, LSTMCarry(h_BH, c_BH), x_TBW, None, None, unroll)
         return (after.c_BH, after.h_BH), y_TBH
     return Recurrent(cell)(carry, x_TBW, _NOWHERE)
 
 
-def _is_plain_lstm(cell: Module) -> bool:
+def _is_plain_lstm(cell: Tree) -> bool:
     functions = getattr(cell, "gate_fn", None), getattr(cell, "activation_fn", None)
     is_lstm = type(cell) is nnx.OptimizedLSTMCell and functions == (nnx.sigmoid, nnx.tanh)
     return is_lstm and cell.dtype in (None, jnp.float32)

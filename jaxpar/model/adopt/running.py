@@ -1,9 +1,9 @@
 """Runs a part of a user's program on a block of rows and time steps.
 
-Random numbers: keys of random streams are inputs of a program. What depends on keys alone, such as the mask of
-a dropout, is drawn for each row by itself. Its key is of the seed, the step, the layer and the row, and in a
-model that is cut along time of the time step. So masks are the same on any mesh, with any microbatches.
-Where rows are not the first dim of what is drawn, the whole part runs row by row, by `jax.vmap`.
+Random numbers: keys of random streams are inputs of a program. What depends on keys alone, such as the mask
+of a dropout, is drawn for each row by itself. Its key is of the seed, the step, the layer and the row, and in
+a model cut along time of the time step. So masks are the same on any mesh, with any microbatches. Where rows
+are not the first dim of what is drawn, the whole part runs row by row, by `jax.vmap`.
 """
 
 import functools
@@ -61,13 +61,13 @@ def run_part(place: Place, carry: Leaves, x: Sequence[jax.Array], at: LayerConte
     before = program.xs[-1 if place.part == "last" else place.number] if x else []
     require(
         [aval_of(v).shape for v in before] == [a.shape for a in x],
-        f"what goes to {place.part!r} of the model {model.model_name} has other shapes for "
-        f"{_num_rows(batch)} rows than for a batch.\nFix: give arrays between blocks a first dim of rows, or none.",
+        f"what goes to {place.part!r} of the model {model.name} has other shapes for {_num_rows(batch)} rows "
+        f"than for a batch.\nFix: give arrays between blocks a first dim of rows, or none.",
     )
     others = [*carry, *x, *jax.tree.leaves(batch)]
     require(
         trains or not part.keys,
-        f"{place.part!r} of the model {model.model_name} draws random numbers in evaluation.\n"
+        f"{place.part!r} of the model {model.name} draws random numbers in evaluation.\n"
         f"Fix: draw in training alone, as nnx.Dropout does by its attribute deterministic.",
     )
     if not part.keys:
@@ -111,10 +111,10 @@ def _keys(place: Place, at: LayerContext, *places: Index) -> Leaves:
 
     What is outside of the blocks has the same keys in all parts: what two of them compute is the same.
     """
-    owners, keys = place.model.key_owners, list[jax.Array]()
+    owners, keys = place.model.variables.key_owners, list[jax.Array]()
     key = new_key(0) if at.key is None else at.key
     for number in (place.number, -1) if place.number >= 0 else (-1,):
-        layer = at.layer if number >= 0 else len(place.model.places)
+        layer = at.layer if number >= 0 else len(place.model.variables.places)
         own = functools.reduce(jax.random.fold_in, (layer, *places), key)
         keys += [jax.random.fold_in(own, n) for n in range(owners.count(number))]
     return keys

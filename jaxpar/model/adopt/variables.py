@@ -1,0 +1,272 @@
+"""The variables of a user's model by their names: which block each is of, how they are drawn and held."""
+
+import fnmatch
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpar.base.axes import LAYERS
+from jaxpar.base.checks import require
+from jaxpar.base.display import format_names
+from jaxpar.base.keys import new_key
+from jaxpar.base.trees import shape_of
+from jaxpar.base.types import Arrays, Leaves, Module, Shapes, Tree
+from jaxpar.model.adopt.drawing import Drawing
+from jaxpar.model.adopt.finding import Path
+from jaxpar.model.outer import SPLITS
+from jaxpar.model.stack import KIND
+from jaxpar.model.task import Task
+from jaxpar.sharding import array_of, is_variable, named_leaves
+
+FROZEN = "frozen"  # metadata of a parameter that is not trained
+_ALL = -2  # instead of the number of a block: all, as they are stacked
+
+
+class _Leaf(NamedTuple):
+    """A leaf of the user's model: its name, the variable of shapes, and what it is.
+
+    Attributes:
+      owner: the number of its block; -1 of none, `_ALL` of stacked blocks.
+      role: "param", "key" of random numbers, "count" of them, or "constant".
+    """
+
+    name: str
+    variable: Tree
+    owner: int
+    role: str
+
+
+class Variables:
+    """The variables of a user's model.
+
+    Attributes:
+      places: the path of each block.
+      names: of the parameters; of stacked blocks "blocks.kernel@3".
+      owners: the block of each parameter; -1 of none. `key_owners` those of keys of random numbers.
+      variables: shapes and metadata of the parameters.
+      outer_modules: embeddings and linear layers outside of the blocks.
+    """
+
+    def __init__(self, task: Task, model: Module, places: Sequence[Path], *, is_stacked: bool):
+        """Looks at them.
+
+        Args:
+          model: of shapes.
+          is_stacked: whether the blocks are one module with stacked parameters.
+        """
+        self.task, self.places, self.is_stacked = task, places, is_stacked
+        self.plain = nnx.split(model)
+        self.outer_modules = dict[str, Module]()
+        for path, module in nnx.iter_graph(model):
+            if type(module) in SPLITS and self._owner(path) == -1:
+                self.outer_modules[_dotted(path)] = module
+        self._leaves = self._look_at(model)
+        self._expand_rows(len(places))
+        constants = [leaf.name for leaf in self._leaves if leaf.role == "constant"]
+        self.drawing = Drawing(task.make_model, [*self.names, *constants])
+        self.constants = self.drawing.constants(constants)
+
+    def _owner(self, path: Sequence[object]) -> int:
+        """The block that something at a path is of."""
+        for number, place in enumerate(self.places):
+            if tuple(path[: len(place)]) == place:
+                return _ALL if self.is_stacked else number
+        return -1
+
+    def _look_at(self, model: Module) -> list[_Leaf]:
+        """The leaves of a model; parameters say what their dims are called, and whether they are frozen."""
+        is_frozen = nnx.filterlib.to_predicate(self.task.frozen)
+        leaves, unused = list[_Leaf](), {*self.task.dims}
+        for path, leaf in _flat(nnx.state(model)):
+            name, role = _dotted(path), _role(leaf)
+            if role == "param":
+                leaf = leaf.replace(shape_of(leaf.get_value()))
+                for pattern, dims in self.task.dims.items():
+                    if fnmatch.fnmatchcase(name, pattern):
+                        unused.discard(pattern)
+                        leaf.set_metadata("out_sharding", dims)
+                leaf.set_metadata(FROZEN, bool(is_frozen(path, leaf)))
+            leaves.append(_Leaf(name, leaf, self._owner(path), role))
+        require(
+            not unused,
+            f"dims of {format_names(sorted(unused))} match no parameter of the model; it has "
+            f"{format_names([leaf.name for leaf in leaves if leaf.role == 'param'])}.\nFix: use such names.",
+        )
+        return leaves
+
+    def _expand_rows(self, num_blocks: int) -> None:
+        """The names of all parameters; each block has its own."""
+        self.names, self.owners, self.key_owners = list[str](), list[int](), list[int]()
+        self.variables = list[Tree]()
+        for leaf in self._leaves:
+            owners = range(num_blocks) if leaf.owner == _ALL else [leaf.owner]
+            if leaf.role == "param":
+                self.owners += owners
+                self.names += [leaf.name + f"@{n}" * (leaf.owner == _ALL) for n in owners]
+                self.variables += [self._row(leaf)] * len(owners)
+            elif leaf.role == "key":
+                self.key_owners += owners
+
+    def _row(self, leaf: _Leaf) -> Tree:
+        """A parameter as one block has it."""
+        shape, metadata = leaf.variable.get_value(), leaf.variable.get_metadata()
+        dims = metadata.get("out_sharding") or ()
+        if leaf.owner == _ALL:
+            shape, dims = jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype), dims[1:]
+        metadata |= {"out_sharding": tuple(dims) or None, "eager_sharding": False}
+        return type(leaf.variable)(shape, **metadata)
+
+    def own(self, number: int) -> dict[str, Tree]:
+        """The parameters of a block by their names within it, or those of no block, -1; of shapes."""
+        pairs = zip(self.names, self.owners, self.variables, strict=True)
+        return {self.inner(name, number): v for name, own, v in pairs if own == number}
+
+    def names_of(self, number: int) -> list[str]:
+        """Their names in the model."""
+        return [n for n, owner in zip(self.names, self.owners, strict=True) if owner == number]
+
+    def inner(self, name: str, number: int) -> str:
+        """The name of a parameter within its block."""
+        place = f"{_dotted(self.places[number])}." if number >= 0 else ""
+        return name.removeprefix(place).partition("@")[0]
+
+    def outer_name(self, number: int, inner: str) -> str:
+        """The reverse."""
+        return f"{_dotted(self.places[number])}.{inner}" + f"@{number}" * self.is_stacked
+
+    # ---- all of them in the user's model ----
+
+    @property
+    def shapes(self) -> tuple[Shapes, Shapes]:
+        """Of parameters and of keys, as the user's model has them."""
+        first, second = (
+            [shape_of(array_of(leaf.variable)) for leaf in self._leaves if leaf.role == role]
+            for role in ("param", "key")
+        )
+        return first, second
+
+    def merge(self, graphdef: nnx.GraphDef, params: Leaves, keys: Leaves) -> Module:
+        """The user's model, maybe with marks, of values of these shapes; counts are zeros."""
+        given = {"param": iter(params), "key": iter(keys)}
+        leaves = []
+        for leaf in self._leaves:
+            if leaf.role in given:
+                value = next(given[leaf.role])
+            elif leaf.role == "constant":
+                value = jnp.asarray(self.constants[leaf.name])
+            else:
+                shape = shape_of(array_of(leaf.variable))
+                value = jnp.asarray(np.zeros(shape.shape, shape.dtype))  # known, and no equation
+            leaves.append(leaf.variable.replace(value) if is_variable(leaf.variable) else value)
+        structure = jax.tree.structure(self.plain[1], is_leaf=is_variable)
+        return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+
+    def user_model(self, arrays: Mapping[str, Arrays]) -> Module:
+        """The user's own model with these values of its parameters; its random streams begin with seed 0."""
+
+        def value(leaf: _Leaf) -> jax.Array:
+            if leaf.owner != _ALL:
+                return arrays[leaf.name]
+            return jnp.stack([arrays[f"{leaf.name}@{n}"] for n in range(len(self.places))])
+
+        params = [value(leaf) for leaf in self._leaves if leaf.role == "param"]
+        keys = [jnp.broadcast_to(new_key(0), key.shape) for key in self.shapes[1]]
+        return self.merge(self.plain[0], params, keys)
+
+    # ---- modules that hold parameters ----
+
+    @functools.cached_property
+    def _held(self) -> dict[str, Tree]:
+        """What holds the parameters outside of blocks: embeddings and linear layers, and variables."""
+        held = self.own(-1)
+        for name, module in self.outer_modules.items():
+            own = [f"{name}.{key}" for key, value in vars(module).items() if is_variable(value)]
+            if own and all(name in held for name in own):
+                held = {key: leaf for key, leaf in held.items() if key not in own} | {name: module}
+        return held
+
+    @property
+    def held_modules(self) -> list[str]:
+        """The modules outside of blocks that are called as they are."""
+        return [name for name, own in self._held.items() if not is_variable(own)]
+
+    def outer(self, key: jax.Array) -> "Holder":
+        """The parameters outside of blocks, drawn."""
+        names, own = self.names_of(-1), self.own(-1)
+        values = dict(zip(names, self.drawing.block(names, key), strict=True))
+        graphdef, state = nnx.split(Holder(self._held))
+        leaves = [own[name].replace(values[name]) for name, _ in named_leaves(state)]
+        structure = jax.tree.structure(state, is_leaf=is_variable)
+        return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+
+    def block(self, number: int, key: jax.Array) -> "Holder":
+        """The parameters of a block, drawn."""
+        values = self.drawing.block(self.names_of(number), key)
+        pairs = zip(self.own(number).items(), values, strict=True)
+        return Holder({name: variable.replace(value) for (name, variable), value in pairs})
+
+    def stacked(self, kind: str, first: int, numbers: Sequence[int], key: jax.Array) -> "Holder":
+        """The parameters of blocks of a kind in the rows of a stack, drawn; -1 is a row of zeros.
+
+        Args:
+          first: the first block of the kind.
+        """
+        rows = [self.names_of(number if number >= 0 else first) for number in numbers]
+        drawn = self.drawing.stacked(rows, key)
+        is_there, held = jnp.asarray(numbers) >= 0, {}
+        for (inner, variable), value in zip(self.own(first).items(), drawn, strict=True):
+            value = jnp.where(is_there.reshape(-1, *[1] * (value.ndim - 1)), value, 0)
+            metadata = variable.get_metadata()
+            dims = metadata["out_sharding"] or (None,) * (value.ndim - 1)
+            metadata |= {"out_sharding": (LAYERS, *dims), KIND: kind}
+            held[inner] = type(variable)(value, **metadata)
+        return Holder(held)
+
+
+def is_frozen(_: object, variable: Tree) -> bool:
+    """A filter of the parameters that `Task.frozen` matches by their own paths."""
+    return is_variable(variable) and bool(variable.get_metadata(FROZEN, False))
+
+
+class Holder(nnx.Module):
+    """Variables and modules under the names that they have in the user's model."""
+
+    def __init__(self, held: Mapping[str, Tree]):
+        inner = dict[str, dict[str, Tree]]()
+        for name, node in held.items():
+            first, dot, rest = name.partition(".")
+            if dot:
+                inner.setdefault(first, {})[rest] = node
+            else:
+                setattr(self, first, node)
+        for first, own in inner.items():
+            setattr(self, first, Holder(own))
+
+
+def find_in(holder: Holder, name: str) -> Tree:
+    """What a holder has under a name."""
+    return functools.reduce(getattr, name.split("."), holder)
+
+
+def _flat(state: nnx.State) -> list[tuple[tuple[Any, ...], Tree]]:
+    """The leaves of a state with their paths, in the order of `jax.tree`."""
+    pairs = jax.tree.leaves_with_path(state, is_leaf=is_variable)
+    keys = "key", "name", "idx"
+    return [
+        (tuple(next(getattr(s, k) for k in keys if hasattr(s, k)) for s in path), leaf)
+        for path, leaf in pairs
+    ]
+
+
+def _dotted(path: Sequence[object]) -> str:
+    return ".".join(map(str, path))
+
+
+def _role(leaf: Tree) -> str:
+    kinds = ((nnx.Param, "param"), (nnx.RngKey, "key"), (nnx.RngCount, "count"))
+    return next((name for kind, name in kinds if isinstance(leaf, kind)), "constant")
