@@ -208,13 +208,20 @@ def _while(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
     sizes = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     of_cond, of_body, start = cut(values, *sizes)
 
-    def step(carry: Leaves) -> Leaves:
-        return vary_like(run_program(eqn.params["body_jaxpr"], *of_body, *carry), values)
-
-    def goes_on(carry: Leaves) -> jax.Array:
+    def goes_on(carry: Leaves) -> jax.Array:  # of several loops that `jax.vmap` runs as one, each
         return run_program(eqn.params["cond_jaxpr"], *of_cond, *carry)[0]
 
-    return lax.while_loop(goes_on, step, vary_like(start, values))
+    def step(carry: Leaves) -> Leaves:
+        after, runs = run_program(eqn.params["body_jaxpr"], *of_body, *carry), goes_on(carry)
+        if runs.ndim:
+            shapes = ((*runs.shape, *[1] * (a.ndim - runs.ndim)) for a in after)
+            after = [
+                jnp.where(runs.reshape(shape), *each)
+                for shape, *each in zip(shapes, after, carry, strict=True)
+            ]
+        return vary_like(after, values)
+
+    return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, vary_like(start, values))
 
 
 def _cond(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
