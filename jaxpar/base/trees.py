@@ -1,21 +1,15 @@
 """Trees of arrays: added up, zero, as shapes, compared, and cast to differ over the axes of a `shard_map`."""
 
-import contextlib
 import math
-import os
-import re
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.axes import DATA
-from jaxpar.base.types import Arrays, Function, Shapes, Specs, Value
+from jaxpar.base.types import Arrays, Shapes, Specs, Value
 
 
 def add(totals: Arrays, parts: Arrays) -> Arrays:
@@ -109,59 +103,6 @@ def vary_like(tree: Arrays, reference: Arrays) -> Arrays:
     types = map(jax.typeof, jax.tree.leaves(reference))
     axes = frozenset().union(*(own.manual_axis_type.varying for own in types))
     return jax.tree.map(lambda leaf: vary_over(leaf, axes), tree)
-
-
-def check_varying(what: str, run: Function, *args: Arrays) -> None:
-    """Traces a part of a model inside a `shard_map`, as one whose arguments differ over `data`.
-
-    Raises:
-      ValueError: as of `constants_told`.
-    """
-
-    def traced(*args: Arrays) -> tuple[()]:
-        with constants_told(what):
-            run(*jax.tree.map(lambda a: vary_over(a, frozenset([DATA])), args))
-        return ()
-
-    specs = {"in_specs": P(), "out_specs": P(), "axis_names": {DATA}}
-    jax.eval_shape(jax.shard_map(traced, mesh=AbstractMesh((1,), (DATA,)), **specs), *args)
-
-
-@contextlib.contextmanager
-def constants_told(what: str) -> Iterator[None]:
-    """Where a part of a model is traced inside a `shard_map`: what its loops and branches must not mix.
-
-    Raises:
-      ValueError: a loop begins with constants, or a branch gives some, where the other values differ from
-        device to device. JAX tells both apart by their types. Or a collective is over an axis of `jax.vmap`,
-        for which JAX has no such types.
-    """
-    try:
-        yield
-    except AssertionError as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if error.args or not any(f.filename.endswith(_COLLECTIVES) for f in frames):
-            raise
-        told = ValueError(
-            f"{what} has a collective over an axis of jax.vmap, which JAX does not take on a mesh\n"
-            f"Fix: compute it over the dim itself, such as x.mean(axis, keepdims=True)."
-        )
-        raise told.with_traceback(error.__traceback__) from None
-    except TypeError as error:
-        if (found := _MIXES_TYPES.search(str(error))) is None:
-            raise
-        told = ValueError(
-            f"{what}: in a loop or branch, constants meet arrays that differ between devices ({found[1]}, "
-            f"{found[2]})\nFix: make constants of a given array, such as jnp.zeros_like(x[0])."
-        )
-        raise told.with_traceback(error.__traceback__) from None
-
-
-_COLLECTIVES = os.path.join("jax", "_src", "lax", "parallel.py")
-# How JAX says so, of the beginning of a loop or the output of a branch: what it is, and its type.
-_MIXES_TYPES = re.compile(
-    r"[Tt]he ((?:input carry|output of)[^\n]*?) has type ([^ {]+)[^\n]*manual axis types do not match"
-)
 
 
 def summed(tree: Arrays, axes: str | Sequence[str]) -> Arrays:

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.parts import starts_of
-from jaxpar.base.trees import constants_told, same_along, vary_like
-from jaxpar.base.types import Arrays, Batch, Carry, Function, Index, Outputs
+from jaxpar.base.trees import same_along, vary_like
+from jaxpar.base.types import Activations, Arrays, Batch, Carry, Function, Index, Outputs
 from jaxpar.config import Parallel
 from jaxpar.model.model import Sums, mean_loss, overrides
 from jaxpar.model.stack import values, wrap_like
@@ -34,6 +34,7 @@ from jaxpar.pipeline.tables import TickTable, largest, make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, with_sums
 from jaxpar.sharding import axes_of_spec, constrain
 from jaxpar.step.parts import Outer, Parts
+from jaxpar.trace.varying import on_any_mesh
 
 _make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked for very often
 
@@ -160,15 +161,25 @@ def run_block(
     parts: Parts, layers, params, frozen, carry, at: LayerContext, *, predicts: bool = False
 ):
     """All of a model on a block of rows and time steps: the carry, and the sums or what `predict` gives."""
-    model, facts = parts.storage.merge(params, frozen), parts.facts
-    with jax.named_scope("first"), constants_told("`first`"):
-        x = model.first(at.batch, at._replace(layer=len(facts.kind_of) + 1))
+    graphdef, state = nnx.split(parts.storage.merge(params, frozen))
+
+    def first(state: nnx.State, at: LayerContext) -> Activations:
+        return nnx.merge(graphdef, state).first(at.batch, at)
+
+    def after(state: nnx.State, y: Activations, at: LayerContext, of_layers: Outputs) -> Outputs:
+        model = nnx.merge(graphdef, state)
+        return parts.after_layers(model, y, at, of_layers, predicts=predicts)
+
+    with jax.named_scope("first"):
+        own = at._replace(layer=len(parts.facts.kind_of) + 1)
+        x = on_any_mesh("`first`", first)(state, own)
     own = parts.of_layers(params), parts.of_layers(frozen)
     no_sums = () if predicts else parts.no_sums
     start = x, vary_like(no_sums, (carry, x))  # in a loop over layers all is of one type
     carry, (y, of_layers) = _run_stack(parts, layers, *own, carry, start, at)
-    with jax.named_scope("head"), constants_told("`predict`" if predicts else "`last`"):
-        return carry, parts.after_layers(model, y, at, of_layers, predicts=predicts)
+    with jax.named_scope("head"):
+        what = "`predict`" if predicts else "`last`"
+        return carry, on_any_mesh(what, after)(state, y, at, of_layers)
 
 
 def _run_stack(parts: Parts, layers, params, frozen, carry, x, at: LayerContext):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import STAGE
 from jaxpar.base.checks import require
-from jaxpar.base.trees import add, constants_told, shape_of, vary_like, vary_over, zeros
+from jaxpar.base.trees import add, shape_of, vary_like, vary_over, zeros
 from jaxpar.base.types import (
     Activations,
     Arrays,
@@ -47,6 +47,7 @@ from jaxpar.partition.partition import Partition
 from jaxpar.partition.storage import Storage
 from jaxpar.trace.bound import bound, in_bound
 from jaxpar.trace.counts import used_inputs
+from jaxpar.trace.varying import on_any_mesh
 
 
 class Parts:
@@ -129,8 +130,11 @@ class Parts:
         at: LayerContext,
     ) -> tuple:
         """A kind of layer as a function of its variables; mistakes in it are reported with its name."""
-        with constants_told(f"layer {kind}"):
-            out = run_layer(kind, nnx.merge(graphdef, params, frozen), carry, x, at)
+
+        def call(params: Params, frozen: Params, carry: Carry, x: Activations, at: LayerContext):
+            return run_layer(kind, nnx.merge(graphdef, params, frozen), carry, x, at)
+
+        out = on_any_mesh(f"layer {kind}", call)(params, frozen, carry, x, at)
         carry, y, *sums = out
         if not self.facts.traces.adds_sums:
             wrong = f"layer {kind} returns sums for some of its calls only."
@@ -289,14 +293,19 @@ class Outer:
         """The model of all its leaves, which may be shapes where they are not used."""
         return nnx.merge(self.graphdef, *map(jax.tree.unflatten, self._structures, leaves))
 
-    def run_first(
+    def run_first(self, leaves: Params, frozen: Params, at: LayerContext) -> Activations:
+        """`first` of the model with the leaves that it uses, which may be parts over `stage`; a block."""
+        x = on_any_mesh("`first`", self._first)(leaves, frozen, at)
+        return self.facts.traces.padding.pad(x, at.layout)
+
+    def _first(
         self,
         leaves: Params,
         frozen: Params,
         at: LayerContext,
         look_up: Callable[..., jax.Array] | None = None,
     ) -> Activations:
-        """`first` of the model with the leaves that it uses, which may be parts over `stage`; a block.
+        """What `first` returns.
 
         Args:
           look_up: instead of the call of an embedding that is trained: (its name, that call, words) -> rows.
@@ -307,33 +316,44 @@ class Outer:
         for name in () if look_up is None else self._tables:
             assert look_up is not None
             calls[name] = functools.partial(look_up, name, calls.get(name, call_as_it_is))
-        with constants_told("`first`"):
-            x = with_calls(model, calls).first(at.batch, at)
-        return self.facts.traces.padding.pad(x, at.layout)
+        return with_calls(model, calls).first(at.batch, at)
 
     def add_first_gradient(
         self, grads: Cotangents, leaves: Params, frozen: Params, at: LayerContext, dx: Cotangents
     ) -> Cotangents:
         """The gradients of these leaves, with what a unit adds: to a table only in the rows of its words."""
-        tables, found, grads = self._tables, [], list(grads)
+        tables, names, grads = self._tables, list[str](), list(grads)
         others = [n for n in range(len(grads)) if n not in tables.values()]
 
-        def note(name, call, *args, **options):
-            found.append((name, args[1], call(*args, **options)))
-            return found[-1][-1]
+        def find(leaves, frozen, at):
+            names.clear()
+            found = []
+
+            def note(name, call, *args, **options):
+                names.append(name)
+                found.append((args[1], call(*args, **options)))
+                return found[-1][-1]
+
+            self._first(leaves, frozen, at, note)
+            return found
+
+        def first(leaves, frozen, at, rows):
+            given = iter(rows)
+            return self._first(leaves, frozen, at, lambda *_, **__: next(given))
 
         def run(own, rows):
-            given, whole = iter(rows), list(leaves)
+            whole = list(leaves)
             for n, leaf in zip(others, own, strict=True):
                 whole[n] = leaf
-            return vary_like(self.run_first(whole, frozen, at, lambda *_, **__: next(given)), dx)
+            x = on_any_mesh("`first`", first)(whole, frozen, at, rows)
+            return vary_like(self.facts.traces.padding.pad(x, at.layout), dx)
 
-        self.run_first(leaves, frozen, at, note)
-        _, vjp = jax.vjp(run, [leaves[n] for n in others], [rows for *_, rows in found])
+        found = on_any_mesh("`first`", find)(leaves, frozen, at)
+        _, vjp = jax.vjp(run, [leaves[n] for n in others], [rows for _, rows in found])
         d_own, d_rows = vjp(dx)
         for n, d_leaf in zip(others, d_own, strict=True):
             grads[n] = add(grads[n], d_leaf)
-        for (name, ids, _), rows in zip(found, d_rows, strict=True):
+        for name, (ids, _), rows in zip(names, found, d_rows, strict=True):
             n = tables[name]
             grads[n] = add_rows(grads[n], ids, rows, self._sizes[name])
         return tuple(grads)
@@ -356,15 +376,21 @@ class Outer:
         self, leaves: Params, frozen: Params, y: Activations, at: LayerContext, *, is_part: bool
     ) -> Outputs:
         """`last` of the model with the leaves that it uses, or `predict`, of a block; or a part of either."""
-        model, traces = self._with(self.last, leaves, frozen), self.facts.traces
+        traces = self.facts.traces
         y = traces.padding.unpad(y, traces.y, at.layout)
         if is_part:  # each part of y has a cotangent of its own
             y = jax.tree.map(lambda a: vary_over(a, frozenset([STAGE])), y)
         else:
             y = jax.tree.map(lambda a, shape: a.astype(shape.dtype), y, traces.y)
-            model = with_calls(model, self._part_calls(model))
-        with constants_told("`predict`" if self._predicts else "`last`"):
+
+        def last(leaves: Params, frozen: Params, y: Activations, at: LayerContext) -> Outputs:
+            model = self._with(self.last, leaves, frozen)
+            if not is_part:
+                model = with_calls(model, self._part_calls(model))
             return self.parts.after_layers(model, y, at, predicts=self._predicts, is_part=is_part)
+
+        what = "`predict`" if self._predicts else "`last`"
+        return on_any_mesh(what, last)(leaves, frozen, y, at)
 
     def _with(self, numbers: Sequence[Sequence[int]], *given: Params) -> Module:
         """The model with leaves of these numbers; of the others it has shapes."""

@@ -1,59 +1,105 @@
-"""Runs a traced program inside a `shard_map` with all values typed as differing over the same axes.
+"""Runs a traced program inside a `shard_map`; its loops may begin with constants.
 
 JAX's types say over which axes of a mesh an array differs between devices. The carry of a loop and the
 outputs of branches may not change their type. Code that does not know of meshes, such as `nnx.RNN`,
 `optax.ctc_loss` or a `lax.scan` that begins with `jnp.zeros`, breaks that rule. Such code is traced without
-these types. The traced program is then run equation by equation, and each result is cast. `RULES` says how:
-loops, branches, calls and functions with custom derivatives are built again from programs that run this way.
-Outside of a `shard_map` nothing is cast.
+these types. The traced program is then run equation by equation. Where arrays of different types meet, they
+are cast to the same type. `RULES` says how: loops, branches, calls and functions with custom derivatives are
+built again from programs that run this way. Outside of a `shard_map` nothing is cast.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.trees import vary_over
+from jaxpar.base.axes import DATA
+from jaxpar.base.trees import vary_like, vary_over
 from jaxpar.base.types import Arrays, Atom, Cotangents, Function, Leaves, Tree, Value
 from jaxpar.trace.jaxprs import aval_of, cut, is_float
 
 RunProgram: TypeAlias = Callable[..., Leaves]
-"""(program, *its arguments) -> its outputs, with the same axes and rules."""
+"""(program, *its arguments) -> its outputs, by the same rules."""
 Rule: TypeAlias = Callable[[JaxprEqn, Leaves, RunProgram], Sequence[jax.Array]]
 """(equation, values that it reads, a function that runs its programs) -> its outputs."""
 
+_COLLECTIVES = os.path.join("jax", "_src", "lax", "parallel.py")
 _MISMATCH = "manual axis types do not match"  # how JAX reports a loop or branch that changes a type
 
 
-def accepts_constants(function: Function) -> Function:
-    """The same function of trees, whose loops may begin with constants and whose branches may return some.
+def on_any_mesh(what: str, function: Function) -> Function:
+    """A part of a model as a function of trees for a `shard_map`: loops of it may begin with constants.
 
-    It runs as it is, unless JAX says that a loop or branch of it changes a type.
+    It runs as it is, unless JAX says that a loop or branch changes a type. It may not read traced arrays that
+    are not arguments.
+
+    Args:
+      what: the part, for messages.
+    Raises:
+      ValueError: when called: a loop or branch mixes constants with results of collectives, or a collective
+        is over an axis of `jax.vmap`, for which JAX has no such types.
     """
 
-    @functools.wraps(function)
-    def run_either(*args: Arrays) -> Arrays:
-        try:
-            return function(*args)
-        except TypeError as error:
-            if _MISMATCH not in str(error):
-                raise
-        return all_varying(function)(*args)
+    def run_on_mesh(*args: Arrays) -> Arrays:
+        with _without_vmap_axes(what):
+            try:
+                return function(*args)
+            except TypeError as error:
+                if _MISMATCH not in str(error):
+                    raise
+            try:
+                return _retraced(function, run, *args)
+            except TypeError as error:
+                if _MISMATCH not in str(error):
+                    raise
+                mixed = ValueError(
+                    f"{what} has a loop or branch in which constants meet results of collectives\n"
+                    f"Fix: make these constants of such a result, as by jnp.zeros_like."
+                )
+                raise mixed.with_traceback(error.__traceback__) from None
 
-    return run_either
+    return run_on_mesh
 
 
-def all_varying(function: Function) -> Function:
-    """The same function of trees, with all values typed as differing over the axes of any argument.
+@contextlib.contextmanager
+def _without_vmap_axes(what: str) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if error.args or not any(f.filename.endswith(_COLLECTIVES) for f in frames):
+            raise
+        refused = ValueError(
+            f"{what} has a collective over an axis of jax.vmap, which JAX does not take on a mesh\n"
+            f"Fix: compute it over the dim itself, such as x.mean(axis, keepdims=True)."
+        )
+        raise refused.with_traceback(error.__traceback__) from None
 
-    It may not read traced arrays that are not arguments.
+
+def check_on_mesh(what: str, function: Function, *args: Arrays) -> None:
+    """Traces a part of a model inside a `shard_map`, as one whose arguments differ over `data`.
+
+    Raises:
+      ValueError: as of `on_any_mesh`.
     """
-    return functools.partial(_retraced, function, run)
+
+    def traced(*args: Arrays) -> tuple[()]:
+        varying = jax.tree.map(lambda a: vary_over(a, frozenset([DATA])), args)
+        on_any_mesh(what, function)(*varying)
+        return ()
+
+    specs = {"in_specs": P(), "out_specs": P(), "axis_names": {DATA}}
+    jax.eval_shape(jax.shard_map(traced, mesh=AbstractMesh((1,), (DATA,)), **specs), *args)
 
 
 def _retraced(
@@ -73,50 +119,51 @@ def _retraced(
 
 
 def _is_array(leaf: Value) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 def run(
     closed: ClosedJaxpr, args: Sequence[jax.Array], rules: Mapping[str, Rule] | None = None
 ) -> Leaves:
-    """The outputs of a traced program, typed as differing over all axes that an argument differs over.
+    """The outputs of a traced program for arguments that may differ between devices.
 
     Args:
       rules: by the name of a primitive, in place of those in `RULES` or in addition; also in programs within
         the program.
     """
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in args))
     table = RULES | dict(rules or {})
-
-    def cast(a: Value) -> jax.Array:
-        return vary_over(jnp.asarray(a), axes)
 
     def run_program(program: ClosedJaxpr | Jaxpr, *args: jax.Array) -> Leaves:
         jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
         consts = program.consts if isinstance(program, ClosedJaxpr) else ()
         names = (*jaxpr.constvars, *jaxpr.invars)
-        values = dict(zip(names, map(cast, (*consts, *args)), strict=True))
+        values = dict(zip(names, map(jnp.asarray, (*consts, *args)), strict=True))
 
         def read(v: Atom) -> jax.Array:
-            return (
-                cast(jnp.asarray(v.val, aval_of(v).dtype)) if isinstance(v, Literal) else values[v]
-            )
+            return jnp.asarray(v.val, aval_of(v).dtype) if isinstance(v, Literal) else values[v]
 
         for eqn in jaxpr.eqns:
-            rule = table.get(eqn.primitive.name, _bind)
+            rule = table.get(eqn.primitive.name, _as_it_is)
             scope = str(eqn.source_info.name_stack)
             with jax.named_scope(scope) if scope else contextlib.nullcontext():
                 outs = rule(eqn, [*map(read, eqn.invars)], run_program)
-                values.update(zip(eqn.outvars, map(cast, outs), strict=True))
+            values.update(zip(eqn.outvars, outs, strict=True))
         return [*map(read, jaxpr.outvars)]
 
     return run_program(closed, *args)
 
 
-def _bind(eqn: JaxprEqn, values: Leaves, run_program: RunProgram | None = None) -> Leaves:
-    """The rule of an equation that runs as it is."""
+def _as_it_is(eqn: JaxprEqn, values: Leaves, _run_program: RunProgram) -> Leaves:
+    return _bind(eqn, vary_like(values, values))
+
+
+def _bind(eqn: JaxprEqn, values: Leaves) -> Leaves:
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
+
+
+def _pvary(eqn: JaxprEqn, values: Leaves, _run_program: RunProgram) -> Leaves:
+    return [vary_over(a, frozenset(eqn.params["axes"])) for a in values]
 
 
 def call(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
@@ -150,76 +197,129 @@ def _scan(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
 
     def step(carry: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
         after, y = cut(run_program(_program(eqn), *consts, *carry, *x), len(start))
-        return after, y
+        return vary_like(after, values), y
 
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = lax.scan(step, start, xs, **options)
+    carry, ys = lax.scan(step, vary_like(start, values), xs, **options)
     return [*carry, *ys]
 
 
 def _while(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
     sizes = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     of_cond, of_body, start = cut(values, *sizes)
-    return lax.while_loop(
-        lambda carry: run_program(eqn.params["cond_jaxpr"], *of_cond, *carry)[0],
-        lambda carry: run_program(eqn.params["body_jaxpr"], *of_body, *carry),
-        start,
-    )
+
+    def goes_on(carry: Leaves) -> jax.Array:  # of several loops that `jax.vmap` runs as one, each
+        return run_program(eqn.params["cond_jaxpr"], *of_cond, *carry)[0]
+
+    def step(carry: Leaves) -> Leaves:
+        after, runs = run_program(eqn.params["body_jaxpr"], *of_body, *carry), goes_on(carry)
+        if runs.ndim:
+            shapes = ((*runs.shape, *[1] * (a.ndim - runs.ndim)) for a in after)
+            after = [
+                jnp.where(runs.reshape(shape), *each)
+                for shape, *each in zip(shapes, after, carry, strict=True)
+            ]
+        return vary_like(after, values)
+
+    return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, vary_like(start, values))
 
 
 def _cond(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
     index, *operands = values
-    branches = [functools.partial(run_program, branch) for branch in eqn.params["branches"]]
+
+    def branch(program: ClosedJaxpr, *operands: jax.Array) -> Leaves:
+        return vary_like(run_program(program, *operands), values)
+
+    branches = [functools.partial(branch, program) for program in eqn.params["branches"]]
     return lax.switch(index, branches, *operands)
 
 
+class _Custom:
+    """A function with a custom derivative, which is traced without types as well; of floats alone.
+
+    Attributes:
+      given, made: the numbers of what it reads and returns that has a gradient. What it closes over comes
+        first, and has none.
+    """
+
+    def __init__(self, eqn: JaxprEqn, values: Leaves, run_program: RunProgram):
+        self.eqn, self.values, self._run_program = eqn, values, run_program
+        floats = (n for n, v in enumerate(eqn.invars) if is_float(v))
+        self.given = [n for n in floats if n >= eqn.params["num_consts"]]
+        self.made = [n for n, v in enumerate(eqn.outvars) if is_float(v)]
+
+    def run(self, *args: jax.Array) -> Leaves:
+        """All that it returns, without its derivative."""
+        return vary_like(self._run_program(self.eqn.params["call_jaxpr"], *args), self.values)
+
+    def floats(self, *args: jax.Array) -> Leaves:
+        """What it returns that has a gradient."""
+        outs = self.run(*args)
+        return [outs[n] for n in self.made]
+
+    def of_floats(self, args: Leaves) -> tuple[Function, Leaves]:
+        """The same as JAX differentiates it: a function of what has a gradient, and that."""
+
+        def run(*floats: jax.Array) -> Leaves:
+            known = dict(zip(self.given, floats, strict=True))
+            outs = _bind(self.eqn, [known.get(n, a) for n, a in enumerate(args)])
+            return [outs[n] for n in self.made]
+
+        return run, [args[n] for n in self.given]
+
+    def retraced(self, function: Function, *args: Arrays) -> Arrays:
+        """What a function of its derivative returns."""
+        outs = _retraced(function, lambda closed, given: self._run_program(closed, *given), *args)
+        return vary_like(outs, self.values)
+
+    def call(self, function: Function) -> Leaves:
+        """All that it returns, with the derivative that a function of the same has."""
+        args = vary_like(self.values, self.values)
+        floats = dict(zip(self.made, function(*args), strict=True))
+        if len(floats) == len(self.eqn.outvars):
+            return [*floats.values()]
+        return [floats.get(n, a) for n, a in enumerate(self.run(*args))]
+
+
 def _custom_jvp(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
-    function = jax.custom_jvp(functools.partial(run_program, eqn.params["call_jaxpr"]))
+    custom = _Custom(eqn, values, run_program)
+    function = jax.custom_jvp(custom.floats)
 
-    def derivative(primals: Leaves, tangents: Leaves) -> tuple[Leaves, Leaves]:
-        return jax.jvp(lambda *args: _bind(eqn, [*args]), primals, tangents)
+    def derivative(args: Leaves, d_floats: Leaves) -> tuple[Leaves, Leaves]:
+        run, floats = custom.of_floats(args)
+        return jax.jvp(run, floats, d_floats)
 
-    function.defjvp(functools.partial(_retraced, derivative, _traced_by(run_program)))
-    return function(*values)
+    @function.defjvp
+    def rule(args: Sequence[jax.Array], d_args: Cotangents) -> tuple[Leaves, Leaves]:
+        return custom.retraced(derivative, [*args], [d_args[n] for n in custom.given])
 
-
-def _traced_by(run_program: RunProgram) -> Callable[[ClosedJaxpr, Leaves], Leaves]:
-    return lambda closed, args: run_program(closed, *args)
+    return custom.call(function)
 
 
 def _custom_vjp(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
-    function = jax.custom_vjp(functools.partial(run_program, eqn.params["call_jaxpr"]))
-    # What the function closes over comes first, and has no gradient.
-    given = [n for n, a in enumerate(values) if n >= eqn.params["num_consts"] and is_float(a)]
-    made = [n for n, v in enumerate(eqn.outvars) if is_float(v)]
-    backward_tree: list[Tree] = []
+    custom = _Custom(eqn, values, run_program)
+    function, of_vjp = jax.custom_vjp(custom.floats), list[Tree]()
 
     def run_forward(args: Leaves) -> tuple[Leaves, Leaves]:
-        def of_floats(*floats: jax.Array) -> tuple[Leaves, Leaves]:
-            known = dict(zip(given, floats, strict=True))
-            outs = _bind(eqn, [known.get(n, a) for n, a in enumerate(args)])
-            return [outs[n] for n in made], outs
-
-        _, vjp, outs = jax.vjp(of_floats, *(args[n] for n in given), has_aux=True)
+        run, floats = custom.of_floats(args)
+        outs, vjp = jax.vjp(run, *floats)
         leaves, tree = jax.tree.flatten(vjp)
-        backward_tree[:] = [tree]
+        of_vjp[:] = [tree]
         return outs, leaves
 
     def run_backward(leaves: Leaves, d_outs: Cotangents) -> Cotangents:
-        return jax.tree.unflatten(backward_tree[0], leaves)(d_outs)
+        return jax.tree.unflatten(of_vjp[0], leaves)(d_outs)
 
-    by_program = _traced_by(run_program)
-
-    def forward(*args: jax.Array) -> Tree:
-        return _retraced(run_forward, by_program, [*args])
+    def forward(*args: jax.Array) -> tuple[Leaves, Leaves]:
+        return custom.retraced(run_forward, [*args])
 
     def backward(leaves: Leaves, d_outs: Cotangents) -> Cotangents:
-        d_floats = _retraced(run_backward, by_program, leaves, [d_outs[n] for n in made])
-        known = dict(zip(given, d_floats, strict=True))
+        d_floats = custom.retraced(run_backward, leaves, d_outs)
+        known = dict(zip(custom.given, d_floats, strict=True))
         return tuple(known.get(n) for n in range(len(values)))
 
     function.defvjp(forward, backward)
-    return function(*values)
+    return custom.call(function)
 
 
 RULES: dict[str, Rule] = {
@@ -229,6 +329,7 @@ RULES: dict[str, Rule] = {
     "custom_vjp_call": _custom_vjp,
     "eval_jaxpr": call,
     "jit": call,
+    "pvary": _pvary,
     "remat2": _remat,
     "scan": _scan,
     "while": _while,

@@ -19,7 +19,6 @@ from jaxpar.base.checks import fact_of, require, require_instance
 from jaxpar.base.display import Shown
 from jaxpar.base.files import checksum
 from jaxpar.base.loading import guard_remedy
-from jaxpar.base.trees import check_varying
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import EndOfStreamError
 from jaxpar.hosts.agree import agree, in_process_0
@@ -33,6 +32,7 @@ from jaxpar.step.functions import init_state
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state, audit, check_room, release
+from jaxpar.trace.varying import check_on_mesh
 from jaxpar.training import profiler
 from jaxpar.training.callbacks import Callbacks, ConsoleReport, Report, describe_stop
 from jaxpar.training.checkpoint import check_storable
@@ -298,7 +298,7 @@ def _check_model(setup: Setup, target: TrainState) -> None:
     check_reported(task, 0.5, metrics)
     if not task.axes and (setup.parallel.mesh.data > 1 or setup.parallel.runs_in_units):
         for what, (run, args) in facts.parts.items():
-            check_varying(what, run, *args)
+            check_on_mesh(what, run, *args)
     check_rows_alone(setup.parts)
     check_custom_backward(setup.parts)
     facts.warn_of_resets()

@@ -68,11 +68,11 @@ def _start(cell: Module, shape: tuple[int, ...]) -> Carry:
 def _over_time(cell: Tree, carry: Tree, x_TBW: jax.Array) -> LayerOutput:
     """The cell over time; Flax's own LSTM by jaxpar's kernel."""
     if _is_plain_lstm(cell):
-        c_BH, h_BH = carry  # pyright: ignore[reportGeneralTypeIssues]
+        c_BH, h_BH = carry
         w_x, w_h = (_by_gate(dense) for dense in (cell.dense_i, cell.dense_h))
         params = GateParams(w_x, w_h, cell.dense_h.bias[...].reshape(4, -1))
-        unroll = _NOWHERE.unroll
-        after, y_TBH = lstm_layer(params, LSTMCarry(h_BH, c_BH), x_TBW, None, None, unroll)
+        carry = LSTMCarry(h_BH, c_BH)
+        after, y_TBH = lstm_layer(params, carry, x_TBW, None, None, _NOWHERE.unroll)  # pyright: ignore[reportGeneralTypeIssues]
         return (after.c_BH, after.h_BH), y_TBH
     return Recurrent(cell)(carry, x_TBW, _NOWHERE)
 

@@ -1,0 +1,174 @@
+"""Loops that begin with constants, in any part of a model: on every mesh as on one device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from lib.any_model import assert_same
+from lib.laws import on_devices, slow
+from lib.models import SGD
+
+import jaxpar
+from jaxpar import Parallel, PipelineConfig, SeriesBatches, Stack, Sums
+from jaxpar.step.setup import Setup
+from jaxpar.step.step import make_loss_and_grad
+from jaxpar.training.fit import fit
+
+WIDTH, WORDS, STEPS = 8, 64, 6
+
+
+def decayed(x, factor=0.9):
+    """A moving sum along the first dim."""
+    return lax.scan(lambda c, a: (factor * c + a, c), jnp.zeros(x.shape[1:]), x)[1]
+
+
+def counted(x):
+    """Numbers of a loop that has no gradient, times x."""
+
+    def more(state):
+        n, total = state
+        return n + 1, total + jnp.sin(lax.stop_gradient(x).mean(-1, keepdims=True)) * total + 1
+
+    start = 0, jnp.zeros((*x.shape[:-1], 1))
+    return x * lax.stop_gradient(lax.while_loop(lambda state: state[0] < 3, more, start)[1])
+
+
+def doubled(x):
+    return lax.fori_loop(0, 3, lambda n, total: total + jnp.tanh(x - total), jnp.zeros(x.shape))
+
+
+@jax.custom_vjp
+def own_backward(x, size):
+    return decayed(x), size
+
+
+def _backward(size, d_outs):
+    return jnp.flip(decayed(jnp.flip(d_outs[0], 0)), 0) * size.astype(jnp.float32), None
+
+
+own_backward.defvjp(lambda x, size: (own_backward(x, size), size), _backward)
+
+
+@jax.custom_jvp
+def own_derivative(x, size):
+    return decayed(x), size
+
+
+@own_derivative.defjvp
+def _derivative(args, tangents):
+    return own_derivative(*args), (decayed(tangents[0]) * args[1].astype(jnp.float32), tangents[1])
+
+
+def poisson(x, at):
+    def sample(key, shape):
+        return jax.random.poisson(key, 3.0, shape)
+
+    return x if at.key is None else x * at.draw(sample, x.shape).astype(x.dtype) / 3
+
+
+# What a layer computes of x [T, B, W] and `at`.
+COMPUTE = {
+    "scan": lambda x, at: decayed(x),
+    "while_loop": lambda x, at: counted(x),
+    "fori_loop": lambda x, at: doubled(x),
+    "cond": lambda x, at: lax.cond(at.layer % 2 == 0, lambda: x, lambda: jnp.ones(x.shape)),
+    "checkpoint": lambda x, at: jax.checkpoint(decayed)(x),
+    "jit": lambda x, at: jax.jit(decayed)(x),
+    "custom_vjp": lambda x, at: own_backward(jnp.sin(x), jnp.int32(2))[0],
+    "custom_jvp": lambda x, at: own_derivative(jnp.sin(x), jnp.int32(2))[0],
+    "relu": lambda x, at: jax.nn.silu(jax.nn.relu(decayed(x)) - 0.1),
+    "draw": poisson,
+}
+
+
+class Mixed(nnx.Module):
+    def __init__(self, name, *, rngs):
+        self.name, self.w = name, nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        if name == "RNN":
+            self.rnn = RNN(rngs)
+
+    def __call__(self, carry, x, at):
+        y = self.w(x)
+        y = self.rnn(y) if self.name == "RNN" else COMPUTE[self.name](y, at)
+        return carry, x + jnp.tanh(y)
+
+
+class RNN(nnx.Module):
+    def __init__(self, rngs):
+        self.loop = nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs), time_major=True, rngs=False)
+
+    def __call__(self, x):
+        return self.loop(x, rngs=nnx.Rngs(0))
+
+
+class Words(nnx.Module):
+    def __init__(self, kinds, rngs):
+        inner, self.kinds = [name for name in kinds if name not in ("first", "last")], kinds
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        makers = [lambda rngs, name=name: Mixed(name, rngs=rngs) for name in inner]
+        self.layers = Stack(makers, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, WORDS, rngs=rngs)
+        if "first" in kinds:
+            self.rnn = RNN(rngs)
+
+    def first(self, batch, at):
+        x = self.embed(batch["x"])
+        return self.rnn(x) if "first" in self.kinds else x
+
+    def last(self, y, batch, at):
+        logits, labels = self.head(y), batch["y"]
+        if "last" not in self.kinds:
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return Sums(jnp.sum(losses * batch["weight"]), jnp.sum(batch["weight"]))
+        logits, labels = jnp.swapaxes(logits, 0, 1), 1 + labels[:2].T % (WORDS - 1)
+        real = jnp.zeros(logits.shape[:2]), jnp.zeros(labels.shape)
+        losses = optax.ctc_loss(logits, real[0], labels, real[1])
+        return Sums(jnp.sum(losses), jnp.float32(len(losses)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants(jaxpar.Task):
+    """
+    Attributes:
+      kinds: what begins with constants: layers, and "first" and "last".
+    """
+
+    kinds: tuple[str, ...] = ("scan",) * 2
+    batch_size: int = 8
+    optimizer = SGD
+
+    def make_model(self, rngs):
+        return Words(self.kinds, rngs)
+
+    def make_batches(self, split, seed=None):
+        x = np.random.default_rng(0).integers(0, WORDS, 300).astype(np.int32)
+        return SeriesBatches({"x": x[:-1], "y": x[1:]}, self.batch_size, STEPS, seed)
+
+
+DP, PP, ALL = (2, 1, 1), (1, 2, 1), (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "mesh", "options"),
+    [
+        (("scan", "while_loop", "cond", "RNN"), DP, {}),
+        (("scan", "while_loop", "cond", "RNN"), PP, {}),
+        (("fori_loop", "custom_vjp", "custom_jvp", "checkpoint"), DP, {}),
+        (("fori_loop", "custom_vjp", "custom_jvp", "checkpoint"), PP, {}),
+        (("first", "jit", "relu", "draw", "jit", "last"), DP, {}),
+        (("first", "jit", "relu", "draw", "jit", "last"), PP, {}),
+        (("custom_vjp", "scan"), PP, {"zero_bubble": True}),
+        (("RNN", "RNN"), PP, {"remat": True}),
+        slow(("first", "RNN", "custom_vjp", "last"), ALL, {"zero_bubble": True}),
+        slow(("first", "RNN", "custom_jvp", "last"), ALL, {"remat": True}),
+        slow(("RNN",) * 4, ALL, {"zero_bubble": True, "schedule": "v"}),
+    ],
+)
+def test_loops_may_begin_with_constants(kinds, mesh, options):
+    units = PipelineConfig(num_microbatches=2, **options)
+    assert_same(Constants(kinds), Parallel(on_devices(mesh), units))
