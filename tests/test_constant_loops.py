@@ -15,9 +15,6 @@ from lib.models import SGD
 
 import jaxpar
 from jaxpar import Parallel, PipelineConfig, SeriesBatches, Stack, Sums
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_loss_and_grad
-from jaxpar.training.fit import fit
 
 WIDTH, WORDS, STEPS = 8, 64, 6
 
