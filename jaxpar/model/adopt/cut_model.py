@@ -149,7 +149,7 @@ class CutModel:
         program = self.program("loss", self.batch, trains=True)
         self.carries = [program.part(n).carries for n in range(len(self.variables.places))]
         self.x_rows = self._dims_that_grow(program, 0)
-        grows = self._dims_that_grow(program, 1) if all(self.carries) else [[False]]
+        grows = self._dims_that_grow(program, 1) if any(self.carries) else [[False]]
         self.time_major = all(all(each) for each in (*grows, *self.x_rows))
         parts = ("first", *range(len(self.variables.places)), "last")
         drawing = [part for part in parts if program.part(part).keys]
