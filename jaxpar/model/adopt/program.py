@@ -16,6 +16,7 @@ may be several arrays, and others at each cut.
 
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -164,10 +165,12 @@ class Program:
         """What follows the last block as it follows the one before, such as a residual connection."""
         there = {*self.xs[-2], *self.marks[-2].outvars}
         between = equations_for(self.eqns, self.xs[-1], there)
-        size = sum(self.stage.get(eqn.outvars[0]) == self.num - 2 for eqn in between)
+        between = [e for e in between if self.stage.get(e.outvars[0]) == self.num - 2]
         pairs = zip(self.eqns, self.stages, strict=True)
         after = [eqn for eqn, stage in pairs if stage == self.num - 1][1:]
-        self.tail = {id(eqn) for eqn in after[:size]}
+        both = zip(between, after, strict=False)
+        same = itertools.takewhile(lambda pair: pair[0].primitive is pair[1].primitive, both)
+        self.tail = {id(eqn) for _, eqn in same}
         types = ([v.aval.str_short() for v in x] for x in (self._carried(self.num), self.xs[-1]))
         if next(types) != next(types):
             self.tail = set()
