@@ -28,6 +28,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from jaxpar.base.checks import require
 from jaxpar.base.types import Batch, Shapes, Tree
 from jaxpar.model.adopt.marks import (
     Changes,
@@ -117,6 +118,14 @@ class Program:
         self._find_stages()
         self.tail = set[int]()
         self.xs = [self._carried(number) for number in range(self.num)]
+        if not self.xs[0]:  # blocks that are given the batch alone; something must go to them
+            floats = [v for v in self.batch if jnp.issubdtype(aval_of(v).dtype, jnp.floating)]
+            self.xs[0] = sorted(floats, key=lambda v: -aval_of(v).ndim)[:1]
+            require(
+                bool(self.xs[0]),
+                "block 0 is given the batch alone, which has no floating-point numbers.\n"
+                "Fix: keep the embedding out of the blocks, such as layers='net[1:]'.",
+            )
         if self.num > 1:
             self._find_tail()
         self.xs.append(self._carried(self.num))
