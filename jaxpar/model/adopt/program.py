@@ -306,7 +306,7 @@ def _checked_marks(
         wrong = f"blocks are called in the order {numbers}"
     if missing := {*range(num)} - {*numbers}:
         wrong = f"block {min(missing)} of {num} is never called"
-    for place, number in enumerate(numbers):
+    for place, number in reversed([*enumerate(numbers)]):
         if number in numbers[:place]:
             wrong = f"block {number} is called {numbers.count(number)} times{_at(called[place])}"
     raise ValueError(f"{wrong}.\nFix: {_CALL_ONCE}.")
