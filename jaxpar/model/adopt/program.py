@@ -275,7 +275,8 @@ def _unrolled(
             carry = outs
     if not rows:
         raise ValueError(
-            "no nnx.scan goes over the stacked blocks.\nFix: call them once, by nnx.scan."
+            f"no nnx.scan goes over the {num} stacked blocks.\n"
+            f"Fix: call them once, by nnx.scan; or name a list of blocks in layers, not one module."
         )
     jaxpr = closed.jaxpr.replace(eqns=eqns, constvars=[*known])
     return ClosedJaxpr(jaxpr, [*known.values()]), rows
