@@ -231,7 +231,7 @@ def _check_arguments(number: int, given: Tree) -> None:
     for node in jax.tree.leaves(given, is_leaf=lambda a: isinstance(a, kinds)):
         if isinstance(node, kinds):
             raise ValueError(
-                f"block {number} is given an {type(node).__name__}.\n"
+                f"block {number} is given an {type(node).__name__} ({source_line_here()}).\n"
                 f"Fix: give each block its own, such as nnx.Dropout(rate, rngs=rngs) where the block is made."
             )
 
