@@ -292,9 +292,8 @@ def without_changes(what: str, closed: ClosedJaxpr, changed: Changes) -> ClosedJ
     jaxpr = inlined(closed, is_call).jaxpr
     pairs = zip(changed, jaxpr.outvars[len(jaxpr.outvars) - count :], strict=True)
     new = [name for name, v in pairs if v not in jaxpr.invars]
-    if sown := [name.partition(" ")[0] for name in new if name.endswith(" (sown)")]:
-        text = "%s sows %s, which is dropped. Fix: return it, or leave sow out"
-        _log.warning(text, what, format_names(sown))
+    if sown := tuple(name.partition(" ")[0] for name in new if name.endswith(" (sown)")):
+        _warn_of_sown(what, sown)
     for name in new:
         require(
             name.endswith(" (sown)"),
@@ -303,3 +302,10 @@ def without_changes(what: str, closed: ClosedJaxpr, changed: Changes) -> ClosedJ
         )
     outvars = closed.jaxpr.outvars
     return ClosedJaxpr(closed.jaxpr.replace(outvars=outvars[: len(outvars) - count]), closed.consts)
+
+
+@functools.cache
+def _warn_of_sown(what: str, names: tuple[str, ...]) -> None:
+    """Once: a model is traced several times."""
+    text = "%s sows %s, which is dropped. Fix: return it, or leave sow out"
+    _log.warning(text, what, format_names(names))
