@@ -10,7 +10,7 @@ from jaxpar.base.checks import require
 from jaxpar.base.display import format_names
 from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Batch, Leaves, Module, Shapes, Tree
-from jaxpar.model.adopt.drawing import with_data
+from jaxpar.model.adopt.drawing import Drawing
 from jaxpar.model.adopt.draws import Drawn, draws_apart
 from jaxpar.model.adopt.finding import check_sharing, check_state, find_blocks, possible_layers
 from jaxpar.model.adopt.marks import (
@@ -25,7 +25,6 @@ from jaxpar.model.adopt.program import Program
 from jaxpar.model.adopt.recurrent import chunk_time
 from jaxpar.model.adopt.variables import Variables
 from jaxpar.model.task import Task
-from jaxpar.model.tracing import made
 from jaxpar.trace.jaxprs import aval_of
 
 
@@ -49,7 +48,8 @@ class CutModel:
           ValueError: the model is none that can be cut.
         """
         self.task, self.batch = task, batch
-        model = nnx.eval_shape(lambda: with_data(made(task.make_model, 0)))
+        drawing = Drawing(task.make_model)
+        model = drawing.model
         self.name = type(model).__name__
         self.layers = task.layers or self._only_layers(model)
         found = find_blocks(model, self.layers)
@@ -57,7 +57,7 @@ class CutModel:
         check_sharing(model, list({id(block): block for block in blocks}.values()))
         check_state(model)
         is_stacked = len(blocks) > 1 and blocks[0] is blocks[1]
-        self.variables = Variables(task, model, places, is_stacked=is_stacked)
+        self.variables = Variables(task, drawing, places, is_stacked=is_stacked)
         class_names = [type(block).__name__.lower() for block in blocks]
         for name, module in self.variables.outer_modules.items():
             mark_outer(module, name)
