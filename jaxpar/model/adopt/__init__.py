@@ -1,0 +1,1 @@
+"""Flax models as they stand."""
