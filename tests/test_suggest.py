@@ -70,6 +70,21 @@ def gated_by_split():
     return Block(call, up=linear(WIDTH, 64), down=linear(32, WIDTH))
 
 
+def first_half():
+    """The second kernel takes a part of the hidden units."""
+    call = lambda own, x: own.down(own.up(x)[..., :16])  # noqa: E731
+    return Block(call, up=linear(WIDTH, 32), down=linear(16, WIDTH))
+
+
+def inner_dim():
+    """A kernel whose last dim is divided in two; only the second could be split."""
+
+    def call(own, x):
+        return own.down(jnp.einsum("btd,dhe->bthe", x, own.up[...].reshape(WIDTH, 6, 8)))
+
+    return Block(call, up=param(WIDTH, 48), down=general((6, 8), WIDTH))
+
+
 def gated_by_index():
     def call(own, x):
         both = own.up(x)
@@ -232,12 +247,29 @@ def gate_of_token(own, x, h):
     return h * jnp.broadcast_to(nnx.sigmoid(own.gate(x)), h.shape)
 
 
+def hard_gate(own, x, h):
+    return jnp.where(jnp.broadcast_to(own.gate(x) > 0, h.shape), h, jnp.zeros_like(h))
+
+
 def in_a_branch(h):
     return jax.lax.cond(True, nnx.relu, nnx.gelu, h)
 
 
 def with_hidden(own, x):
     return own.inner.down(h := own.inner.up(x)), h
+
+
+def with_sum(own, x):
+    h = own.inner.up(x)
+    return own.inner.down(h) + jnp.broadcast_to(h.sum(-1, keepdims=True), x.shape)
+
+
+@jax.custom_vjp
+def doubled(h):
+    return 2 * h
+
+
+doubled.defvjp(lambda h: (2 * h, None), lambda _, d: (2 * d,))
 
 
 def again(build):
@@ -274,8 +306,10 @@ SPLIT = {
         lambda: mlp(lambda own, x, h: own.drop(h), drop=nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
         (NORMAL,), MLP,
     ),
+    "own derivative between": (lambda: mlp(doubled), (NORMAL,), MLP),
     "scale between": (lambda: mlp(scaled, scale=param(32)), (NORMAL,), MLP | {"scale": 0}),
     "one scale between": (lambda: mlp(scaled, scale=param(1)), (NORMAL,), MLP),
+    "hard gate of a token": (lambda: mlp(hard_gate, gate=linear(WIDTH, 1)), (NORMAL,), MLP),
     "gated": (gated, (NORMAL,), GATED),
     "gated by index": (gated_by_index, (NORMAL,), {"up.kernel": 2, "up.bias": 1, "down.kernel": 0}),
     "remat and jit": (lambda: again(mlp), (NORMAL,), inside("inner", MLP)),
@@ -303,6 +337,9 @@ WHOLE = {
     "not divisible": (lambda: mlp(hidden=30), (NORMAL,)),
     "softmax between": (lambda: mlp(nnx.softmax), (NORMAL,)),
     "norm between": (lambda: mlp(nnx.LayerNorm(32, rngs=nnx.Rngs(0))), (NORMAL,)),
+    "sum of hidden units": (lambda: Block(with_sum, inner=mlp()), (NORMAL,)),
+    "part of hidden units": (first_half, (NORMAL,)),
+    "inner dim of a kernel": (inner_dim, (NORMAL,)),
     "order between": (lambda: mlp(lambda h: jnp.cumsum(h, -1)), (NORMAL,)),
     "shift between": (lambda: mlp(lambda h: jnp.roll(h, 1, -1)), (NORMAL,)),
     "shift by padding": (
@@ -358,6 +395,12 @@ def test_pairs_are_proposed(name):
     assert {n: split.dims.index(TENSOR) for n, split in splits.items()} == expected
     for n, split in splits.items():
         assert (len(split.dims), split.dims.count(TENSOR)) == (params[n].ndim, 1)
+
+
+def test_a_kernel_for_each_head_is_split_along():
+    _, _, splits = traced(*SPLIT["by head"][:2])
+    roles = {"up.kernel": "columns", "up.bias": "along", "each": "along", "down.kernel": "rows"}
+    assert {name: split.role for name, split in splits.items()} == roles
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -161,7 +161,7 @@ class _Program:
     def find(self, dim: Dim) -> Dim:
         """The class of a dim, named by one of its dims."""
         while self.parent[dim] != dim:
-            dim = self.parent[dim]
+            self.parent[dim] = dim = self.parent[self.parent[dim]]
         return dim
 
     def run(self, jaxpr: Jaxpr, args: Iterable[_Array]) -> list[_Array]:
