@@ -11,12 +11,12 @@ from jaxpar.base.display import format_names
 from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Batch, Leaves, Module, Shapes, Tree
 from jaxpar.model.adopt.drawing import Drawing
-from jaxpar.model.adopt.draws import Drawn, draws_apart
 from jaxpar.model.adopt.finding import check_sharing, check_state, find_blocks, possible_layers
 from jaxpar.model.adopt.marks import (
     TRACING,
     Changes,
     changes,
+    is_block,
     mark_block,
     mark_model,
     mark_outer,
@@ -25,6 +25,7 @@ from jaxpar.model.adopt.program import Program
 from jaxpar.model.adopt.recurrent import chunk_time
 from jaxpar.model.adopt.variables import Variables
 from jaxpar.model.task import Task
+from jaxpar.trace.draws import Drawn, draws_apart
 from jaxpar.trace.jaxprs import aval_of
 
 
@@ -159,11 +160,13 @@ class CutModel:
     def drawn(self, what: str, part: int | str, batch: Batch) -> Drawn | None:
         """What a part draws for such a batch, apart from the rest; None if rows are not its first dim."""
         dims = 1 + self.time_major
-        one = jax.tree.map(lambda a: _with_sizes(a, (1,) * dims), batch)
-        whole, single = (self.program(what, own, trains=True) for own in (batch, one))
         key = what, part, dims, str(jax.tree.map(shape_of, batch)), jax.sharding.get_abstract_mesh()
         if key not in self._drawn:
-            self._drawn[key] = draws_apart(whole, single, part, dims)
+            one = jax.tree.map(lambda a: _with_sizes(a, (1,) * dims), batch)
+            programs = (self.program(what, own, trains=True) for own in (batch, one))
+            whole, single = (program.part(part) for program in programs)
+            closed = whole.closed, single.closed
+            self._drawn[key] = draws_apart(*closed, whole.keys, dims, is_block)
         return self._drawn[key]
 
     def _dims_that_grow(self, program: Program, dim: int) -> list[list[bool]]:

@@ -89,6 +89,11 @@ def has_marks(eqn: JaxprEqn, of: Sequence[Primitive]) -> bool:
     return any(e.primitive in of for part in programs_in(eqn) for e in equations_in(part))
 
 
+def is_block(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the call of a block."""
+    return eqn.primitive is block_p
+
+
 # ---- modules are marked ----
 
 
