@@ -3,8 +3,8 @@
 `nnx.Dropout` and others have a random stream, whose key and count are variables that a call changes. Here
 such streams have no variables. A layer or a model that has one is traced with keys as inputs. What it draws,
 such as a mask, is then drawn for each row, and for each time step where blocks are [time, rows, ...]. Its key
-is of the seed, the step, the layer, the time step, the row and the number of the stream. In evaluation, modules
-are as after `eval()`.
+is of the seed, the step, the layer, the time step, the row and the number of the stream. In evaluation,
+modules are as after `eval()`.
 """
 
 import contextvars

@@ -144,6 +144,12 @@ class TracedModel:
         return self.split(self.model)[1]
 
     @property
+    def ends(self) -> tuple[str, str]:
+        """What comes before the layers and what follows them, in words."""
+        is_own = self.cut_model is None
+        return ("`first`", "`last`") if is_own else ("what comes before the blocks", "the loss")
+
+    @property
     def model_size(self) -> tuple[int, int]:
         """How many numbers the model's variables have, each layer's once, and their bytes."""
         _, *variables = self.split(self.model)
@@ -181,7 +187,7 @@ class TracedModel:
           ValueError: it does not return `Sums`.
         """
         sums = nnx.merge(self.graphdef, params, frozen).last(y, block, self.at(block, **draws))
-        return checked_sums(sums, f"`last` of {type(self.model).__name__}")
+        return checked_sums(sums, f"{self.ends[1]} of {type(self.model).__name__}")
 
     @property
     def has_last_part(self) -> bool:
@@ -280,7 +286,7 @@ class TracedModel:
 
         def last(model, y, batch, **draws):
             sums = model.last(y, batch, self.at(batch, **draws))
-            return checked_sums(sums, f"`last` of {type(model).__name__}")
+            return checked_sums(sums, f"{self.ends[1]} of {type(model).__name__}")
 
         sums = shapes_of("last", last, self.model, shapes[-1], self.block)
         if overrides(self.model, "draw"):

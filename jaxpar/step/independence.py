@@ -328,7 +328,8 @@ def _rounding(*numbers: float) -> float:
         return 0.0
     types = jnp.bfloat16, jnp.float16, jnp.float32
     fits = (t for t in types if all(float(np.asarray(n).astype(t)) == n for n in numbers))
-    return float(jnp.finfo(next(fits, jnp.float32)).eps)
+    with np.errstate(over="ignore"):  # what is too large for a type is none of its numbers
+        return float(jnp.finfo(next(fits, jnp.float32)).eps)
 
 
 def _unlike(outputs: Tree, others: Tree, same: Callable[[Any, Any], bool]) -> str | None:

@@ -55,9 +55,9 @@ class CutModel:
         self.layers = task.layers or self._only_layers(model)
         found = find_blocks(model, self.layers)
         places, blocks = [path for path, _ in found], [block for _, block in found]
-        check_sharing(model, list({id(block): block for block in blocks}.values()))
+        is_stacked = len(places) > 1 and places[0] == places[1]
+        check_sharing(model, blocks[:1] if is_stacked else blocks)
         check_state(model)
-        is_stacked = len(blocks) > 1 and blocks[0] is blocks[1]
         self.variables = Variables(task, drawing, places, is_stacked=is_stacked)
         class_names = [type(block).__name__.lower() for block in blocks]
         for name, module in self.variables.outer_modules.items():

@@ -16,6 +16,7 @@ may be several arrays, and others at each cut.
 
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from jaxpar.base.checks import require
 from jaxpar.base.types import Batch, Shapes, Tree
 from jaxpar.model.adopt.marks import (
     Changes,
@@ -130,6 +132,14 @@ class Program:
         self._find_stages()
         self.tail = set[int]()
         self.xs = [self._carried(number) for number in range(self.num)]
+        if not self.xs[0]:  # blocks that are given the batch alone; something must go to them
+            floats = [v for v in self.batch if jnp.issubdtype(aval_of(v).dtype, jnp.floating)]
+            self.xs[0] = sorted(floats, key=lambda v: -aval_of(v).ndim)[:1]
+            require(
+                bool(self.xs[0]),
+                "block 0 is given the batch alone, which has no floating-point numbers.\n"
+                "Fix: keep the embedding out of the blocks, such as layers='net[1:]'.",
+            )
         if self.num > 1:
             self._find_tail()
         self.xs.append(self._carried(self.num))
@@ -178,10 +188,12 @@ class Program:
         """What follows the last block as it follows the one before, such as a residual connection."""
         there = {*self.xs[-2], *self.marks[-2].outvars}
         between = equations_for(self.eqns, self.xs[-1], there)
-        size = sum(self.stage.get(eqn.outvars[0]) == self.num - 2 for eqn in between)
+        between = [e for e in between if self.stage.get(e.outvars[0]) == self.num - 2]
         pairs = zip(self.eqns, self.stages, strict=True)
         after = [eqn for eqn, stage in pairs if stage == self.num - 1][1:]
-        self.tail = {id(eqn) for eqn in after[:size]}
+        both = zip(between, after, strict=False)
+        same = itertools.takewhile(lambda pair: pair[0].primitive is pair[1].primitive, both)
+        self.tail = {id(eqn) for _, eqn in same}
         types = ([v.aval.str_short() for v in x] for x in (self._carried(self.num), self.xs[-1]))
         if next(types) != next(types):
             self.tail = set()
@@ -277,7 +289,8 @@ def _unrolled(
             carry = outs
     if not rows:
         raise ValueError(
-            "no nnx.scan goes over the stacked blocks.\nFix: call them once, by nnx.scan."
+            f"no nnx.scan goes over the {num} stacked blocks.\n"
+            f"Fix: call them once, by nnx.scan; or name a list of blocks in layers, not one module."
         )
     jaxpr = closed.jaxpr.replace(eqns=eqns, constvars=[*known])
     return ClosedJaxpr(jaxpr, [*known.values()]), rows
@@ -308,7 +321,7 @@ def _checked_marks(
         wrong = f"blocks are called in the order {numbers}"
     if missing := {*range(num)} - {*numbers}:
         wrong = f"block {min(missing)} of {num} is never called"
-    for place, number in enumerate(numbers):
+    for place, number in reversed([*enumerate(numbers)]):
         if number in numbers[:place]:
             wrong = f"block {number} is called {numbers.count(number)} times{_at(called[place])}"
     raise ValueError(f"{wrong}.\nFix: {_CALL_ONCE}.")

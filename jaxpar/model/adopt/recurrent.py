@@ -22,7 +22,7 @@ class ChunkedRNN(nnx.RNN):
     def __call__(self, inputs, *, return_carry=None, time_major=None, **others):
         """As of `nnx.RNN`."""
         state = TRACING.get()
-        if state is None or state.block is None:
+        if state is None or state.block is None or inputs.ndim != 3:
             return super().__call__(
                 inputs, return_carry=return_carry, time_major=time_major, **others
             )

@@ -89,6 +89,12 @@ class Variables:
                 for pattern, dims in self.task.dims.items():
                     if fnmatch.fnmatchcase(name, pattern):
                         unused.discard(pattern)
+                        shape = [*leaf.get_value().shape]
+                        require(
+                            len(dims) == len(shape),
+                            f"dims of {pattern} are {dims}, and {name} has shape {shape}.\n"
+                            f"Fix: give a name, an axis or None for each dim.",
+                        )
                         leaf.set_metadata("out_sharding", dims)
                 leaf.set_metadata(FROZEN, bool(is_frozen(path, leaf)))
             leaves.append(_Leaf(name, leaf, self._owner(path), role))
