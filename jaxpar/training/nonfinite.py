@@ -28,7 +28,14 @@ from jaxpar.base.types import Activations, Arrays, Batch, Carry, Cotangents, Ind
 from jaxpar.model.model import Sums, mean_loss, overrides
 from jaxpar.model.stack import values
 from jaxpar.partition.by_layer import by_layer, kind_of
-from jaxpar.sharding import Constraint, array_of, is_variable, named_leaves, off_stages
+from jaxpar.sharding import (
+    Constraint,
+    array_of,
+    is_variable,
+    named_leaves,
+    off_stages,
+    user_name,
+)
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
 from jaxpar.step.step import dropout_key
@@ -182,10 +189,8 @@ class _Repeat:
         arrays = by_layer(own, self._setup.storage)
 
         def of(path: jax.tree_util.KeyPath, leaf: nnx.Variable) -> nnx.Variable:
-            shape, array = (
-                array_of(leaf),
-                arrays.get(jax.tree_util.keystr(path, simple=True, separator="/")),
-            )
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            shape, array = array_of(leaf), arrays.get(user_name(name, leaf, "/"))
             if array is None:  # without elements
                 array = jnp.zeros(shape.shape, shape.dtype)
             return leaf.replace(key_as(shape, array) if is_key(shape) else array)

@@ -18,10 +18,10 @@ from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Arrays, Leaves, Module, Shapes, Tree
 from jaxpar.model.adopt.drawing import Drawing
 from jaxpar.model.adopt.finding import Path
-from jaxpar.model.outer import SPLITS
+from jaxpar.model.outer import SPLITS, STACK
 from jaxpar.model.stack import KIND
 from jaxpar.model.task import Task
-from jaxpar.sharding import array_of, is_variable, named_leaves
+from jaxpar.sharding import USER_NAMES, UserNames, array_of, is_variable, named_leaves
 
 FROZEN = "frozen"  # metadata of a parameter that is not trained
 _ALL = -2  # instead of the number of a block: all, as they are stacked
@@ -52,14 +52,15 @@ class Variables:
       outer_modules: embeddings and linear layers outside of the blocks.
     """
 
-    def __init__(self, task: Task, model: Module, places: Sequence[Path], *, is_stacked: bool):
+    def __init__(self, task: Task, drawing: Drawing, places: Sequence[Path], *, is_stacked: bool):
         """Looks at them.
 
         Args:
-          model: of shapes.
+          drawing: of the model, and its shapes.
           is_stacked: whether the blocks are one module with stacked parameters.
         """
         self.task, self.places, self.is_stacked = task, places, is_stacked
+        self.drawing, model = drawing, drawing.model
         self.plain = nnx.split(model)
         self.outer_modules = dict[str, Module]()
         for path, module in nnx.iter_graph(model):
@@ -68,8 +69,7 @@ class Variables:
         self._leaves = self._look_at(model)
         self._expand_rows(len(places))
         constants = [leaf.name for leaf in self._leaves if leaf.role == "constant"]
-        self.drawing = Drawing(task.make_model, [*self.names, *constants])
-        self.constants = self.drawing.constants(constants)
+        self.constants = drawing.constants(constants)
 
     def _owner(self, path: Sequence[object]) -> int:
         """The block that something at a path is of."""
@@ -145,6 +145,11 @@ class Variables:
         """The reverse."""
         return f"{_dotted(self.places[number])}.{inner}" + f"@{number}" * self.is_stacked
 
+    @property
+    def other_names(self) -> list[str]:
+        """The names of what is no parameter: random streams and constants."""
+        return [leaf.name for leaf in self._leaves if leaf.role != "param"]
+
     # ---- all of them in the user's model ----
 
     @property
@@ -174,15 +179,11 @@ class Variables:
 
     def user_model(self, arrays: Mapping[str, Arrays]) -> Module:
         """The user's own model with these values of its parameters; its random streams begin with seed 0."""
-
-        def value(leaf: _Leaf) -> jax.Array:
-            if leaf.owner != _ALL:
-                return arrays[leaf.name]
-            return jnp.stack([arrays[f"{leaf.name}@{n}"] for n in range(len(self.places))])
-
-        params = [value(leaf) for leaf in self._leaves if leaf.role == "param"]
+        params = [arrays[leaf.name] for leaf in self._leaves if leaf.role == "param"]
         keys = [jnp.broadcast_to(new_key(0), key.shape) for key in self.shapes[1]]
-        return self.merge(self.plain[0], params, keys)
+        graphdef, state = self.plain
+        values = jax.tree.leaves(nnx.state(self.merge(graphdef, params, keys)))
+        return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), values))
 
     # ---- modules that hold parameters ----
 
@@ -206,15 +207,17 @@ class Variables:
         names, own = self.names_of(-1), self.own(-1)
         values = dict(zip(names, self.drawing.block(names, key), strict=True))
         graphdef, state = nnx.split(Holder(self._held))
-        leaves = [own[name].replace(values[name]) for name, _ in named_leaves(state)]
+        leaves = []
+        for name, _ in named_leaves(state):
+            leaves.append(own[name].replace(values[name]))
+            leaves[-1].set_metadata(USER_NAMES, UserNames(f"outer.{name}", (name,)))
         structure = jax.tree.structure(state, is_leaf=is_variable)
         return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
 
     def block(self, number: int, key: jax.Array) -> "Holder":
         """The parameters of a block, drawn."""
-        values = self.drawing.block(self.names_of(number), key)
-        pairs = zip(self.own(number).items(), values, strict=True)
-        return Holder({name: variable.replace(value) for (name, variable), value in pairs})
+        pairs = zip(self.own(number).items(), self._rows([number], key), strict=True)
+        return Holder({name: variable.replace(rows[0]) for (name, variable), rows in pairs})
 
     def stacked(self, kind: str, first: int, numbers: Sequence[int], key: jax.Array) -> "Holder":
         """The parameters of blocks of a kind in the rows of a stack, drawn; -1 is a row of zeros.
@@ -222,16 +225,27 @@ class Variables:
         Args:
           first: the first block of the kind.
         """
-        rows = [self.names_of(number if number >= 0 else first) for number in numbers]
-        drawn = self.drawing.stacked(rows, key)
+        drawn = self._rows([number if number >= 0 else first for number in numbers], key)
         is_there, held = jnp.asarray(numbers) >= 0, {}
+        in_order = sorted(number for number in numbers if number >= 0)
         for (inner, variable), value in zip(self.own(first).items(), drawn, strict=True):
             value = jnp.where(is_there.reshape(-1, *[1] * (value.ndim - 1)), value, 0)
             metadata = variable.get_metadata()
             dims = metadata["out_sharding"] or (None,) * (value.ndim - 1)
-            metadata |= {"out_sharding": (LAYERS, *dims), KIND: kind}
+            names = tuple(self.outer_name(number, inner) for number in in_order)
+            known = UserNames(f"{STACK}.{kind}.own.{inner}", names)
+            metadata |= {"out_sharding": (LAYERS, *dims), KIND: kind, USER_NAMES: known}
             held[inner] = type(variable)(value, **metadata)
         return Holder(held)
+
+    def _rows(self, numbers: Sequence[int], key: jax.Array) -> Leaves:
+        """The parameters of blocks of one kind, stacked."""
+        if not self.is_stacked:
+            return self.drawing.stacked([*map(self.names_of, numbers)], key)
+        names = [name.partition("@")[0] for name in self.names_of(numbers[0])]
+        whole = self.drawing.block(names, key)
+        is_whole = [*numbers] == [*range(len(self.places))]
+        return whole if is_whole else [a[np.asarray(numbers)] for a in whole]
 
 
 def is_frozen(_: object, variable: Tree) -> bool:
