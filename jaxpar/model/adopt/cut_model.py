@@ -75,6 +75,11 @@ class CutModel:
     def _only_layers(self, model: Module) -> str:
         found = [*possible_layers(model)]
         require(
+            bool(found),
+            f"the model {self.name} has no list of modules, and layers is not given.\n"
+            f"Fix: keep the blocks in an nnx.List, or name them in layers, such as layers='block_*'.",
+        )
+        require(
             len(found) == 1,
             f"the model {self.name} has {len(found)} lists of modules ({format_names(found)}), and layers "
             f"is not given.\nFix: name the one that holds the blocks, such as layers='blocks'.",
