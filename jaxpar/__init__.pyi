@@ -1,5 +1,7 @@
 # What is learned, and by which model.
 from jaxpar.model.task import Task as Task
+from jaxpar.model.adopt.short import adopt as adopt
+from jaxpar.model.model import mean as mean
 from jaxpar.model.model import Model as Model
 from jaxpar.model.model import Layer as Layer
 from jaxpar.model.stack import Stack as Stack

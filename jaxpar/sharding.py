@@ -20,6 +20,7 @@ from jaxpar.base.axes import (
     HIDDEN,
     INPUT,
     LAYERS,
+    MESH_AXES,
     STAGE,
     TENSOR,
     TIME,
@@ -109,15 +110,18 @@ class Rules:
         """The axes that split a dim.
 
         Raises:
-          ValueError: there is no rule for it.
+          ValueError: there is no rule for it, and it is no axis of the mesh, which stands for itself.
         """
         table = dict(self.table)
         if dim not in table:
             if OF in dim:
                 return self.axes_of(base_of(dim)) if base_of(dim) else ()
+            if dim in MESH_AXES:
+                return (dim,)
             raise ValueError(
                 f"dim {dim!r} has no rule; there are rules for {', '.join(table)}\n"
-                f"Fix: use one of these, or RULES.replace({{{dim!r}: None}}) for a dim that stays whole."
+                f"Fix: use one of these, or add a rule: RULES.replace({{{dim!r}: None}}) in Task.rules, or "
+                f"rules={{{dim!r}: None}} of jaxpar.adopt; None keeps it whole."
             )
         return table[dim]
 

@@ -14,17 +14,18 @@ from lib.laws import on_devices, slow
 from lib.models import SGD
 
 import jaxpar
-from jaxpar import Parallel, PipelineConfig, SeriesBatches, Stack, Sums
+from jaxpar import MeshConfig, Parallel, PipelineConfig, SeriesBatches, Stack, Sums
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import make_loss_and_grad
-from jaxpar.training.fit import fit
 
 WIDTH, WORDS, STEPS = 8, 64, 6
 
 
-def decayed(x, factor=0.9):
+def decayed(x, start=None):
     """A moving sum along the first dim."""
-    return lax.scan(lambda c, a: (factor * c + a, c), jnp.zeros(x.shape[1:]), x)[1]
+    start = jnp.zeros(x.shape[1:]) if start is None else start
+    return lax.scan(lambda c, a: (0.9 * c + a, c), start, x)[1]
 
 
 def counted(x):
@@ -83,6 +84,9 @@ COMPUTE = {
     "custom_jvp": lambda x, at: own_derivative(jnp.sin(x), jnp.int32(2))[0],
     "relu": lambda x, at: jax.nn.silu(jax.nn.relu(decayed(x)) - 0.1),
     "draw": poisson,
+    "zeros_like": lambda x, at: decayed(x, jnp.zeros_like(x[0])),
+    "of a sum": lambda x, at: decayed(x - lax.psum(jnp.sum(x, 0), "context")[None]),
+    "of all": lambda x, at: decayed(lax.all_gather(x, "context", tiled=True))[: len(x)],
 }
 
 
@@ -161,7 +165,7 @@ DP, PP, ALL = (2, 1, 1), (1, 2, 1), (2, 2, 2)
         (("fori_loop", "custom_vjp", "custom_jvp", "checkpoint"), DP, {}),
         (("fori_loop", "custom_vjp", "custom_jvp", "checkpoint"), PP, {}),
         (("first", "jit", "relu", "draw", "jit", "last"), DP, {}),
-        (("first", "jit", "relu", "draw", "jit", "last"), PP, {}),
+        (("first", "jit", "relu", "draw", "jit", "last"), PP, {"head": "sharded"}),
         (("custom_vjp", "scan"), PP, {"zero_bubble": True}),
         (("RNN", "RNN"), PP, {"remat": True}),
         slow(("first", "RNN", "custom_vjp", "last"), ALL, {"zero_bubble": True}),
@@ -172,3 +176,47 @@ DP, PP, ALL = (2, 1, 1), (1, 2, 1), (2, 2, 2)
 def test_loops_may_begin_with_constants(kinds, mesh, options):
     units = PipelineConfig(num_microbatches=2, **options)
     assert_same(Constants(kinds), Parallel(on_devices(mesh), units))
+
+
+@pytest.mark.parametrize("mesh", [DP, slow(PP)])
+def test_they_cost_what_loops_that_begin_with_zeros_like_do(mesh):
+    def costs(name):
+        setup = Setup.of(Constants((name,) * 2), Parallel(on_devices(mesh)))
+        batch = jax.tree.map(jnp.asarray, setup.task.make_batches("train", 0).batch(0))
+        program = jax.jit(make_loss_and_grad(setup)).lower(init_state(setup), batch).compile()
+        return [program.cost_analysis()[of] for of in ("flops", "bytes accessed")]
+
+    assert costs("scan") == pytest.approx(costs("zeros_like"), rel=1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnAxis(Constants):
+    axes = ("context",)
+
+    @property
+    def rules(self):
+        return jaxpar.RULES.replace({"time": "context"})
+
+
+@pytest.mark.parametrize("name", ["of a sum", "of all"])
+def test_a_layer_with_collectives_is_refused(name):
+    parallel = Parallel(MeshConfig(axes=(("context", 2),), devices=(0, 1)))
+    setup = Setup.of(OwnAxis((name,) * 2), parallel)
+    batch = jax.tree.map(jnp.asarray, setup.task.make_batches("train", 0).batch(0))
+    with pytest.raises(
+        ValueError, match=r"^layer mixed uses coll.*\nFix: .*jnp\.zeros_like\(x\[0\]\)"
+    ):
+        jax.jit(make_loss_and_grad(setup)).lower(init_state(setup), batch)
+
+
+@pytest.mark.slow
+def test_a_run_takes_them(tmp_path):
+    """Its checks before the first step, too."""
+    train = jaxpar.TrainConfig(num_steps=2, log_every=1, out_dir=str(tmp_path / "run"))
+    one, many = (
+        jaxpar.fit(Constants(("scan", "RNN", "last")), mesh, train, overwrite=True).history[
+            "train/loss"
+        ]
+        for mesh in ("dp1", "dp2pp2")
+    )
+    assert many == pytest.approx(one, rel=1e-5)

@@ -49,6 +49,31 @@ class Sums(NamedTuple):
         return self._replace(metrics={**nothing, **self.metrics})
 
 
+def mean(losses: jax.Array, mask: jax.Array | None = None, **metrics: jax.Array) -> Sums:
+    """The mean of losses as sums, which are the same on every mesh: `jaxpar.mean(losses, batch["weight"])`.
+
+    Args:
+      losses: of items, an array of any shape.
+      mask: how much each item counts; its dims are the first ones of the losses. None: each item counts once.
+      metrics: further numbers of items, whose means are reported by these names.
+    """
+    mask = jnp.ones((), jnp.float32) if mask is None else jnp.asarray(mask)
+    check_mask(jnp.shape(losses), mask.shape)
+    weight = mask.reshape(*mask.shape, *[1] * (jnp.ndim(losses) - mask.ndim))
+    weight = jnp.broadcast_to(weight, jnp.shape(losses)).astype(jnp.float32)
+    loss, *others = (jnp.sum(own * weight) for own in (losses, *metrics.values()))
+    return Sums(loss, jnp.sum(weight), dict(zip(metrics, others, strict=True)))
+
+
+def check_mask(shape: tuple[int, ...], mask: tuple[int, ...]) -> None:
+    """Raises a ValueError if a mask's dims are not the first ones of losses."""
+    require(
+        mask == shape[: len(mask)],
+        f"mask has shape {list(mask)} for losses {list(shape)}.\n"
+        f"Fix: give a number for each item, or for each of its first dims.",
+    )
+
+
 def mean_loss(sums: Sums) -> jax.Array:
     """The loss of a step; where nothing counts, the sum."""
     return sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)

@@ -294,17 +294,18 @@ def find_task(spec: str) -> type[Task]:
     main_path = getattr(main, "__file__", None)
     is_program = main_path is not None and Path(main_path).resolve() == resolved
     module = main if is_program else _load(resolved, source)
-    tasks = [
-        key
+    tasks = {
+        key: value if isinstance(value, type) else type(value)  # `task = jaxpar.adopt(...)`
         for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, Task) and value is not Task
-    ]
+        if isinstance(value, Task) or (isinstance(value, type) and issubclass(value, Task))
+    }
+    tasks.pop(Task.__name__, None)
     require(
         name in tasks,
         f"{path} has no task {name!r}; it has {', '.join(tasks) or 'none'}.\n"
         f"Fix: derive a frozen dataclass from jaxpar.Task.",
     )
-    task_class = getattr(module, name)
+    task_class = tasks[name]
     hints = inspect.get_annotations(task_class)
     own = {key for key, kind in hints.items() if "ClassVar" not in str(kind)}
     require(
@@ -320,8 +321,12 @@ def spec_of(task: Task) -> str:
     for spec, (module, name) in TASKS.items():
         if (type(task).__module__, type(task).__name__) == (module, name):
             return spec
-    file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
-    return f"{file}:{type(task).__name__}" if file and Path(file).is_file() else task.name
+    module = sys.modules.get(type(task).__module__)
+    file = getattr(module, "__file__", None)
+    if not (file and Path(file).is_file()):
+        return task.name
+    named = [key for key, value in vars(module).items() if type(value) is type(task)]
+    return f"{file}:{next(iter(named), type(task).__name__)}"
 
 
 # The text of each module of a user's folder as it was loaded: tasks, and what they import from beside them.

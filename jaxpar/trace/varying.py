@@ -23,10 +23,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.axes import DATA
+from jaxpar.base.axes import DATA, MESH_AXES
+from jaxpar.base.checks import require
 from jaxpar.base.trees import vary_like, vary_over
 from jaxpar.base.types import Arrays, Atom, Cotangents, Function, Leaves, Tree, Value
-from jaxpar.trace.jaxprs import aval_of, cut, is_float
+from jaxpar.trace.jaxprs import aval_of, cut, equations_in, is_float
 
 RunProgram: TypeAlias = Callable[..., Leaves]
 """(program, *its arguments) -> its outputs, by the same rules."""
@@ -46,9 +47,13 @@ def on_any_mesh(what: str, function: Function) -> Function:
     Args:
       what: the part, for messages.
     Raises:
-      ValueError: when called: a loop or branch mixes constants with results of collectives, or a collective
+      ValueError: when called: a part has such a loop, and collectives over a task's own axes; or a collective
         is over an axis of `jax.vmap`, for which JAX has no such types.
     """
+
+    def run_traced(closed: ClosedJaxpr, args: Leaves) -> Leaves:
+        require(not any(map(_own_axes, equations_in(closed.jaxpr))), _mixes(what))
+        return run(closed, args)
 
     def run_on_mesh(*args: Arrays) -> Arrays:
         with _without_vmap_axes(what):
@@ -58,17 +63,27 @@ def on_any_mesh(what: str, function: Function) -> Function:
                 if _MISMATCH not in str(error):
                     raise
             try:
-                return _retraced(function, run, *args)
+                return _retraced(function, run_traced, *args)
             except TypeError as error:
                 if _MISMATCH not in str(error):
                     raise
-                mixed = ValueError(
-                    f"{what} has a loop or branch in which constants meet results of collectives\n"
-                    f"Fix: make these constants of such a result, as by jnp.zeros_like."
-                )
-                raise mixed.with_traceback(error.__traceback__) from None
+                raise ValueError(_mixes(what)).with_traceback(error.__traceback__) from None
 
     return run_on_mesh
+
+
+def _own_axes(eqn: JaxprEqn) -> set[str]:
+    """The axes of a collective that are none of jaxpar's."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    axes = named if isinstance(named, tuple) else (named,)
+    return {axis for axis in axes if isinstance(axis, str)} - {*MESH_AXES}
+
+
+def _mixes(what: str) -> str:
+    return (
+        f"{what} uses collectives, and a loop or branch of it mixes constants with other arrays\n"
+        f"Fix: make these constants of a given array, such as jnp.zeros_like(x[0])."
+    )
 
 
 @contextlib.contextmanager

@@ -10,13 +10,13 @@ from jaxpar.base.checks import require
 from jaxpar.base.display import format_names
 from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Batch, Leaves, Module, Shapes, Tree
-from jaxpar.model.adopt.drawing import with_data
-from jaxpar.model.adopt.draws import Drawn, draws_apart
+from jaxpar.model.adopt.drawing import Drawing
 from jaxpar.model.adopt.finding import check_sharing, check_state, find_blocks, possible_layers
 from jaxpar.model.adopt.marks import (
     TRACING,
     Changes,
     changes,
+    is_block,
     mark_block,
     mark_model,
     mark_outer,
@@ -25,7 +25,7 @@ from jaxpar.model.adopt.program import Program
 from jaxpar.model.adopt.recurrent import chunk_time
 from jaxpar.model.adopt.variables import Variables
 from jaxpar.model.task import Task
-from jaxpar.model.tracing import made
+from jaxpar.trace.draws import Drawn, draws_apart
 from jaxpar.trace.jaxprs import aval_of
 
 
@@ -49,7 +49,8 @@ class CutModel:
           ValueError: the model is none that can be cut.
         """
         self.task, self.batch = task, batch
-        model = nnx.eval_shape(lambda: with_data(made(task.make_model, 0)))
+        drawing = Drawing(task.make_model)
+        model = drawing.model
         self.name = type(model).__name__
         self.layers = task.layers or self._only_layers(model)
         found = find_blocks(model, self.layers)
@@ -57,7 +58,7 @@ class CutModel:
         check_sharing(model, list({id(block): block for block in blocks}.values()))
         check_state(model)
         is_stacked = len(blocks) > 1 and blocks[0] is blocks[1]
-        self.variables = Variables(task, model, places, is_stacked=is_stacked)
+        self.variables = Variables(task, drawing, places, is_stacked=is_stacked)
         class_names = [type(block).__name__.lower() for block in blocks]
         for name, module in self.variables.outer_modules.items():
             mark_outer(module, name)
@@ -149,7 +150,7 @@ class CutModel:
         program = self.program("loss", self.batch, trains=True)
         self.carries = [program.part(n).carries for n in range(len(self.variables.places))]
         self.x_rows = self._dims_that_grow(program, 0)
-        grows = self._dims_that_grow(program, 1) if all(self.carries) else [[False]]
+        grows = self._dims_that_grow(program, 1) if any(self.carries) else [[False]]
         self.time_major = all(all(each) for each in (*grows, *self.x_rows))
         parts = ("first", *range(len(self.variables.places)), "last")
         drawing = [part for part in parts if program.part(part).keys]
@@ -159,11 +160,13 @@ class CutModel:
     def drawn(self, what: str, part: int | str, batch: Batch) -> Drawn | None:
         """What a part draws for such a batch, apart from the rest; None if rows are not its first dim."""
         dims = 1 + self.time_major
-        one = jax.tree.map(lambda a: _with_sizes(a, (1,) * dims), batch)
-        whole, single = (self.program(what, own, trains=True) for own in (batch, one))
         key = what, part, dims, str(jax.tree.map(shape_of, batch)), jax.sharding.get_abstract_mesh()
         if key not in self._drawn:
-            self._drawn[key] = draws_apart(whole, single, part, dims)
+            one = jax.tree.map(lambda a: _with_sizes(a, (1,) * dims), batch)
+            programs = (self.program(what, own, trains=True) for own in (batch, one))
+            whole, single = (program.part(part) for program in programs)
+            closed = whole.closed, single.closed
+            self._drawn[key] = draws_apart(*closed, whole.keys, dims, is_block)
         return self._drawn[key]
 
     def _dims_that_grow(self, program: Program, dim: int) -> list[list[bool]]:

@@ -16,9 +16,9 @@ from flax import nnx
 from jax.extend.core import Var
 
 from jaxpar.base.keys import new_key
-from jaxpar.base.types import Leaves, Module
+from jaxpar.base.types import Atom, Leaves, Module
 from jaxpar.model.tracing import Maker, made
-from jaxpar.sharding import array_of, named_leaves
+from jaxpar.sharding import named_leaves
 from jaxpar.trace.counts import FACTORIZATIONS
 from jaxpar.trace.jaxprs import equations_for, function_of, made_with, program_of, reads_of
 
@@ -34,24 +34,27 @@ class _Block(NamedTuple):
 
 
 class Drawing:
-    """The program of `make_model`, in parts."""
+    """The program of `make_model`, in parts.
 
-    def __init__(self, make: Maker, names: Sequence[str]):
-        """Traces it.
+    Attributes:
+      model: of shapes.
+    """
 
-        Args:
-          names: of the variables that are asked for; "blocks.kernel@3" is row 3 of one.
-        """
-        self.names = [*names]
+    def __init__(self, make: Maker):
+        """Traces it, once: that takes long for many layers."""
+        graphdef: nnx.GraphDef | None = None
 
-        def draw(key: jax.Array) -> Leaves:
-            state = nnx.state(with_data(made(make, key)))
-            arrays = {name: array_of(leaf) for name, leaf in named_leaves(state)}
-            rows = (name.partition("@") for name in self.names)
-            return [arrays[name][int(row)] if at else arrays[name] for name, at, row in rows]
+        def draw(key: jax.Array) -> nnx.State:
+            nonlocal graphdef
+            graphdef, state = nnx.split(_with_data(made(make, key)))
+            return state
 
-        self._closed = jax.make_jaxpr(draw)(new_key(0))
+        self._closed, state = jax.make_jaxpr(draw, return_shape=True)(new_key(0))
+        assert graphdef is not None
+        self.model = nnx.merge(graphdef, state)
         jaxpr = self._closed.jaxpr
+        names = [name for name, _ in named_leaves(state)]
+        self._outs_by_name = dict(zip(names, jaxpr.outvars, strict=True))
         self._drawn = made_with(jaxpr, jaxpr.invars)
         # Numbers that are known without the key, such as counts.
         made_here = (v for eqn in jaxpr.eqns for v in eqn.outvars)
@@ -95,11 +98,10 @@ class Drawing:
         factorizes = any(f"= {name}" in found[0].text for name in FACTORIZATIONS)
         return jax.lax.map(draw, numbers) if factorizes else jax.vmap(draw)(numbers)
 
-    def _outs(self, names: Sequence[str]) -> list[Var]:
-        by_name = dict(zip(self.names, self._closed.jaxpr.outvars, strict=True))
-        return [by_name[name] for name in names]
+    def _outs(self, names: Sequence[str]) -> list[Atom]:
+        return [self._outs_by_name[name] for name in names]
 
-    def _values(self, outs: Sequence[Var]) -> list[np.ndarray]:
+    def _values(self, outs: Sequence[Atom]) -> list[np.ndarray]:
         jaxpr = self._closed.jaxpr
         with jax.ensure_compile_time_eval():
             eqns = equations_for(jaxpr.eqns, outs)
@@ -120,7 +122,7 @@ class Drawing:
         return self._blocks[key]
 
 
-def with_data(model: Module) -> Module:
+def _with_data(model: Module) -> Module:
     """A model with its plain arrays as leaves: Flax takes an attribute that is an array as static."""
     for _, node in [*nnx.iter_graph(model)]:
         for name, value in [*vars(node).items()] if isinstance(node, nnx.Pytree) else ():

@@ -89,6 +89,11 @@ def has_marks(eqn: JaxprEqn, of: Sequence[Primitive]) -> bool:
     return any(e.primitive in of for part in programs_in(eqn) for e in equations_in(part))
 
 
+def is_block(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the call of a block."""
+    return eqn.primitive is block_p
+
+
 # ---- modules are marked ----
 
 
@@ -186,13 +191,15 @@ def _call_block(
         carries = [*starts]
         closed, ((out, _), changed) = jax.make_jaxpr(run, return_shape=True)(*shapes, carries)
         closed = without_changes(f"block {number}", closed, changed)
-        known = inlined(closed), out, carries
+        closed = inlined(closed)
+        num_fixed = len(closed.consts) + len(own) + len(arrays)
+        keep = [False] * num_fixed + [True] * len(carries)
+        jaxpr = as_equation(closed)
+        jaxpr, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), keep)
+        known = jaxpr, used, closed.consts, out, carries
         state.programs.append((key, known))
-    closed, out, carries = known
-    operands = [*closed.consts, *own, *arrays, *zeros(carries)]
-    keep = [False] * (len(operands) - len(carries)) + [True] * len(carries)
-    jaxpr = as_equation(closed)
-    jaxpr, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), keep)
+    jaxpr, used, consts, out, carries = known
+    operands = [*consts, *own, *arrays, *zeros(carries)]
     operands = [a for a, is_used in zip(operands, used, strict=True) if is_used]
     found = block_p.bind(*operands, number=number, jaxpr=jaxpr, num_carries=len(carries))
     leaves, tree = jax.tree.flatten(out)

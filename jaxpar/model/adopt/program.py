@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxpar.base.types import Batch, Shapes, Tree
@@ -70,7 +70,21 @@ class Part(NamedTuple):
     def text(self) -> str:
         """What it does: equal for layers of one kind."""
         consts = [hashlib.sha256(np.asarray(c).tobytes()).hexdigest() for c in self.closed.consts]
-        return _NUMBERS.sub("", str(self.closed.jaxpr)) + " ".join(consts)
+        jaxpr, blocks = self.closed.jaxpr, list[str]()
+        eqns = list[JaxprEqn]()
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is block_p:
+                blocks.append(_text_of(eqn.params["jaxpr"]))
+                eqn = eqn.replace(params={**eqn.params, "jaxpr": None})
+            eqns.append(eqn)
+        text = str(program_of(jaxpr, jaxpr.invars, eqns, jaxpr.outvars))
+        return _NUMBERS.sub("", text) + " ".join((*blocks, *consts))
+
+
+@functools.lru_cache(maxsize=256)
+def _text_of(jaxpr: Jaxpr) -> str:
+    """The text of a block's program, which equal blocks share."""
+    return _NUMBERS.sub("", str(jaxpr))
 
 
 class Program:

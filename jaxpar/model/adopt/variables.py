@@ -52,14 +52,15 @@ class Variables:
       outer_modules: embeddings and linear layers outside of the blocks.
     """
 
-    def __init__(self, task: Task, model: Module, places: Sequence[Path], *, is_stacked: bool):
+    def __init__(self, task: Task, drawing: Drawing, places: Sequence[Path], *, is_stacked: bool):
         """Looks at them.
 
         Args:
-          model: of shapes.
+          drawing: of the model, and its shapes.
           is_stacked: whether the blocks are one module with stacked parameters.
         """
         self.task, self.places, self.is_stacked = task, places, is_stacked
+        self.drawing, model = drawing, drawing.model
         self.plain = nnx.split(model)
         self.outer_modules = dict[str, Module]()
         for path, module in nnx.iter_graph(model):
@@ -68,8 +69,7 @@ class Variables:
         self._leaves = self._look_at(model)
         self._expand_rows(len(places))
         constants = [leaf.name for leaf in self._leaves if leaf.role == "constant"]
-        self.drawing = Drawing(task.make_model, [*self.names, *constants])
-        self.constants = self.drawing.constants(constants)
+        self.constants = drawing.constants(constants)
 
     def _owner(self, path: Sequence[object]) -> int:
         """The block that something at a path is of."""
@@ -216,9 +216,8 @@ class Variables:
 
     def block(self, number: int, key: jax.Array) -> "Holder":
         """The parameters of a block, drawn."""
-        values = self.drawing.block(self.names_of(number), key)
-        pairs = zip(self.own(number).items(), values, strict=True)
-        return Holder({name: variable.replace(value) for (name, variable), value in pairs})
+        pairs = zip(self.own(number).items(), self._rows([number], key), strict=True)
+        return Holder({name: variable.replace(rows[0]) for (name, variable), rows in pairs})
 
     def stacked(self, kind: str, first: int, numbers: Sequence[int], key: jax.Array) -> "Holder":
         """The parameters of blocks of a kind in the rows of a stack, drawn; -1 is a row of zeros.
@@ -226,8 +225,7 @@ class Variables:
         Args:
           first: the first block of the kind.
         """
-        rows = [self.names_of(number if number >= 0 else first) for number in numbers]
-        drawn = self.drawing.stacked(rows, key)
+        drawn = self._rows([number if number >= 0 else first for number in numbers], key)
         is_there, held = jnp.asarray(numbers) >= 0, {}
         in_order = sorted(number for number in numbers if number >= 0)
         for (inner, variable), value in zip(self.own(first).items(), drawn, strict=True):
@@ -239,6 +237,15 @@ class Variables:
             metadata |= {"out_sharding": (LAYERS, *dims), KIND: kind, USER_NAMES: known}
             held[inner] = type(variable)(value, **metadata)
         return Holder(held)
+
+    def _rows(self, numbers: Sequence[int], key: jax.Array) -> Leaves:
+        """The parameters of blocks of one kind, stacked."""
+        if not self.is_stacked:
+            return self.drawing.stacked([*map(self.names_of, numbers)], key)
+        names = [name.partition("@")[0] for name in self.names_of(numbers[0])]
+        whole = self.drawing.block(names, key)
+        is_whole = [*numbers] == [*range(len(self.places))]
+        return whole if is_whole else [a[np.asarray(numbers)] for a in whole]
 
 
 def is_frozen(_: object, variable: Tree) -> bool:
