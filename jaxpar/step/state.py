@@ -26,6 +26,7 @@ from jaxpar.sharding import (
     is_variable,
     named_leaves,
     shardings,
+    user_name,
 )
 from jaxpar.step.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.step.resolved import Resolved
@@ -261,7 +262,7 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
         kept = array_of(variable)
         if not hasattr(kept, "shape"):
             raise ValueError(
-                f"the optimizer of task {task.name} keeps {name}, a {type(kept).__name__}\n"
+                f"the optimizer of task {task.name} keeps {user_name(name, variable)}, a {type(kept).__name__}\n"
                 f"Fix: use one that keeps arrays, such as optax.adafactor."
             )
     if not task.has_optimizer:

@@ -146,6 +146,12 @@ class Variables:
         return f"{_dotted(self.places[number])}.{inner}" + f"@{number}" * self.is_stacked
 
     @property
+    def block_names(self) -> list[str]:
+        """The names of the blocks: "blocks.3", or "blocks[3]" of stacked ones."""
+        names = [*map(_dotted, self.places)]
+        return [f"{name}[{n}]" for n, name in enumerate(names)] if self.is_stacked else names
+
+    @property
     def other_names(self) -> list[str]:
         """The names of what is no parameter: random streams and constants."""
         return [leaf.name for leaf in self._leaves if leaf.role != "param"]
