@@ -97,7 +97,7 @@ class TracedModel:
         self.task, self.platform = task, platform
         task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
         self.batch = jax.tree.map(shape_of, _example_of(task))
-        self.cut_model = CutModel(task, self.batch) if task.adopts else None
+        self.cut_model = CutModel.of(task, self.batch) if task.adopts else None
         what = f"the model of task {task.name}, a"
         self.model = module_of(what, lambda: self.make(0))[0]
         _check_model(task, self.model)
