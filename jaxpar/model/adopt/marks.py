@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.tracers import TraceState
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -75,11 +76,17 @@ ad.primitive_jvps[block_p] = ad.primitive_jvps[outer_p] = _refuse_derivative
 
 @dataclasses.dataclass
 class BlockTrace:
-    """A block while it is traced: the carries that it is given, those that it begins with, those after it."""
+    """A block while it is traced.
+
+    Attributes:
+      given: the carries that it is given; `starts` those that it begins with, `after` those after it.
+      level: JAX's trace of it; within another, such as that of `nnx.remat`, carries would not come out.
+    """
 
     given: Iterator[jax.Array]
     starts: Leaves
     after: Leaves
+    level: TraceState
 
 
 @dataclasses.dataclass
@@ -202,7 +209,7 @@ def _call_block(
 
     def run(own: Leaves, arrays: Leaves, carries: Leaves) -> tuple[tuple[Tree, Leaves], Changes]:
         merged = nnx.merge(graphdef, jax.tree.unflatten(structure, own))
-        state.block = found = BlockTrace(iter(carries), [], [])
+        state.block = found = BlockTrace(iter(carries), [], [], TraceState())
         try:
             out = call(functools.partial(method, merged), arrays)
         finally:
