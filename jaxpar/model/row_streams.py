@@ -126,9 +126,10 @@ def _with_draws(module: Module, name: str, given: list[Tree], at: LayerContext) 
     one = jax.tree.leaves((*one, _one(context, dims)))
     one = [a for a, fixed in zip(one, is_shape, strict=True) if not fixed]
     of_one = functools.partial(run, at=at._replace(layout=anywhere))
-    drawn = draws_apart(
-        whole, jax.make_jaxpr(of_one)(keys, one), range(len(keys)), dims, lambda eqn: False
-    )
+    block = given[-1] if name == "__call__" else at.batch  # x of a layer, or the batch
+    sizes = jnp.shape(max(jax.tree.leaves(block), key=jnp.ndim))[:dims]
+    single = jax.make_jaxpr(of_one)(keys, one)
+    drawn = draws_apart(whole, single, range(len(keys)), sizes, lambda eqn: False)
     if drawn is None:
         first = "time steps and rows" if at.time_major else "rows"
         raise ValueError(

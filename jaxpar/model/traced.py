@@ -37,7 +37,7 @@ from jaxpar.model.row_streams import draw_by_rows
 from jaxpar.model.stack import Stack, check_rows_of_carry
 from jaxpar.model.task import Task
 from jaxpar.model.tracing import flatten, made, module_of, program_of, shapes_and_program, shapes_of
-from jaxpar.sharding import named_leaves
+from jaxpar.sharding import named_leaves, user_name
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import used_inputs
 
@@ -97,7 +97,7 @@ class TracedModel:
         self.task, self.platform = task, platform
         task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
         self.batch = jax.tree.map(shape_of, _example_of(task))
-        self.cut_model = CutModel(task, self.batch) if task.adopts else None
+        self.cut_model = CutModel.of(task, self.batch) if task.adopts else None
         what = f"the model of task {task.name}, a"
         self.model = module_of(what, lambda: self.make(0))[0]
         _check_model(task, self.model)
@@ -425,23 +425,23 @@ def _check_model(task: Task, model: Module) -> None:
 
 def _check_frozen(task: Task, model: Module) -> None:
     """Raises if the task's filter of what is not trained matches nothing of the model."""
-    if isinstance(nnx.filterlib.to_predicate(task.frozen), nnx.Nothing) or task.adopts:
+    if isinstance(nnx.filterlib.to_predicate(task.frozen), nnx.Nothing):
         return
-    params = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
-    if not nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, task.frozen))):
+    names = [user_name(*named) for named in named_leaves(nnx.state(model, nnx.Param))]
+    frozen = is_frozen if task.adopts else task.frozen
+    if not nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, frozen))):
         raise ValueError(
-            f"frozen={task.frozen} of task {task.name} matches no parameter of "
-            f"{format_names(['.'.join(map(str, path)) for path in params])}.\n"
-            f"Fix: give a filter of some, such as nnx.PathContains({params[0][0]!r})."
+            f"frozen={task.frozen} of task {task.name} matches no parameter of {format_names(names)}.\n"
+            f"Fix: give a filter of some, such as nnx.PathContains({names[0].partition('.')[0]!r})."
         )
 
 
 def _check_trained(task: Task, params: nnx.State) -> None:
     """Raises if something that is trained has no gradient, going by its type."""
-    for path, leaf in nnx.to_flat_state(params):
+    for name, leaf in named_leaves(params):
         require(
             jnp.issubdtype(leaf.dtype, jnp.inexact),
-            f"parameter {'.'.join(map(str, path))} of task {task.name} is {leaf.dtype}, which has no "
+            f"parameter {user_name(name, leaf)} of task {task.name} is {leaf.dtype}, which has no "
             f"gradient.\nFix: make it an nnx.Variable, or name it in Task.frozen.",
         )
 

@@ -45,6 +45,7 @@ from jaxpar.trace.jaxprs import (
     equations_for,
     inlined,
     is_call,
+    is_float,
     program_of,
     reads_of,
 )
@@ -132,14 +133,9 @@ class Program:
         self._find_stages()
         self.tail = set[int]()
         self.xs = [self._carried(number) for number in range(self.num)]
-        if not self.xs[0]:  # blocks that are given the batch alone; something must go to them
-            floats = [v for v in self.batch if jnp.issubdtype(aval_of(v).dtype, jnp.floating)]
-            self.xs[0] = sorted(floats, key=lambda v: -aval_of(v).ndim)[:1]
-            require(
-                bool(self.xs[0]),
-                "block 0 is given the batch alone, which has no floating-point numbers.\n"
-                "Fix: keep the embedding out of the blocks, such as layers='net[1:]'.",
-            )
+        self.first_outs = self.xs[0]
+        if not self.xs[0]:
+            self._carry_batch()
         if self.num > 1:
             self._find_tail()
         self.xs.append(self._carried(self.num))
@@ -184,6 +180,26 @@ class Program:
         later = [eqn for eqn, stage in pairs if stage >= number or not self._in_layers(eqn, stage)]
         return list(dict.fromkeys([*(v for v in reads_of(later, self.outs) if v in made), *along]))
 
+    def _carry_batch(self) -> None:
+        """Lets an array of the batch be x of blocks that are given the batch alone."""
+        floats = [v for v in self.batch if is_float(v)]
+        require(
+            bool(floats),
+            "block 0 is given the batch alone, which has no floating-point numbers.\n"
+            "Fix: keep the embedding out of the blocks, such as layers='net[1:]'.",
+        )
+        next_reads = self.marks[min(1, self.num - 1)].invars
+        pairs = zip(self.marks[0].invars, next_reads, strict=False)
+        found = (v for v, later in pairs if v in floats and v is not later)
+        carried = next(found, max(floats, key=lambda v: aval_of(v).ndim))
+        x = Var(carried.aval)
+        for place, eqn in enumerate(self.eqns):
+            if self.stages[place] == 0:
+                reads = [x if v is carried else v for v in eqn.invars]
+                self.eqns[place] = eqn.replace(invars=reads)
+        self.marks = [eqn for eqn in self.eqns if eqn.primitive is block_p]
+        self.xs[0], self.first_outs = [x], [carried]
+
     def _find_tail(self) -> None:
         """What follows the last block as it follows the one before, such as a residual connection."""
         there = {*self.xs[-2], *self.marks[-2].outvars}
@@ -218,7 +234,7 @@ class Program:
         keys += _of(-1, self.keys, self.variables.key_owners) if own >= 0 else []
         eqns, carries, after = self.eqns, [], []
         if number == "first":
-            x, outs = [], self.xs[0]
+            x, outs = [], self.first_outs
         elif number == "last":
             x, outs = self.xs[-1], self.outs
         else:
