@@ -51,6 +51,7 @@ MODELS = {
     "rope": (Adopted(models.Rope), "zero-bubble"),
     "mixer": (Adopted(models.Mixer, "encoder.blocks", **IMAGES), "dp8"),
     "dit": (Adopted(models.DiT, **POINTS), "interleaved"),
+    "watched": (Adopted(models.Watched, loss_of=models.logits_loss), None),
     "frozen": (Adopted(models.NoMask, unused=("embed", "att")), "dp8"),
     "rnns": (Adopted(models.RNNs, **RNNS), "chunks"),
     "grus": (Adopted(models.GRUs, batch_of=models.series_batch, **RNNS), "dp8"),
@@ -87,6 +88,26 @@ def test_a_flax_model_on_a_mesh_is_the_plain_model(task, mesh, quick):
 def test_rows_of_a_flax_model_are_found_to_be_alone(name):
     task, _ = MODELS[name]
     check_rows_alone(Setup.of(task, MESHES["dp8"]).parts)
+
+
+class Predicting(Adopted):
+    """Predicts what it is given."""
+
+    def predict(self, model, batch):
+        return model(batch["x"])
+
+
+def test_outputs_of_blocks_that_the_loss_does_not_need_are_no_predictions():
+    task = Adopted(models.Watched, loss_of=models.logits_loss)
+    facts = Setup.of(task, MESHES["dp8"]).facts
+    with pytest.raises(
+        ValueError, match=r"has no method predict.\nFix: write predict\(self, model, "
+    ):
+        _ = facts.outputs
+    own = Predicting(models.Watched, loss_of=models.logits_loss)
+    match = r"predict of task Predicting needs float.*, float.* of the blocks, and the loss float32"
+    with pytest.raises(ValueError, match=match):
+        Setup.of(own, MESHES["dp8"])
 
 
 def test_what_follows_a_block_ends_where_it_is_not_as_between_blocks():

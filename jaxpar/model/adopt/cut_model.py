@@ -91,6 +91,11 @@ class CutModel:
             except ValueError as error:
                 errors.append(f"\n  {layers}: {str(error).partition(chr(10))[0]}")
         require(
+            bool(found),
+            f"the model {self.name} has no list of modules, and layers is not given.\n"
+            f"Fix: keep the blocks in an nnx.List, or name them in layers, such as layers='block_*'.",
+        )
+        require(
             len(found) == 1,
             f"layers is not given, and the model {type(model).__name__} has {len(found)} lists of modules "
             f"called as a chain ({format_names([each.layers for each in found])}).{''.join(errors)}\n"
@@ -145,10 +150,19 @@ class CutModel:
 
     @functools.cached_property
     def predicts(self) -> bool:
-        """Whether there is anything to predict."""
-        if self.has_own_predict:
-            return True
-        return bool(jax.tree.leaves(self.program("predict", self.batch, trains=False).out))
+        """Whether there is anything to predict, of what blocks give to the loss.
+
+        Raises:
+          ValueError: `predict` of the task needs something else of them.
+        """
+        both = [self.program(what, self.batch, trains=False) for what in ("predict", "loss")]
+        needed, given = (", ".join(v.aval.str_short() for v in own.xs[-1]) for own in both)
+        require(
+            needed == given or not self.has_own_predict,
+            f"predict of task {self.task.name} needs {needed} of the blocks, and the loss {given}.\n"
+            f"Fix: predict from what the loss needs.",
+        )
+        return needed == given and bool(jax.tree.leaves(both[0].out))
 
     def _find_kinds(self, class_names: Sequence[str]) -> None:
         numbers = range(len(self.variables.places))
