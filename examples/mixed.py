@@ -16,78 +16,65 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxpar import (
-    RULES,
-    ArrayBatches,
-    OptimizerConfig,
-    Parallel,
-    PipelineConfig,
-    Stack,
-    Sums,
-    Task,
-    TrainConfig,
-)
-from jaxpar.nn import LSTM
+import jaxpar
+from jaxpar import RULES, ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Task, TrainConfig
 from jaxpar.sharding import Rules
 
-# --- The model. Activations are [time, rows, width].
+# --- The model, in plain Flax. Activations are [rows, time, width].
 
 drawn = nnx.initializers.lecun_normal()
-named = functools.partial(nnx.with_partitioning, drawn, eager_sharding=False)
+named = functools.partial(nnx.with_partitioning, drawn)
 
 
-class Conv(nnx.Module):
+class Conv(nnx.RNNCellBase):
     """A convolution over this step and the two before it, which are its state."""
 
+    num_feature_axes = 1
+
     def __init__(self, width, *, rngs):
-        init = named((None, None, "channels"))
-        self.conv = nnx.Conv(width, width, 3, padding="VALID", kernel_init=init, rngs=rngs)
+        self.in_features, init = width, named((None, None, "channels"))
+        general = functools.partial(nnx.LinearGeneral, axis=(-2, -1), kernel_init=init, rngs=rngs)
+        self.linear = general((3, width), width)
 
-    def initial_carry(self, rows):
+    def initialize_carry(self, shape, rngs=None):
         """Nothing before the first step."""
-        return jnp.zeros((rows, 2, self.conv.in_features))
+        return (jnp.zeros(shape),) * 2
 
-    def __call__(self, past, x, at):
-        """The last two inputs, and the outputs."""
-        seen = jnp.concatenate([past, jnp.swapaxes(x, 0, 1)], axis=1)
-        return seen[:, -2:], x + jnp.swapaxes(nnx.relu(self.conv(seen)), 0, 1)
+    def __call__(self, past, x):
+        """The last two inputs, and the next x."""
+        return (past[1], x), x + nnx.relu(self.linear(jnp.stack([*past, x], axis=-2)))
 
 
 class Dense(nnx.Module):
-    """A perceptron for every step, without state."""
+    """A perceptron for every step."""
 
     def __init__(self, width, *, rngs):
         up, down = named((None, "units")), named(("units", None))
         self.up = nnx.Linear(width, 2 * width, kernel_init=up, rngs=rngs)
         self.down = nnx.Linear(2 * width, width, kernel_init=down, rngs=rngs)
 
-    def __call__(self, carry, x, at):
-        """The inputs, and what the perceptron makes of them."""
-        return carry, x + self.down(nnx.relu(self.up(x)))
+    def __call__(self, x):
+        """The next x."""
+        return x + self.down(nnx.relu(self.up(x)))
 
 
 class Reader(nnx.Module):
-    """A row of pixels in, the layers, logits of the classes out."""
+    """A row of pixels in, the blocks, logits of the classes out."""
 
     def __init__(self, width, num_convs, num_lstms, num_denses, *, rngs):
         self.embed = nnx.Linear(8, width, rngs=rngs)
-        layers = [lambda rngs: Conv(width, rngs=rngs)] * num_convs
-        layers += [lambda rngs: LSTM(width, rngs=rngs)] * num_lstms
-        layers += [lambda rngs: Dense(width, rngs=rngs)] * num_denses
-        self.layers = Stack(layers, rngs=rngs)
+        cells = [Conv(width, rngs=rngs) for _ in range(num_convs)]
+        cells += [nnx.OptimizedLSTMCell(width, width, rngs=rngs) for _ in range(num_lstms)]
+        denses = [Dense(width, rngs=rngs) for _ in range(num_denses)]
+        self.blocks = nnx.List([*map(nnx.RNN, cells), *denses])
         self.head = nnx.Linear(width, 10, rngs=rngs)
 
-    def first(self, batch, at):
-        """What goes into the first layer."""
-        return self.embed(batch["image"])
-
-    def last(self, y, batch, at):
-        """The loss after the last row, summed; before it nothing counts."""
-        logits, label = self.head(y[-1]), batch["label"]
-        weight = jnp.where(at.time + len(y) == 8, batch["weight"], 0.0)
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, label)
-        right = jnp.sum(weight, where=jnp.argmax(logits, axis=-1) == label)
-        return Sums(jnp.sum(weight * nll), jnp.sum(weight), {"accuracy": right})
+    def __call__(self, images):
+        """Logits after each row of pixels, [rows, time, 10]."""
+        x = self.embed(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 # --- The task: its fields are options of the command line.
@@ -114,6 +101,7 @@ class Digits(Task):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-3)
 
     unit: ClassVar[str] = "digits"
+    layers: ClassVar[str] = "blocks"
     train: ClassVar[TrainConfig] = TrainConfig(num_steps=300, log_every=100)
     parallel: ClassVar[Parallel] = Parallel(pipeline=PipelineConfig(num_chunks=4))
     rules: ClassVar[Rules] = RULES.replace({"channels": "tensor", "units": "tensor"})
@@ -123,9 +111,19 @@ class Digits(Task):
         sizes = self.width, self.num_convs, self.num_lstms, self.num_denses
         return Reader(*sizes, rngs=rngs)
 
+    def loss(self, model, batch):
+        """The mean over rows of pixels by their weights."""
+        logits = model(batch["image"])
+        label = jnp.broadcast_to(batch["label"][:, None], logits.shape[:2])
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+        right = jnp.float32(logits.argmax(-1) == label)
+        return jaxpar.mean(nll, batch["weight"], accuracy=right)
+
     def make_batches(self, split, seed=None):
-        """Digits with their labels."""
-        return ArrayBatches(load_digits(split), self.batch_size, seed)
+        """Digits with their labels; the last of their rows of pixels counts."""
+        digits = load_digits(split)
+        weight = np.tile(np.float32([0] * 7 + [1]), (len(digits["label"]), 1))
+        return ArrayBatches({**digits, "weight": weight}, self.batch_size, seed)
 
     def baseline(self, split):
         """The accuracy of the nearest of ten mean images."""

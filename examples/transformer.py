@@ -15,24 +15,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxpar import (
-    RULES,
-    ArrayBatches,
-    OptimizerConfig,
-    Parallel,
-    PipelineConfig,
-    Stack,
-    Sums,
-    Task,
-    TrainConfig,
-)
-from jaxpar.nn import dot_general
+import jaxpar
+from jaxpar import RULES, ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Task, TrainConfig
 from jaxpar.sharding import Rules
 
-# --- The model. Activations are [rows, time, width].
+# --- The model, in plain Flax. Activations are [rows, time, width].
 
-named = functools.partial(nnx.with_partitioning, eager_sharding=False)
-lecun, zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros
+lecun, named = nnx.initializers.lecun_normal(), nnx.with_partitioning
 
 
 class Block(nnx.Module):
@@ -50,42 +39,33 @@ class Block(nnx.Module):
             rngs=rngs,
         )
         up, down = named(lecun, (None, "mlp")), named(lecun, ("mlp", None))
-        bias = named(zeros, ("mlp",))
-        linear = functools.partial(nnx.Linear, dot_general=dot_general, rngs=rngs)
-        self.up = linear(width, 4 * width, kernel_init=up, bias_init=bias)
-        self.down = linear(4 * width, width, kernel_init=down)
+        bias = named(nnx.initializers.zeros, ("mlp",))
+        self.up = nnx.Linear(width, 4 * width, kernel_init=up, bias_init=bias, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, kernel_init=down, rngs=rngs)
 
-    def __call__(self, carry, x, at):
-        """The block; it has no state, so `carry` is empty."""
-        causal = nnx.make_causal_mask(x[..., 0])
-        x = x + self.attention(self.norms[0](x), mask=causal)
-        return carry, x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+    def __call__(self, x, mask):
+        """The next x."""
+        x = x + self.attention(self.norms[0](x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
 
 
 class Transformer(nnx.Module):
     """Characters and their places in, blocks, logits out."""
 
-    time_major = False
-
     def __init__(self, vocab_size, seq_len, width, num_heads, num_layers, *, rngs):
         self.embed = nnx.Embed(vocab_size, width, rngs=rngs)
         self.places = nnx.Embed(seq_len, width, rngs=rngs)
-        blocks = [lambda rngs: Block(width, num_heads, rngs=rngs)] * num_layers
-        self.layers = Stack(blocks, rngs=rngs)
+        self.blocks = nnx.List([Block(width, num_heads, rngs=rngs) for _ in range(num_layers)])
         self.norm = nnx.LayerNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, vocab_size, rngs=rngs)
 
-    def first(self, batch, at):
-        """What goes into the first block."""
-        return self.embed(batch["given"]) + self.places.embedding[...][None]
-
-    def last(self, y, batch, at):
-        """The loss of what comes out of the last block, summed."""
-        logits, wanted = self.head(self.norm(y)), batch["wanted"]
-        weight = jnp.broadcast_to(batch["weight"][:, None], wanted.shape)
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
-        right = jnp.sum(weight, where=jnp.argmax(logits, axis=-1) == wanted)
-        return Sums(jnp.sum(weight * nll), jnp.sum(weight), {"accuracy": right})
+    def __call__(self, tokens):
+        """Logits of the next character, [rows, time, vocabulary]."""
+        x = self.embed(tokens) + self.places(jnp.arange(tokens.shape[1]))[None]
+        mask = nnx.make_causal_mask(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))
 
 
 # --- The task: its fields are options of the command line.
@@ -114,6 +94,7 @@ class Characters(Task):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=6e-3)
 
     unit: ClassVar[str] = "characters"
+    layers: ClassVar[str] = "blocks"
     train: ClassVar[TrainConfig] = TrainConfig(num_steps=400, log_every=100)
     parallel: ClassVar[Parallel] = Parallel(pipeline=PipelineConfig(num_microbatches=4))
     rules: ClassVar[Rules] = RULES.replace({"heads": "tensor", "mlp": "tensor"})
@@ -122,6 +103,13 @@ class Characters(Task):
         """The network, with its initial values."""
         sizes = NUM_CHARACTERS, self.seq_len, self.width, self.num_heads, self.num_layers
         return Transformer(*sizes, rngs=rngs)
+
+    def loss(self, model, batch):
+        """The mean over characters, and how many of them are right."""
+        logits, wanted = model(batch["given"]), batch["wanted"]
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
+        right = jnp.float32(logits.argmax(-1) == wanted)
+        return jaxpar.mean(nll, batch["weight"], accuracy=right)
 
     def make_batches(self, split, seed=None):
         """Windows of the text, each with the characters that follow."""

@@ -130,6 +130,14 @@ class Noisy(Layer):
         return carry, jax.lax.fori_loop(0, 3, body, x)
 
 
+class Shared(Layer):
+    """All rows have one mask."""
+
+    def __call__(self, carry, x, at):
+        drop = nnx.Dropout(0.5, broadcast_dims=(0, 1), deterministic=at.key is None)
+        return carry, drop(x, rngs=self.first.rngs)
+
+
 class Always(Layer):
     """Draws in evaluation as well."""
 
@@ -137,9 +145,10 @@ class Always(Layer):
         return carry, x + jax.random.normal(self.first.rngs(), x.shape)
 
 
-KINDS = {"layer": Layer, "noisy": Noisy, "always": Always}
+KINDS = {"layer": Layer, "noisy": Noisy, "shared": Shared, "always": Always}
 REFUSED = {
     "noisy": "draws random numbers within a loop",
+    "shared": "of a shape without time steps and rows first",
     "always": "a random stream is read in evaluation",
 }
 

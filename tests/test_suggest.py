@@ -10,10 +10,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpar
 from jaxpar.analysis import inspect_function
 from jaxpar.base.axes import TENSOR
 from jaxpar.mesh import MeshConfig
-from jaxpar.model.adopt.suggest import format_rules, proposals
+from jaxpar.model.adopt.suggest import by_pattern, format_rules, proposals
+from jaxpar.step.state import audit
+from jaxpar.tasks.lm.task import LM
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5
@@ -459,7 +462,7 @@ def test_the_table_can_be_pasted():
     _, (params, *_), splits = traced(lambda: Block(lambda own, x: own.a(x), a=mlp()), (NORMAL,))
     names = [f"blocks.{n}.{name}" for n in (0, 1) for name in params]
     both = in_blocks(splits, 0) | in_blocks(splits, 1)
-    assert format_rules(both, names) == TABLE
+    assert format_rules(by_pattern(both, names)) == TABLE
     rules = eval(f"dict({TABLE})")["rules"]
     assert rules == {name.replace(".0.", ".*."): both[name].dims for name in both if ".0." in name}
 
@@ -467,5 +470,78 @@ def test_the_table_can_be_pasted():
 def test_a_pattern_of_the_table_holds_for_all_blocks():
     _, (params, *_), splits = traced(*SPLIT["mlp"][:2])
     names = [f"blocks.{n}.{name}" for n in (0, 1) for name in params]
-    lines = format_rules(in_blocks(splits, 1), [*names, "blocks.0.more"]).splitlines()[1:-1]
+    lines = format_rules(by_pattern(in_blocks(splits, 1), [*names, "blocks.0.more"])).splitlines()[
+        1:-1
+    ]
     assert [line.split('"')[1] for line in lines] == [*in_blocks(splits, 1)]
+
+
+class MLP(nnx.Module):
+    """A perceptron with a residual connection."""
+
+    def __init__(self, rngs):
+        self.up, self.down = (
+            nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs),
+            nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs),
+        )
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Model(nnx.Module):
+    """Perceptrons in a list, or in one module with stacked parameters."""
+
+    def __init__(self, rngs, *, is_stacked):
+        def make(rngs):
+            return MLP(rngs)
+
+        self.is_stacked, self.out = is_stacked, nnx.Linear(WIDTH, 2, rngs=rngs)
+        if is_stacked:
+            self.blocks = nnx.split_rngs(splits=3)(nnx.vmap(make))(rngs)
+        else:
+            self.blocks = nnx.List([make(rngs) for _ in range(3)])
+
+    def __call__(self, x):
+        if not self.is_stacked:
+            for block in self.blocks:
+                x = block(x)
+            return self.out(x)
+        run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.out(run(x, self.blocks))
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_rules_of_a_task_are_taken_by_adopt(is_stacked):
+    x = np.ones((40, WIDTH), np.float32)
+
+    def task(**rules):
+        return jaxpar.adopt(
+            lambda rngs: Model(rngs, is_stacked=is_stacked),
+            lambda model, batch: jaxpar.mean(model(batch["x"]) ** 2, batch["weight"]),
+            "blocks",
+            batches={"x": x},
+            batch_size=4,
+            **rules,
+        )
+
+    rules = jaxpar.suggest_rules(task(), "tp2")
+    first = "blocks." if is_stacked else "blocks.*."
+    stack = (None,) if is_stacked else ()
+    assert rules == {
+        f"{first}up.kernel": (*stack, None, "tensor"),
+        f"{first}up.bias": (*stack, "tensor"),
+        f"{first}down.kernel": (*stack, "tensor", None),
+    }
+    assert f'"{first}up.kernel":' in str(rules)
+    assert "# columns; rows of" in str(rules)
+    state = jaxpar.init_state(task(rules=rules), "tp2")
+    audit(state)
+    shards = {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state.params)}
+    assert (3, WIDTH, 2 * WIDTH) in shards  # half of the columns
+    assert (3, 2 * WIDTH, WIDTH) in shards
+
+
+def test_suggest_rules_says_what_it_needs():
+    with pytest.raises(ValueError, match="has no loss"):
+        jaxpar.suggest_rules(LM(), "tp2")

@@ -3,8 +3,8 @@
 `nnx.Dropout` and others have a random stream, whose key and count are variables that a call changes. Here
 such streams have no variables. A layer or a model that has one is traced with keys as inputs. What it draws,
 such as a mask, is then drawn for each row, and for each time step where blocks are [time, rows, ...]. Its key
-is of the seed, the step, the layer, the time step, the row and the number of the stream. In evaluation, modules
-are as after `eval()`.
+is of the seed, the step, the layer, the time step, the row and the number of the stream. In evaluation,
+modules are as after `eval()`.
 """
 
 import contextvars
@@ -126,9 +126,10 @@ def _with_draws(module: Module, name: str, given: list[Tree], at: LayerContext) 
     one = jax.tree.leaves((*one, _one(context, dims)))
     one = [a for a, fixed in zip(one, is_shape, strict=True) if not fixed]
     of_one = functools.partial(run, at=at._replace(layout=anywhere))
-    drawn = draws_apart(
-        whole, jax.make_jaxpr(of_one)(keys, one), range(len(keys)), dims, lambda eqn: False
-    )
+    block = given[-1] if name == "__call__" else at.batch  # x of a layer, or the batch
+    sizes = jnp.shape(max(jax.tree.leaves(block), key=jnp.ndim))[:dims]
+    single = jax.make_jaxpr(of_one)(keys, one)
+    drawn = draws_apart(whole, single, range(len(keys)), sizes, lambda eqn: False)
     if drawn is None:
         first = "time steps and rows" if at.time_major else "rows"
         raise ValueError(

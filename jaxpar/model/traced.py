@@ -97,7 +97,7 @@ class TracedModel:
         self.task, self.platform = task, platform
         task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
         self.batch = jax.tree.map(shape_of, _example_of(task))
-        self.cut_model = CutModel(task, self.batch) if task.adopts else None
+        self.cut_model = CutModel.of(task, self.batch) if task.adopts else None
         what = f"the model of task {task.name}, a"
         self.model = module_of(what, lambda: self.make(0))[0]
         _check_model(task, self.model)
@@ -144,6 +144,12 @@ class TracedModel:
         return self.split(self.model)[1]
 
     @property
+    def ends(self) -> tuple[str, str]:
+        """What comes before the layers and what follows them, in words."""
+        is_own = self.cut_model is None
+        return ("`first`", "`last`") if is_own else ("what comes before the blocks", "the loss")
+
+    @property
     def model_size(self) -> tuple[int, int]:
         """How many numbers the model's variables have, each layer's once, and their bytes."""
         _, *variables = self.split(self.model)
@@ -181,7 +187,7 @@ class TracedModel:
           ValueError: it does not return `Sums`.
         """
         sums = nnx.merge(self.graphdef, params, frozen).last(y, block, self.at(block, **draws))
-        return checked_sums(sums, f"`last` of {type(self.model).__name__}")
+        return checked_sums(sums, f"{self.ends[1]} of {type(self.model).__name__}")
 
     @property
     def has_last_part(self) -> bool:
@@ -280,7 +286,7 @@ class TracedModel:
 
         def last(model, y, batch, **draws):
             sums = model.last(y, batch, self.at(batch, **draws))
-            return checked_sums(sums, f"`last` of {type(model).__name__}")
+            return checked_sums(sums, f"{self.ends[1]} of {type(model).__name__}")
 
         sums = shapes_of("last", last, self.model, shapes[-1], self.block)
         if overrides(self.model, "draw"):
@@ -330,6 +336,11 @@ class TracedModel:
           ValueError: the model has no such method, or it returns something else.
         """
         name = type(self.model).__name__
+        require(
+            self.cut_model is None or self.cut_model.predicts,
+            f"the loss of task {self.task.name} does not call the model {name} itself, so it predicts nothing.\n"
+            f"Fix: write predict(self, model, batch) in the task; return an array, or arrays by name.",
+        )
         if not overrides(self.model, "predict"):
             raise ValueError(
                 f"model {name} has no method predict.\n"

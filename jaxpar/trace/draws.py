@@ -1,5 +1,6 @@
 """What a program draws at random, apart from the rest of it, so that each row can have keys of its own."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,12 +14,15 @@ from jaxpar.trace.jaxprs import (
     Condition,
     aval_of,
     equations_for,
+    equations_in,
     inlined,
     is_plain_call,
     made_with,
     program_of,
     reads_of,
 )
+
+_DRAWS = ("random_bits", "random_gamma")
 
 
 class Drawn(NamedTuple):
@@ -54,25 +58,38 @@ class Drawn(NamedTuple):
 
 
 def draws_apart(
-    whole: ClosedJaxpr, single: ClosedJaxpr, keys: Sequence[int], dims: int, calls: Condition
+    whole: ClosedJaxpr,
+    single: ClosedJaxpr,
+    keys: Sequence[int],
+    sizes: tuple[int, ...],
+    calls: Condition,
 ) -> Drawn | None:
     """A program in two; None if what is drawn does not depend on keys alone, or has not these dims first.
 
     Args:
       single: the same for one row, or one time step of one row.
       keys: the places of keys among the inputs.
-      dims: how many dims are one there: 1 or 2.
+      sizes: rows; or rows and time steps, in either order.
       calls: equations to look into, besides plain calls.
     """
     first, second = (_split(closed, keys, calls) for closed in (whole, single))
     if first is None or second is None:
         return None
-    (_, border, rest), (draw, of_one, _) = first, second
+    (draw_all, border, rest), (draw, of_one, _) = first, second
+    if _num_drawn(draw_all) != math.prod(sizes) * _num_drawn(draw):
+        return None  # rows, or time steps, share what is drawn
     pairs = zip(border, of_one, strict=True)
     shapes = [(aval_of(v).shape, aval_of(own).shape) for v, own in pairs]
-    fits = all(one[:dims] == (1,) * dims and all_[dims:] == one[dims:] for all_, one in shapes)
-    sizes = {all_[:dims] for all_, _ in shapes}
-    return Drawn(draw, rest, *sizes) if fits and len(sizes) == 1 else None
+    ones = (1,) * len(sizes)
+    fits = all(many == (*sizes, *one[len(sizes) :]) for many, one in shapes)
+    fits = fits and all(one[: len(sizes)] == ones for _, one in shapes)
+    return Drawn(draw, rest, sizes) if fits else None
+
+
+def _num_drawn(closed: ClosedJaxpr) -> int:
+    """How many numbers a program draws."""
+    draws = (eqn for eqn in equations_in(closed.jaxpr) if eqn.primitive.name in _DRAWS)
+    return sum(math.prod(aval_of(v).shape) for eqn in draws for v in eqn.outvars)
 
 
 def _split(

@@ -58,6 +58,8 @@ def _describe_mesh(setup: Setup) -> Rows:
 
 def _describe_layers(partition: Partition) -> Rows:
     parallel, facts = partition.parallel, partition.facts
+    if facts.cut_model is not None:
+        yield "blocks", facts.cut_model.describe()
     stages = parallel.mesh.stage
     M, K = parallel.pipeline.num_microbatches, parallel.num_chunks
     counts = [f"{facts.kind_of.count(n)} {name}" for n, name in enumerate(facts.kinds)]

@@ -117,28 +117,33 @@ def proposals(jaxpr: Jaxpr, params: Mapping[Var, str], size: int) -> dict[str, S
     return splits
 
 
-def format_rules(splits: Mapping[str, Split], names: Iterable[str]) -> str:
-    """The splits as `rules={...}`, a line for each parameter of a block, with the reasons.
+def by_pattern(splits: Mapping[str, Split], names: Iterable[str]) -> dict[str, Split]:
+    """The splits of all blocks by patterns of names.
 
-    The first number of a name becomes `*` if all parameters of that pattern are split alike. Otherwise each
-    of them has a line.
+    The first number of a name becomes `*` if all parameters of that pattern are split alike.
 
     Args:
-      splits: Proposals for all blocks, at least one.
       names: All parameters of the model.
     """
     alike = {name: re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name, count=1) for name in names}
     found = collections.defaultdict[str, set[str]](set)
     for name, pattern in alike.items():
         found[pattern].add(str(splits[name].dims) if name in splits else "")
-    rows = dict[str, tuple[str, str, str]]()
-    for name, (dims, role, pair) in splits.items():
-        key = alike[name] if len(found[alike[name]]) == 1 else name
-        others = ", ".join(dict.fromkeys(alike[n].removesuffix(".kernel") for n in pair))
-        reason = f"  # {role}; {'columns' if role == 'rows' else 'rows'} of {others}"
-        rows[key] = f'    "{key}": ', f"{dims},".replace("'", '"'), reason
-    first, second, _ = (max(map(len, own)) for own in zip(*rows.values(), strict=True))
-    lines = [f"{key:{first}}{dims:{second}}{reason}" for key, dims, reason in rows.values()]
+    rules = dict[str, Split]()
+    for name, split in splits.items():
+        pair = [*dict.fromkeys(alike[n].removesuffix(".kernel") for n in split.pair)]
+        rules[alike[name] if len(found[alike[name]]) == 1 else name] = split._replace(pair=pair)
+    return rules
+
+
+def format_rules(rules: Mapping[str, Split]) -> str:
+    """Splits by patterns as `rules={...}`, a line for each, with the reasons."""
+    rows = []
+    for name, (dims, role, pair) in rules.items():
+        reason = f"  # {role}; {'columns' if role == 'rows' else 'rows'} of {', '.join(pair)}"
+        rows.append((f'    "{name}": ', f"{dims},".replace("'", '"'), reason))
+    first, second, _ = (max(map(len, own), default=0) for own in zip(*rows, strict=True))
+    lines = [f"{key:{first}}{dims:{second}}{reason}" for key, dims, reason in rows]
     return "\n".join(["rules={", *lines, "}"])
 
 

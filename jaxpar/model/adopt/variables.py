@@ -49,7 +49,6 @@ class Variables:
       names: of the parameters; of stacked blocks "blocks.kernel@3".
       owners: the block of each parameter; -1 of none. `key_owners` those of keys of random numbers.
       variables: shapes and metadata of the parameters.
-      outer_modules: embeddings and linear layers outside of the blocks.
     """
 
     def __init__(self, task: Task, drawing: Drawing, places: Sequence[Path], *, is_stacked: bool):
@@ -62,14 +61,19 @@ class Variables:
         self.task, self.places, self.is_stacked = task, places, is_stacked
         self.drawing, model = drawing, drawing.model
         self.plain = nnx.split(model)
-        self.outer_modules = dict[str, Module]()
-        for path, module in nnx.iter_graph(model):
-            if type(module) in SPLITS and self._owner(path) == -1:
-                self.outer_modules[_dotted(path)] = module
+        self._outer_modules = self.find_outer(model)
         self._leaves = self._look_at(model)
         self._expand_rows(len(places))
         constants = [leaf.name for leaf in self._leaves if leaf.role == "constant"]
         self.constants = drawing.constants(constants)
+
+    def find_outer(self, model: Module) -> dict[str, Module]:
+        """The embeddings and linear layers of a model outside of its blocks."""
+        return {
+            _dotted(path): module
+            for path, module in nnx.iter_graph(model)
+            if type(module) in SPLITS and self._owner(path) == -1
+        }
 
     def _owner(self, path: Sequence[object]) -> int:
         """The block that something at a path is of."""
@@ -89,6 +93,12 @@ class Variables:
                 for pattern, dims in self.task.dims.items():
                     if fnmatch.fnmatchcase(name, pattern):
                         unused.discard(pattern)
+                        shape = [*leaf.get_value().shape]
+                        require(
+                            len(dims) == len(shape),
+                            f"dims of {pattern} are {dims}, and {name} has shape {shape}.\n"
+                            f"Fix: give a name, an axis or None for each dim.",
+                        )
                         leaf.set_metadata("out_sharding", dims)
                 leaf.set_metadata(FROZEN, bool(is_frozen(path, leaf)))
             leaves.append(_Leaf(name, leaf, self._owner(path), role))
@@ -191,7 +201,7 @@ class Variables:
     def _held(self) -> dict[str, Tree]:
         """What holds the parameters outside of blocks: embeddings and linear layers, and variables."""
         held = self.own(-1)
-        for name, module in self.outer_modules.items():
+        for name, module in self._outer_modules.items():
             own = [f"{name}.{key}" for key, value in vars(module).items() if is_variable(value)]
             if own and all(name in held for name in own):
                 held = {key: leaf for key, leaf in held.items() if key not in own} | {name: module}
