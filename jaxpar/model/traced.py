@@ -336,6 +336,11 @@ class TracedModel:
           ValueError: the model has no such method, or it returns something else.
         """
         name = type(self.model).__name__
+        require(
+            self.cut_model is None or self.cut_model.predicts,
+            f"the loss of task {self.task.name} does not call the model {name} itself, so it predicts nothing.\n"
+            f"Fix: write predict(self, model, batch) in the task; return an array, or arrays by name.",
+        )
         if not overrides(self.model, "predict"):
             fix = 'predict(self, y, batch, at) that returns arrays by name: {"y": self.out(y)}'
             if self.cut_model is not None:

@@ -25,7 +25,7 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,8 @@ from jaxpar.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from tensorstore import TensorStore
+
+Part = TypeVar("Part")
 
 LIMIT_BYTES = 5 * 10**9  # of a file
 _IGNORE = "ignore it (--start-ignore PATTERN)"
@@ -174,26 +176,25 @@ def outgoing(trees: Sequence[Tree], storage: Storage) -> dict[str, Outgoing]:
             if name:
                 gather = functools.partial(_gather, array, row if is_stacked else None)
                 found[name] = Outgoing(array.shape[is_stacked:], np.dtype(array.dtype), gather)
-    return _with_user_stacks(found)
+
+    def stack(rows: Sequence[Outgoing]) -> Outgoing:
+        shape = (len(rows), *rows[0].shape)
+        return Outgoing(shape, rows[0].dtype, lambda: np.stack([row.gather() for row in rows]))
+
+    return _whole(found, stack)
 
 
-def _with_user_stacks(tensors: Mapping[str, Outgoing]) -> dict[str, Outgoing]:
-    """With whole tensors in place of the rows of those that the user has stacked."""
-    found, stacks = dict[str, Outgoing](), collections.defaultdict[str, dict[int, Outgoing]](dict)
-    for name, tensor in tensors.items():
-        whole, is_row, row = name.partition("@")
+def _whole(rows: Mapping[str, Part], stack: Callable[[list[Part]], Part]) -> dict[str, Part]:
+    """By name, with one in place of the rows of what the user has stacked."""
+    found, stacks = dict[str, Part](), collections.defaultdict[str, dict[int, Part]](dict)
+    for name, one in rows.items():
+        whole, is_row, number = name.partition("@")
         if is_row:
-            stacks[whole][int(row)] = tensor
-        found[whole] = tensor
-    for name, rows in stacks.items():
-
-        def gather(parts: Sequence[Outgoing]) -> np.ndarray:
-            return np.stack([part.gather() for part in parts])
-
-        parts = [rows[n] for n in range(len(rows))]
-        shape, make = (len(parts), *parts[0].shape), functools.partial(gather, parts)
-        found[name] = Outgoing(shape, parts[0].dtype, make)
-    return found
+            stacks[whole][int(number)] = one
+        else:
+            found[name] = one
+    whole = {name: stack([own[n] for n in range(len(own))]) for name, own in stacks.items()}
+    return found | whole
 
 
 def write_weights(
@@ -341,18 +342,14 @@ def model_of(setup: Setup, state: TrainState, *, sharded: bool) -> Module:
 
 def _arrays_of(trees: Sequence[Tree], storage: Storage) -> dict[str, jax.Array]:
     """The parameters of an adopted model by the user's names, as they are sharded."""
-    found, stacks = dict[str, jax.Array](), collections.defaultdict[str, dict[int, jax.Array]](dict)
+    found = dict[str, jax.Array]()
     for _, leaf, names in named_rows(trees, storage):
         array = array_of(leaf)
         for row, name in enumerate(names):
-            whole, is_row, number = name.partition("@")
-            one = array if kind_of(leaf) is None else _pick(array, np.int32(row), array.sharding)
-            if is_row:
-                stacks[whole][int(number)] = one
-            elif name:
-                found[name] = one
-    stacked = {name: [rows[n] for n in sorted(rows)] for name, rows in stacks.items()}
-    return found | {name: jnp.stack(rows) for name, rows in stacked.items()}
+            if name:
+                is_whole = kind_of(leaf) is None
+                found[name] = array if is_whole else _pick(array, np.int32(row), array.sharding)
+    return _whole(found, jnp.stack)
 
 
 def _on_one_device(mesh: Mesh, array: jax.Array) -> jax.Array:
@@ -494,6 +491,12 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
         array = array if kind_of(leaf) else array[None]
         for row, own in enumerate(names_of_rows(name, leaf, rows_of)):
             tensors[own] = Tensor(_rows_in(array), row)
+
+    def join(rows: Sequence[Tensor]) -> Tensor:
+        shape, dtype = (len(rows), *rows[0].shape), rows[0].dtype
+        return Tensor(Rows.of_one(shape, dtype, lambda: np.stack([row.whole() for row in rows])))
+
+    tensors = _whole(tensors, join)
     texts = {name: folder.read(name) for name in folder.data()["files"]}
     return Weights(f"{folder} after step {step}", tensors, texts)
 
@@ -699,25 +702,25 @@ def find_weights(setup: Setup, start: Start) -> MatchedWeights:
     renamed, ignored = _new_names(start, weights)
     tensors = {new: weights.tensors[name] for new, name in renamed.items()}
     weights = setup.task.take_weights(dataclasses.replace(weights, tensors=tensors))
-    state, variables = abstract_state(setup), dict[str, jax.ShapeDtypeStruct]()
-    rows = dict[str, list[str]]()
+    state, own_rows = abstract_state(setup), dict[str, jax.ShapeDtypeStruct]()
     for _, leaf, own in named_rows((state.params, state.frozen), setup.storage):
         shape = leaf.shape[kind_of(leaf) is not None :]
-        for name in filter(None, own):
-            whole, is_row, _ = name.partition("@")
-            if is_row:
-                rows.setdefault(whole, []).append(name)
-            sizes = (len(rows[whole]), *shape) if is_row else shape
-            variables[whole] = jax.ShapeDtypeStruct(sizes, leaf.dtype)
+        own_rows |= dict.fromkeys(filter(None, own), jax.ShapeDtypeStruct(shape, leaf.dtype))
+
+    def stack(rows: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype)
+
+    variables = _whole(own_rows, stack)
     _check_places(weights, variables)
     tensors = {name: weights.tensors[name] for name in variables if name in weights.tensors}
-    in_rows = {name: own for name, own in tensors.items() if name not in rows}
-    for whole in tensors.keys() & rows.keys():
-        for number, row in enumerate(tensors[whole].each_row()):
-            in_rows[f"{whole}@{number}"] = row
+    rows = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        is_whole = name in own_rows
+        own = [tensor] if is_whole else tensor.each_row()
+        rows |= {name if is_whole else f"{name}@{n}": row for n, row in enumerate(own)}
     return MatchedWeights(
         setup,
-        dataclasses.replace(weights, tensors=in_rows),
+        dataclasses.replace(weights, tensors=rows),
         tensors,
         {new: name for new, name in renamed.items() if new != name},
         tuple(n for n, one in variables.items() if one.size and n not in tensors),

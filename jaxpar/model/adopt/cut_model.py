@@ -85,19 +85,20 @@ class CutModel:
         if task.layers is not None:
             return cls(task, batch, drawing, task.layers)
         model, found, errors = drawing.model, list[Self](), list[str]()
-        for layers in possible_layers(model):
+        name, lists = type(model).__name__, [*possible_layers(model)]
+        require(
+            bool(lists),
+            f"the model {name} has no list of modules, and layers is not given.\n"
+            f"Fix: keep the blocks in an nnx.List, or name them in layers, such as layers='block_*'.",
+        )
+        for layers in lists:
             try:
                 found.append(cls(task, batch, drawing, layers))
             except ValueError as error:
                 errors.append(f"\n  {layers}: {str(error).partition(chr(10))[0]}")
         require(
-            bool(found),
-            f"the model {self.name} has no list of modules, and layers is not given.\n"
-            f"Fix: keep the blocks in an nnx.List, or name them in layers, such as layers='block_*'.",
-        )
-        require(
             len(found) == 1,
-            f"layers is not given, and the model {type(model).__name__} has {len(found)} lists of modules "
+            f"layers is not given, and the model {name} has {len(found)} lists of modules "
             f"called as a chain ({format_names([each.layers for each in found])}).{''.join(errors)}\n"
             f"Fix: name the list that holds the blocks, such as layers='blocks'.",
         )
