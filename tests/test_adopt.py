@@ -29,34 +29,36 @@ RNNS, IMAGES = {"where": "rnns"}, {"loss_of": models.image_loss, "batch_of": mod
 POINTS = {"loss_of": models.point_loss, "batch_of": models.point_batch}
 MLP = (("blocks.*.up.kernel", (None, "tensor")), ("blocks.*.up.bias", ("tensor",)))
 
-# Each model, and the mesh of its row in the default run.
+# Each model, and the mesh of its row in the default run. None: what is new in it is in the default rows of
+# test_random_adopted.py.
 MODELS = {
     "gpt": (Adopted(models.GPT), "dp2pp2tp2"),
     "no mask": (Adopted(models.NoMask), None),
     "jitted": (Adopted(models.Jitted), "remat"),
-    "remat inside": (Adopted(models.RematInside), "zero-bubble"),
-    "outside": (Adopted(models.Outside, by_path=MLP), "dp2pp2tp2"),
+    "remat inside": (Adopted(models.RematInside), None),
+    "outside": (Adopted(models.Outside, by_path=MLP), None),
     "padded, tied": (Adopted(models.Padded, by_path=MLP), "dp8"),
     "u-net": (Adopted(models.UNet, by_path=MLP), "dp8"),
-    "two kinds": (Adopted(models.TwoKinds, where=None), "dp8"),
+    "two kinds": (Adopted(models.TwoKinds, where=None), None),
     "numbered": (Adopted(models.Numbered, "layer_*"), "dp8"),
-    "sequential": (Adopted(models.AsSequential, "net[1:5]"), "interleaved, zero-bubble"),
+    "sequential": (Adopted(models.AsSequential, "net[1:5]"), None),
     "whole sequential": (Adopted(models.AsSequential, "net"), None),
     "part of a list": (Adopted(models.Text, "blocks[1:]"), None),
-    "stacked": (Adopted(models.Stacked), "interleaved"),
+    "stacked": (Adopted(models.Stacked), "interleaved, zero-bubble"),
     "mapped": (Adopted(models.Mapped), "dp8"),
-    "t5": (Adopted(models.T5), "remat"),
-    "pair": (Adopted(models.Pair), "pp4"),
+    "t5": (Adopted(models.T5), None),
+    "pair": (Adopted(models.Pair), "zero-bubble"),
     "tuples": (Adopted(models.Tuples), None),
-    "rope": (Adopted(models.Rope), "zero-bubble"),
+    "rope": (Adopted(models.Rope), "pp4"),
     "mixer": (Adopted(models.Mixer, "encoder.blocks", **IMAGES), "dp8"),
-    "dit": (Adopted(models.DiT, **POINTS), "interleaved"),
-    "frozen": (Adopted(models.NoMask, unused=("embed", "att")), "dp8"),
+    "dit": (Adopted(models.DiT, **POINTS), None),
+    "watched": (Adopted(models.Watched, loss_of=models.logits_loss), None),
+    "frozen": (Adopted(models.NoMask, unused=("embed", "att")), None),
     "rnns": (Adopted(models.RNNs, **RNNS), "chunks"),
     "grus": (Adopted(models.GRUs, batch_of=models.series_batch, **RNNS), "dp8"),
-    "residual rnns": (Adopted(models.ResidualRNNs, **RNNS), "dp8"),
+    "residual rnns": (Adopted(models.ResidualRNNs, **RNNS), None),
     "remat rnns": (Adopted(models.RematRNNs, **RNNS), None),
-    "bidirectional": (Adopted(models.Bidirectional, **RNNS), "dp8"),
+    "bidirectional": (Adopted(models.Bidirectional, **RNNS), None),
 }
 WITH_TIME = "rnns", "grus", "residual rnns"
 
@@ -89,6 +91,26 @@ def test_rows_of_a_flax_model_are_found_to_be_alone(name):
     check_rows_alone(Setup.of(task, MESHES["dp8"]).parts)
 
 
+class Predicting(Adopted):
+    """Predicts what it is given."""
+
+    def predict(self, model, batch):
+        return model(batch["x"])
+
+
+def test_outputs_of_blocks_that_the_loss_does_not_need_are_no_predictions():
+    task = Adopted(models.Watched, loss_of=models.logits_loss)
+    facts = Setup.of(task, MESHES["dp8"]).facts
+    with pytest.raises(
+        ValueError, match=r"has no method predict.\nFix: write predict\(self, model, "
+    ):
+        _ = facts.outputs
+    own = Predicting(models.Watched, loss_of=models.logits_loss)
+    match = r"predict of task Predicting needs float.*, float.* of the blocks, and the loss float32"
+    with pytest.raises(ValueError, match=match):
+        Setup.of(own, MESHES["dp8"])
+
+
 def test_what_follows_a_block_ends_where_it_is_not_as_between_blocks():
     task, _ = MODELS["u-net"]
     facts = Setup.of(task, MESHES["dp8"]).facts
@@ -101,7 +123,7 @@ def test_what_follows_a_block_ends_where_it_is_not_as_between_blocks():
 
 DRAWING = {
     "in blocks": (Adopted(models.Dropped), "pp4"),
-    "between blocks": (Adopted(models.DroppedBetween), "dp8"),
+    "between blocks": (Adopted(models.DroppedBetween), None),
     "in stacked blocks": (Adopted(models.DroppedStacked), "zero-bubble"),
     "of whole features": (Adopted(models.DroppedWidths), None),
     "after an nnx.RNN": (Adopted(models.DroppedRNNs, **RNNS), "chunks"),

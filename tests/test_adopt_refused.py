@@ -440,7 +440,7 @@ REFUSED = {
     "drawn array": (Adopted(DrawnArray), "basis is drawn at random", "write nnx.Param(...)"),
     "draws in evaluation": (
         Adopted(Noisy),
-        "draws random numbers in evaluation",
+        "block 0 of the model Noisy draws random numbers in evaluation",
         "draw in training alone",
     ),
     "dims": (
@@ -460,8 +460,8 @@ REFUSED = {
     ),
     "no list": (
         Adopted(NoList, None),
-        "the model NoList has 0 lists of modules",
-        "name the one that holds the blocks",
+        "the model NoList has no list of modules",
+        "keep the blocks in an nnx.List",
     ),
     "two lists": (
         Adopted(TwoLists, None),
@@ -483,7 +483,11 @@ REFUSED = {
         "no nnx.scan goes over the 4 stacked blocks",
         "by nnx.scan",
     ),
-    "mean": (Adopted(Text, loss_of=mean), "the loss returns", "return jaxpar.mean(losses, mask)"),
+    "mean": (
+        Adopted(Text, loss_of=mean),
+        "the loss returns a single number",
+        "return jaxpar.mean(losses, mask)",
+    ),
     "metrics": (Adopted(Text, loss_of=with_metrics), "the loss returns", "return jaxpar.mean("),
     "not summed": (Adopted(Text, loss_of=each), "loss", "Fix:"),
     "mean over a mask": (Adopted(Text, loss_of=mean_over_mask), "the loss", "sums over rows"),

@@ -342,10 +342,10 @@ class TracedModel:
             f"Fix: write predict(self, model, batch) in the task; return an array, or arrays by name.",
         )
         if not overrides(self.model, "predict"):
-            raise ValueError(
-                f"model {name} has no method predict.\n"
-                f'Fix: write predict(self, y, batch, at) that returns arrays by name: {{"y": self.out(y)}}.'
-            )
+            fix = 'predict(self, y, batch, at) that returns arrays by name: {"y": self.out(y)}'
+            if self.cut_model is not None:
+                fix = "predict(self, model, batch) in the task, or give predict to jaxpar.adopt"
+            raise ValueError(f"model {name} has no method predict.\nFix: write {fix}.")
         _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
 
         def predict(model, y, batch, **draws):

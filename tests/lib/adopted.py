@@ -46,7 +46,7 @@ class Adopted(Task):
 
     @property
     def frozen(self):
-        return nnx.Any(False, *map(nnx.PathContains, self.unused))
+        return bool(self.unused) and nnx.Any(*map(nnx.PathContains, self.unused))
 
     @property
     def rules(self):

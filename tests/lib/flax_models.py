@@ -251,6 +251,17 @@ class Tuples(Text):
         return both[0] + both[1]
 
 
+class Watched(Text):
+    """Also returns what each block gives, which the loss has no use for."""
+
+    def __call__(self, tokens):
+        x, seen = self.embed(tokens), []
+        for block in self.blocks:
+            x = block(x)
+            seen.append(x)
+        return {"logits": self.head(self.norm(x)), "seen": seen}
+
+
 class ScaledBlock(nnx.Module):
     """Has numbers of its own that are no arrays."""
 
@@ -662,6 +673,10 @@ def text_loss(model, batch):
     losses = cross_entropy(model(batch["x"]), batch["y"])
     weight = (batch["y"] > 0) * batch["weight"][:, None]
     return jnp.sum(losses * weight), jnp.sum(weight)
+
+
+def logits_loss(model, batch):
+    return text_loss(lambda tokens: model(tokens)["logits"], batch)
 
 
 def image_loss(model, batch):

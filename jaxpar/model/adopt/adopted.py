@@ -148,8 +148,9 @@ def as_sums(out: Tree) -> Sums:
     if isinstance(out, Sums):
         return out
     if not isinstance(out, tuple) or len(out) != 2 or isinstance(out[1], dict):
+        own = "a single number" if getattr(out, "shape", None) == () else describe_value(out)
         raise ValueError(
-            f"the loss returns {describe_value(out)}; a mean of means is another number on every mesh.\n"
+            f"the loss returns {own}; a mean of means is another number on every mesh.\n"
             f"Fix: return jaxpar.mean(losses, mask), or (sum of the losses, number of items)."
         )
     return Sums(*out)

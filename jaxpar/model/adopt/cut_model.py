@@ -85,14 +85,20 @@ class CutModel:
         if task.layers is not None:
             return cls(task, batch, drawing, task.layers)
         model, found, errors = drawing.model, list[Self](), list[str]()
-        for layers in possible_layers(model):
+        name, lists = type(model).__name__, [*possible_layers(model)]
+        require(
+            bool(lists),
+            f"the model {name} has no list of modules, and layers is not given.\n"
+            f"Fix: keep the blocks in an nnx.List, or name them in layers, such as layers='block_*'.",
+        )
+        for layers in lists:
             try:
                 found.append(cls(task, batch, drawing, layers))
             except ValueError as error:
                 errors.append(f"\n  {layers}: {str(error).partition(chr(10))[0]}")
         require(
             len(found) == 1,
-            f"layers is not given, and the model {type(model).__name__} has {len(found)} lists of modules "
+            f"layers is not given, and the model {name} has {len(found)} lists of modules "
             f"called as a chain ({format_names([each.layers for each in found])}).{''.join(errors)}\n"
             f"Fix: name the list that holds the blocks, such as layers='blocks'.",
         )
@@ -145,10 +151,19 @@ class CutModel:
 
     @functools.cached_property
     def predicts(self) -> bool:
-        """Whether there is anything to predict."""
-        if self.has_own_predict:
-            return True
-        return bool(jax.tree.leaves(self.program("predict", self.batch, trains=False).out))
+        """Whether there is anything to predict, of what blocks give to the loss.
+
+        Raises:
+          ValueError: `predict` of the task needs something else of them.
+        """
+        both = [self.program(what, self.batch, trains=False) for what in ("predict", "loss")]
+        needed, given = (", ".join(v.aval.str_short() for v in own.xs[-1]) for own in both)
+        require(
+            needed == given or not self.has_own_predict,
+            f"predict of task {self.task.name} needs {needed} of the blocks, and the loss {given}.\n"
+            f"Fix: predict from what the loss needs.",
+        )
+        return needed == given and bool(jax.tree.leaves(both[0].out))
 
     def _find_kinds(self, class_names: Sequence[str]) -> None:
         numbers = range(len(self.variables.places))

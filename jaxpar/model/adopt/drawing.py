@@ -16,7 +16,7 @@ from flax import nnx
 from jax.extend.core import Var
 
 from jaxpar.base.keys import new_key
-from jaxpar.base.types import Atom, Leaves, Module
+from jaxpar.base.types import ArrayLike, Atom, Leaves, Module
 from jaxpar.model.tracing import Maker, made
 from jaxpar.sharding import named_leaves
 from jaxpar.trace.counts import FACTORIZATIONS
@@ -88,11 +88,11 @@ class Drawing:
         if len({each.text for each in found}) > 1:
             drawn = (self.block(names, key) for names in blocks)
             return [jnp.stack(rows) for rows in zip(*drawn, strict=True)]
-        numbers = [jnp.stack(own) for own in zip(*(each.numbers for each in found), strict=True)]
+        numbers = [np.stack(own) for own in zip(*(each.numbers for each in found), strict=True)]
         if not numbers:
             return [jnp.stack([a] * len(blocks)) for a in self.block(blocks[0], key)]
 
-        def draw(own: Leaves) -> Leaves:
+        def draw(own: Sequence[ArrayLike]) -> Leaves:
             return found[0].draw(key, *own)
 
         # LAPACK's draw one by one: see `model.stack`.

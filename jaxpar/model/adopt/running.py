@@ -43,6 +43,12 @@ class Place(NamedTuple):
     modules: Mapping[str, Module]
 
     @property
+    def words(self) -> str:
+        """What it is called."""
+        ends = {"first": "what comes before the blocks", "last": "what follows the blocks"}
+        return f"{ends.get(str(self.part), f'block {self.part}')} of the model {self.model.name}"
+
+    @property
     def number(self) -> int:
         """The block that it is of; -1 of none."""
         return self.part if isinstance(self.part, int) else -1
@@ -61,13 +67,13 @@ def run_part(place: Place, carry: Leaves, x: Sequence[jax.Array], at: LayerConte
     before = program.xs[-1 if place.part == "last" else place.number] if x else []
     require(
         [aval_of(v).shape for v in before] == [a.shape for a in x],
-        f"what goes to {place.part!r} of the model {model.name} has other shapes for {_num_rows(batch)} rows "
+        f"the input of {place.words} has other shapes for {_num_rows(batch)} rows "
         f"than for a batch.\nFix: give arrays between blocks a first dim of rows, or none.",
     )
     others = [*carry, *x, *jax.tree.leaves(batch)]
     require(
         trains or not part.keys,
-        f"{place.part!r} of the model {model.name} draws random numbers in evaluation.\n"
+        f"{place.words} draws random numbers in evaluation.\n"
         f"Fix: draw in training alone, as nnx.Dropout does by its attribute deterministic.",
     )
     if not part.keys:
