@@ -40,6 +40,7 @@ from jaxpar.step.functions import make_predict_step as make_predict_step
 from jaxpar.analysis.program import inspect_step as inspect_step
 from jaxpar.analysis.measured import measure_step as measure_step
 from jaxpar.base.display import show as show
+from jaxpar.planning.suggested import suggest_rules as suggest_rules
 
 # The rest.
 from jaxpar import nn as nn

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -28,6 +28,7 @@ from jaxpar.base.axes import (
     VOCAB,
 )
 from jaxpar.base.checks import nearest_multiples, require
+from jaxpar.base.display import join_names
 
 Axes = tuple[str, ...]
 
@@ -37,6 +38,22 @@ OF = "@"
 
 # Metadata of a variable: the shape of the parameter that it is, or whose name it has in an optimizer's state.
 PARAM_SHAPE = "param_shape"
+
+# Metadata of a variable of an adopted model: its `UserNames`.
+USER_NAMES = "user_names"
+
+
+class UserNames(NamedTuple):
+    """What users call a variable of an adopted model.
+
+    Attributes:
+      stored: its name in the form that jaxpar runs: "layers.block.own.up.kernel".
+      names: in the user's model, one for each layer of a stack in their order: "blocks.0.up.kernel", ...; of
+        layers that the user has stacked: "blocks.up.kernel@0", ...
+    """
+
+    stored: str
+    names: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,7 +331,24 @@ def annotated(tree: Any) -> Iterator[tuple[str, nnx.Variable]]:
     """Name and variable of everything in `tree` that carries named dims."""
     for name, leaf in named_leaves(tree):
         if isinstance(leaf, nnx.Variable) and leaf.get_metadata("out_sharding", None):
-            yield name, leaf
+            yield user_name(name, leaf), leaf
+
+
+def user_names(leaf: Any) -> UserNames | None:
+    """What users call a variable, where that is not the name that it is stored by."""
+    return leaf.get_metadata(USER_NAMES, None) if is_variable(leaf) else None
+
+
+def user_name(name: str, leaf: Any, separator: str = ".") -> str:
+    """The name of a variable for users; layers of a stack share one: blocks.0-3.up.kernel.
+
+    Args:
+      name: that it is stored by, in a state or a part of it.
+    """
+    if (known := user_names(leaf)) is None:
+        return name
+    begin = name.removesuffix(known.stored.replace(".", separator))
+    return begin + join_names(own.partition("@")[0] for own in known.names)
 
 
 def named_leaves(tree: Any, separator: str = ".") -> Iterator[tuple[str, Any]]:

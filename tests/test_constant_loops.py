@@ -214,7 +214,9 @@ def test_a_run_takes_them(tmp_path):
     """Its checks before the first step, too."""
     train = jaxpar.TrainConfig(num_steps=2, log_every=1, out_dir=str(tmp_path / "run"))
     one, many = (
-        jaxpar.fit(Constants(("scan", "RNN", "last")), mesh, train, overwrite=True).history["loss"]
+        jaxpar.fit(Constants(("scan", "RNN", "last")), mesh, train, overwrite=True).history[
+            "train/loss"
+        ]
         for mesh in ("dp1", "dp2pp2")
     )
     assert many == pytest.approx(one, rel=1e-5)

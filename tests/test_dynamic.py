@@ -45,9 +45,9 @@ def plain_loop(folder, split, batch_size, seq_len, rate=0.0, decay=0.0):
     loaded = load_run(folder.path)
     corpus = loaded.setup.task.read_text()
     tokens = getattr(corpus, split)
-    graphdef, trained = nnx.split(loaded.model)
+    graphdef, trained = nnx.split(loaded.model())
     params, total, count = trained, 0.0, 0
-    carry = loaded.model.layers.initial_carry(batch_size)
+    carry = loaded.model().layers.initial_carry(batch_size)
     bounds = np.arange(batch_size + 1) * (len(tokens) - 1) // batch_size
     longest = int(np.diff(bounds).max())
 

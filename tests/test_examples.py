@@ -369,7 +369,7 @@ def trained(name, module, monkeypatch, caches, capsys, folder, *options):
     assert main(["train", f"{FOLDER}/{name}", *options, *train]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     numbers = {row[0]: list(map(float, row[1:])) for row in rows if {*row[:1]} & {"valid", "test"}}
-    return numbers, load_run(folder).model
+    return numbers, load_run(folder).model()
 
 
 @nnx.jit
@@ -536,7 +536,7 @@ def translated(tmp_path_factory):
     for mesh, beams in (("dp1", (1, 4)), ("pp2", (4,))):
         run = load_run(folder / "run", MeshConfig.parse(mesh))
         found |= {(mesh, beam): module.translate(run, sources[::3], beam) for beam in beams}
-    return found, sources[::3], task, load_run(folder / "run").model
+    return found, sources[::3], task, load_run(folder / "run").model()
 
 
 @pytest.mark.slow

@@ -245,7 +245,9 @@ def test_what_sees_names_sees_the_model_s(tmp_path):
     assert set(pooled.params["layers"]) == names
     assert "wide0" in names
     for layer in range(len(KINDS)):
-        same = [jax.tree.leaves(nnx.state(run.model.layers.layer(layer))) for run in (pooled, one)]
+        same = [
+            jax.tree.leaves(nnx.state(run.model().layers.layer(layer))) for run in (pooled, one)
+        ]
         jax.tree.map(np.testing.assert_array_equal, *same)
     # Predictions and a validation.
     found, expected = (run.predict("valid")["y"] for run in (pooled, one))

@@ -157,7 +157,7 @@ def test_a_run_is_loaded_by_its_folder(run):
     likeliest = found.vocabulary.words[logits[-1].argmax()]
     assert found.sample("the cat sat", length=1, temperature=0).split()[-1:] == [likeliest]
     tokens = found.vocabulary.encode("<eos> the cat sat")
-    expected = found.model(tokens[None])[0, :, :11]
+    expected = found.model()(tokens[None])[0, :, :11]
     np.testing.assert_allclose(logits, expected, atol=1e-6)
     assert len(found.metrics()) > 2
     with pytest.raises(ValueError, match="'zebra' is not among the 11 words"):

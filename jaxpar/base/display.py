@@ -2,7 +2,9 @@
 
 import functools
 import importlib
-from collections.abc import Sequence
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 _NAMED = 8  # that a message names
@@ -64,6 +66,28 @@ def format_names(names: Sequence[str]) -> str:
     """Names of parameters, of many the first."""
     more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
     return ", ".join([*names[:_NAMED], *more])
+
+
+def join_names(names: Iterable[str]) -> str:
+    """Names that differ in one of their steps, as one name: blocks.0-3,5.up.kernel."""
+    steps = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(map(_join, map(dict.fromkeys, steps)))
+
+
+def _join(steps: Iterable[str]) -> str:
+    found = [re.fullmatch(r"(\D*)(\d+)", step) for step in steps]
+    texts = {match and match[1] for match in found}
+    if len(texts) > 1 or None in texts:
+        return ",".join(steps)
+    return f"{texts.pop()}{','.join(format_ranges(int(match[2]) for match in found if match))}"
+
+
+def format_ranges(numbers: Iterable[int]) -> Iterator[str]:
+    """Whole numbers; consecutive ones become one range: 0-3, 5."""
+    groups = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    for _, group in groups:
+        first, *others = (number for _, number in group)
+        yield f"{first}-{others[-1]}" if others else str(first)
 
 
 def format_shape(shape: tuple[int, ...]) -> str:

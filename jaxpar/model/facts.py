@@ -40,6 +40,15 @@ class ModelFacts(TracedModel):
         return {name: dim for name, dim in {**of_rules, **own}.items() if dim}
 
     @functools.cached_property
+    def part_names(self) -> list[str]:
+        """What users call the parts: what comes before the layers, each layer, and what follows the last."""
+        if self.cut_model is None:
+            layers = (f"layer {n} ({self.kinds[kind]})" for n, kind in enumerate(self.kind_of))
+            return ["first", *layers, "last"]
+        blocks = self.cut_model.variables.block_names
+        return [f"what comes before {blocks[0]}", *blocks, f"what follows {blocks[-1]}"]
+
+    @functools.cached_property
     def layer_numbers(self) -> int:
         """How many numbers are trained in the layers."""
         of_layers = self.params.get(STACK, {})

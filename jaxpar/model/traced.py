@@ -33,10 +33,11 @@ from jaxpar.model.model import (
     run_layer,
 )
 from jaxpar.model.outer import STACK
+from jaxpar.model.row_streams import draw_by_rows
 from jaxpar.model.stack import Stack, check_rows_of_carry
 from jaxpar.model.task import Task
 from jaxpar.model.tracing import flatten, made, module_of, program_of, shapes_and_program, shapes_of
-from jaxpar.sharding import named_leaves
+from jaxpar.sharding import named_leaves, user_name
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import used_inputs
 
@@ -96,7 +97,7 @@ class TracedModel:
         self.task, self.platform = task, platform
         task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
         self.batch = jax.tree.map(shape_of, _example_of(task))
-        self.cut_model = CutModel(task, self.batch) if task.adopts else None
+        self.cut_model = CutModel.of(task, self.batch) if task.adopts else None
         what = f"the model of task {task.name}, a"
         self.model = module_of(what, lambda: self.make(0))[0]
         _check_model(task, self.model)
@@ -127,7 +128,8 @@ class TracedModel:
         """The model with its values, of a seed or a key, its layers not in slots yet. Call under `jit`."""
         if self.cut_model is not None:
             return adopted(self.cut_model, seed)
-        return made(self.task.make_model, seed)
+        model = made(self.task.make_model, seed)
+        return draw_by_rows(model, ("first", "last", "predict", "last_part", "predict_part"))
 
     def split(self, model: Module) -> tuple[Any, nnx.State, nnx.State]:
         """Structure, what is trained, and all other variables of a model."""
@@ -140,6 +142,12 @@ class TracedModel:
     def params(self) -> nnx.State:
         """Shapes of what is trained, all layers of a kind in one stack."""
         return self.split(self.model)[1]
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """What comes before the layers and what follows them, in words."""
+        is_own = self.cut_model is None
+        return ("`first`", "`last`") if is_own else ("what comes before the blocks", "the loss")
 
     @property
     def model_size(self) -> tuple[int, int]:
@@ -179,7 +187,7 @@ class TracedModel:
           ValueError: it does not return `Sums`.
         """
         sums = nnx.merge(self.graphdef, params, frozen).last(y, block, self.at(block, **draws))
-        return checked_sums(sums, f"`last` of {type(self.model).__name__}")
+        return checked_sums(sums, f"{self.ends[1]} of {type(self.model).__name__}")
 
     @property
     def has_last_part(self) -> bool:
@@ -278,7 +286,7 @@ class TracedModel:
 
         def last(model, y, batch, **draws):
             sums = model.last(y, batch, self.at(batch, **draws))
-            return checked_sums(sums, f"`last` of {type(model).__name__}")
+            return checked_sums(sums, f"{self.ends[1]} of {type(model).__name__}")
 
         sums = shapes_of("last", last, self.model, shapes[-1], self.block)
         if overrides(self.model, "draw"):
@@ -328,11 +336,16 @@ class TracedModel:
           ValueError: the model has no such method, or it returns something else.
         """
         name = type(self.model).__name__
+        require(
+            self.cut_model is None or self.cut_model.predicts,
+            f"the loss of task {self.task.name} does not call the model {name} itself, so it predicts nothing.\n"
+            f"Fix: write predict(self, model, batch) in the task; return an array, or arrays by name.",
+        )
         if not overrides(self.model, "predict"):
-            raise ValueError(
-                f"model {name} has no method predict.\n"
-                f'Fix: write predict(self, y, batch, at) that returns arrays by name: {{"y": self.out(y)}}.'
-            )
+            fix = 'predict(self, y, batch, at) that returns arrays by name: {"y": self.out(y)}'
+            if self.cut_model is not None:
+                fix = "predict(self, model, batch) in the task, or give predict to jaxpar.adopt"
+            raise ValueError(f"model {name} has no method predict.\nFix: write {fix}.")
         _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
 
         def predict(model, y, batch, **draws):
@@ -417,23 +430,23 @@ def _check_model(task: Task, model: Module) -> None:
 
 def _check_frozen(task: Task, model: Module) -> None:
     """Raises if the task's filter of what is not trained matches nothing of the model."""
-    if isinstance(nnx.filterlib.to_predicate(task.frozen), nnx.Nothing) or task.adopts:
+    if isinstance(nnx.filterlib.to_predicate(task.frozen), nnx.Nothing):
         return
-    params = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
-    if not nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, task.frozen))):
+    names = [user_name(*named) for named in named_leaves(nnx.state(model, nnx.Param))]
+    frozen = is_frozen if task.adopts else task.frozen
+    if not nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, frozen))):
         raise ValueError(
-            f"frozen={task.frozen} of task {task.name} matches no parameter of "
-            f"{format_names(['.'.join(map(str, path)) for path in params])}.\n"
-            f"Fix: give a filter of some, such as nnx.PathContains({params[0][0]!r})."
+            f"frozen={task.frozen} of task {task.name} matches no parameter of {format_names(names)}.\n"
+            f"Fix: give a filter of some, such as nnx.PathContains({names[0].partition('.')[0]!r})."
         )
 
 
 def _check_trained(task: Task, params: nnx.State) -> None:
     """Raises if something that is trained has no gradient, going by its type."""
-    for path, leaf in nnx.to_flat_state(params):
+    for name, leaf in named_leaves(params):
         require(
             jnp.issubdtype(leaf.dtype, jnp.inexact),
-            f"parameter {'.'.join(map(str, path))} of task {task.name} is {leaf.dtype}, which has no "
+            f"parameter {user_name(name, leaf)} of task {task.name} is {leaf.dtype}, which has no "
             f"gradient.\nFix: make it an nnx.Variable, or name it in Task.frozen.",
         )
 

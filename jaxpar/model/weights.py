@@ -42,6 +42,15 @@ class Tensor(NamedTuple):
         """Of its numbers, as they are stored."""
         return self.rows.dtype
 
+    def each_row(self) -> list["Tensor"]:
+        """Each of its rows as a tensor."""
+
+        def read(rows: Sequence[int], index: tuple[Any, ...]) -> np.ndarray:
+            return self.rows.read([self.row], (rows, *index))[0]
+
+        rows = Rows(self.shape, self.dtype, read)
+        return [Tensor(rows, number) for number in range(self.shape[0])]
+
     def whole(self) -> np.ndarray:
         """All of it."""
         return self.rows.read([self.row], (slice(None),) * len(self.shape))[0]

@@ -3,7 +3,8 @@
     slots of (1, 2)             by layer            slots of (3,)
     0  -  |  1  2       -->     0  1  2     -->     0  1  2
 
-The names are as `params/layers/gru/w_x`; stacked arrays are `[layers of the kind, ...]`, without the empty
+The names are as `params/layers/gru/w_x`, and those of an adopted model are the user's, as
+`params/blocks.0-3.up.kernel`; stacked arrays are `[layers of the kind, ...]`, without the empty
 rows that a placement needs. Random keys are stored as their numbers, and arrays without elements are not
 stored.
 """
@@ -23,7 +24,7 @@ from jaxpar.base.keys import data_of, is_key, key_as
 from jaxpar.base.types import Arrays, Shapes
 from jaxpar.model.stack import KIND
 from jaxpar.partition.storage import Storage, on_device
-from jaxpar.sharding import array_of, axes_of_spec, is_variable, to_spec
+from jaxpar.sharding import array_of, axes_of_spec, is_variable, to_spec, user_name
 
 Tree = TypeVar("Tree")
 Rows = tuple[int, ...]  # the layer in each row of a kind's stack, -1 in empty ones
@@ -107,9 +108,12 @@ def _each(
 ) -> Tree:
     """As `Storage.each_by_name`; with what lies in the rows of a leaf, see `_rows`."""
     rows_of = storage.partition.rows_of
-    return storage.each_by_name(
-        state, lambda name, leaf: change(name, leaf, _rows(name, leaf, rows_of))
-    )
+
+    def of(name: str, leaf: Any) -> jax.Array | None:
+        name = user_name(name, leaf, "/")
+        return change(name, leaf, _rows(name, leaf, rows_of))
+
+    return storage.each_by_name(state, of)
 
 
 def _rows(name: str, leaf: Any, rows_of: Mapping[str, Rows]) -> Rows | None:

@@ -17,6 +17,11 @@ def check_fit(facts: ModelFacts, parallel: Parallel) -> None:
       ValueError: they do not fit.
     """
     task, stages = facts.task, parallel.mesh.stage
+    if parallel.num_chunks > 1 and facts.cut_model is not None and facts.cut_model.why_whole:
+        raise ValueError(
+            f"num_chunks={parallel.num_chunks} cuts windows of time, but in the model {facts.cut_model.name} "
+            f"{facts.cut_model.why_whole}.\nFix: use num_chunks=1, and more microbatches."
+        )
     parallel.check(facts.batch_size, facts.num_steps)
     if task.axes:
         _check_own_axes(facts, parallel)

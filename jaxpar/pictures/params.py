@@ -11,7 +11,7 @@ from jaxpar.base.display import format_bytes, format_shape, show
 from jaxpar.base.trees import device_bytes
 from jaxpar.base.types import Params
 from jaxpar.pictures.picture import Picture
-from jaxpar.sharding import array_of, axes_of_spec, base_of, dims_of, named_leaves
+from jaxpar.sharding import array_of, axes_of_spec, base_of, dims_of, named_leaves, user_name
 from jaxpar.step.state import TrainState
 
 
@@ -51,8 +51,8 @@ def _table(params: Params, heading: str = "parameter") -> Table:
       ValueError: an abstract one has no sharding.
     """
     table = make_table(heading, "shape", "dims / axes that split them", "shard", ">bytes/device")
-    for name, leaf in named_leaves(params):
-        array = array_of(leaf)
+    for stored, leaf in named_leaves(params):
+        name, array = user_name(stored, leaf), array_of(leaf)
         layout = array.sharding
         if layout is None:
             raise ValueError(

@@ -100,7 +100,7 @@ def _check_weight(trial: Trial) -> None:
     found = quick_jit(trial.parts, jax.grad(weight))(floats)
     if any(np.any(a) for a in jax.device_get(found)):
         raise ValueError(
-            "the weight of `last` has a gradient, which pipelines and microbatches leave out.\n"
+            f"the weight of {part.what} has a gradient, which pipelines and microbatches leave out.\n"
             "Fix: return jax.lax.stop_gradient(weight), or compute it from the batch alone."
         )
 
@@ -170,7 +170,7 @@ def _gradients(
         scaled = jax.tree.map(lambda a, scale=scale: (a * scale).astype(a.dtype), g)
         own, weight = jax.device_get(quick(floats, scaled))
         found.append([np.float32(a) / scale for a in own])
-    return found, bool(weight) and part.what != "`last`"
+    return found, bool(weight) and part.what != trial.parts.facts.ends[1]
 
 
 def _floats(part: Part, inputs: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:

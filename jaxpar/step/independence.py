@@ -244,12 +244,21 @@ class IndependenceCheck(Trial):
                 return None
             return _not_added(whole, *pieces, of=("the window", "its chunks"))
 
+        model, line = self.parts.facts.cut_model, ""
+        use = (
+            "keep what lasts in a layer's carry and count steps from at.time, or use num_chunks=1, and say "
+            "whole_window = True in the layer"
+        )
+        if model is not None:
+            kind = part.what.removeprefix("layer ")
+            kind = kind if kind in model.kind_names else None
+            line = model.line_across_time(kind, self.num_chunks)
+            use = "treat each time step by itself outside of nnx.RNN, or use num_chunks=1"
         self.refuse(
             part,
             chunks,
-            "{what} gives something else where its window is cut into "
-            f"{self.num_chunks} chunks of time: {{wrong}}.\nFix: keep what lasts in a layer's carry and "
-            "count steps from at.time, or use num_chunks=1, and say whole_window = True in the layer",
+            f"{{what}}{line} gives something else where its window is cut into {self.num_chunks} chunks of "
+            f"time: {{wrong}}.\nFix: {use}.",
         )
 
     def look_at_resets(self, part: Part) -> None:
@@ -328,7 +337,8 @@ def _rounding(*numbers: float) -> float:
         return 0.0
     types = jnp.bfloat16, jnp.float16, jnp.float32
     fits = (t for t in types if all(float(np.asarray(n).astype(t)) == n for n in numbers))
-    return float(jnp.finfo(next(fits, jnp.float32)).eps)
+    with np.errstate(over="ignore"):  # what is too large for a type is none of its numbers
+        return float(jnp.finfo(next(fits, jnp.float32)).eps)
 
 
 def _unlike(outputs: Tree, others: Tree, same: Callable[[Any, Any], bool]) -> str | None:

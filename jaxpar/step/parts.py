@@ -216,7 +216,7 @@ class Parts:
             return checked_outputs(run(y, at.batch, at), type(self.facts.model).__name__)
         run = model.last_part if is_part else model.last
         sums: Sums = checked_sums(
-            run(y, at.batch, at), f"`last` of {type(self.facts.model).__name__}"
+            run(y, at.batch, at), f"{self.facts.ends[1]} of {type(self.facts.model).__name__}"
         )
         if not traces.adds_sums:
             return sums

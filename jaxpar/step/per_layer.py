@@ -30,7 +30,7 @@ from jaxpar.base.axes import LAYERS
 from jaxpar.base.types import Arrays, OptState, Params, Shapes, Tree
 from jaxpar.model.stack import KIND
 from jaxpar.partition.by_layer import Rows, kind_of, places_in_order
-from jaxpar.sharding import PARAM_SHAPE, array_of, is_variable
+from jaxpar.sharding import PARAM_SHAPE, USER_NAMES, array_of, is_variable, user_names
 from jaxpar.trace.jaxprs import function_of
 
 RowsOf = Mapping[str, Rows]
@@ -101,6 +101,8 @@ class _Key:
 class Own(tuple[Any, ...]):
     """The variables of single layers, in the place of their stack. It has the attributes of the first one.
 
+    Where an optimizer masks some of them (`optax.MaskedNode`), its state has zeros in their rows.
+
     Attributes:
       names: of the kind of layer, and of the variable.
     """
@@ -150,7 +152,7 @@ def _places(tree: Tree) -> Places:
         for number, part in enumerate(parts):
             layer = (node.names[0], number) if _is_own(node) else None
             found += [(layer, start + place) for place in range(len(part))]
-        start += len(parts[0])
+        start += max(map(len, parts))
     return found
 
 
@@ -161,7 +163,8 @@ def _with_stacks(tree: Tree, arrays: Sequence[jax.Array]) -> Arrays:
     def of(node: Tree) -> Arrays:
         if not _is_own(node):
             return next(left)
-        stacks = jax.tree.map(lambda _: next(left), node[0])
+        fullest = max(node, key=lambda own: len(jax.tree.leaves(own)))
+        stacks = jax.tree.map(lambda _: next(left), fullest)
         return jax.tree.map(functools.partial(named, node.names[0]), stacks, is_leaf=is_variable)
 
     def named(kind: str, stack: Any) -> nnx.Variable:
@@ -172,6 +175,8 @@ def _with_stacks(tree: Tree, arrays: Sequence[jax.Array]) -> Arrays:
             return stack
         dims = (LAYERS, *[None] * (stack.ndim - 1))
         metadata: dict[str, Arrays] = {"out_sharding": dims, KIND: kind, "eager_sharding": False}
+        if known := user_names(stack):
+            metadata[USER_NAMES] = known
         return nnx.Variable(array, **metadata)
 
     return jax.tree.map(of, tree, is_leaf=_is_own)
@@ -203,13 +208,14 @@ def _one_by_one(
     """The results of a program, in stacks, by running it on each layer's own arrays."""
     rows = {kind: list(places) for kind, places in rows_of.items()}
     given = [arrays[n] if at is None else arrays[n][rows[at[0]].index(at[1])] for at, n in inputs]
-    made = collections.defaultdict[Any, list[jax.Array]](list)
+    made = collections.defaultdict[Any, dict[int, jax.Array]](dict)
     for (at, number), array in zip(outputs, jaxpr_as_fun(program)(*given), strict=True):
-        made[at and at[0], number].append(array)
+        made[at and at[0], number][at[1] if at else 0] = array
 
-    def stack(kind: str | None, parts: list[jax.Array]) -> jax.Array:
-        of_row = [*parts, jnp.zeros_like(parts[0])]  # of row -1 the last one
-        return parts[0] if kind is None else jnp.stack([of_row[n] for n in rows_of[kind]])
+    def stack(kind: str | None, parts: dict[int, jax.Array]) -> jax.Array:
+        first = next(iter(parts.values()))
+        rows = rows_of[kind] if kind else ()
+        return jnp.stack([parts.get(n, jnp.zeros_like(first)) for n in rows]) if kind else first
 
     return [stack(kind, parts) for (kind, _), parts in made.items()]
 
@@ -222,6 +228,10 @@ def _on_stacks(
     Raises:
       _Mixed: the results would differ.
     """
+    for places in (inputs, outputs):
+        count = collections.Counter((at[0], number) for at, number in places if at is not None)
+        if any(found != 1 + max(rows_of[kind]) for (kind, _), found in count.items()):
+            raise _Mixed  # some layers are masked
     sizes = {at[0]: len(arrays[number]) for at, number in inputs if at is not None}
     run = _Interpreter(rows_of, sizes)
     given = [

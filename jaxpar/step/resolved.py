@@ -19,6 +19,7 @@ from jaxpar.partition.partition import Partition
 from jaxpar.partition.storage import Storage
 from jaxpar.step.parts import Parts
 from jaxpar.step.per_layer import per_layer
+from jaxpar.step.user_tree import in_user_tree
 
 Made = TypeVar("Made")
 
@@ -90,6 +91,8 @@ class Resolved:
         has_own, rows_of = self.task.has_own_optimizer, self.partition.rows_of
         if not has_own:
             return made
+        if self.facts.cut_model is not None:
+            made = in_user_tree(made)
         return _of_stored(per_layer(made, rows_of), self.storage, self.mesh)
 
     def replace(self, **changes: Tree) -> Self:

@@ -26,6 +26,7 @@ from jaxpar.sharding import (
     is_variable,
     named_leaves,
     shardings,
+    user_name,
 )
 from jaxpar.step.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.step.resolved import Resolved
@@ -258,10 +259,10 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
     """
     task = setup.task
     for name, variable in named_leaves(state.opt_state):
-        kept = array_of(variable)
+        kept, shown = array_of(variable), user_name(name, variable)
         if not hasattr(kept, "shape"):
             raise ValueError(
-                f"the optimizer of task {task.name} keeps {name}, a {type(kept).__name__}\n"
+                f"the optimizer of task {task.name} keeps {shown}, a {type(kept).__name__}\n"
                 f"Fix: use one that keeps arrays, such as optax.adafactor."
             )
     if not task.has_optimizer:

@@ -115,10 +115,10 @@ class Trial:
             | {"batch": jax.tree.map(functools.partial(of_time, 1), batch)},
         }
         inputs = {"batch": batch}
-        part = Part("`first`", run, variables, lambda: inputs, self.dims, run)
+        part = Part(facts.ends[0], run, variables, lambda: inputs, self.dims, run)
         layers = enumerate(facts.kinds)
         self.makers: dict[str, Callable[[], Part]] = {
-            part.what: lambda: part,
+            "`first`": lambda: part,
             **{f"layer {name}": functools.partial(self.layer, n) for n, name in layers},
             **({"`predict`": self.predict} if predicts else {"`last`": self.last}),
         }
@@ -185,7 +185,7 @@ class Trial:
 
         variables = draw_outer(self.parts, self.outer.last)
         run, piece = map(self.placed, (with_gradients, last))
-        return Part("`last`", run, variables, self.draw_y, self.dims, piece)
+        return Part(self.parts.facts.ends[1], run, variables, self.draw_y, self.dims, piece)
 
     def predict(self) -> Part:
         """By all that it gives."""

@@ -41,6 +41,12 @@ def source_line_of_error(error: BaseException) -> str:
     return _first_of_user([(frame.f_code.co_filename, line) for frame, line in frames][::-1])
 
 
+def source_line_here() -> str:
+    """The line that runs; "" if it is not the user's."""
+    frames = traceback.walk_stack(None)
+    return _first_of_user((frame.f_code.co_filename, line) for frame, line in frames)
+
+
 def source_line_of_equation(eqn: JaxprEqn) -> str:
     """The line of an equation of a traced program; "" if it is not the user's."""
     found = eqn.source_info.traceback

@@ -213,14 +213,14 @@ class Checkpoints:
         abstract = abstract_by_layer(target, self._setup.storage)
         before, now = self.described(self.saved_step), _describe(self._setup.task)
         _check_task(path, before, now)
-        with _reading_in_words(path):
+        with reading_in_words(path):
             stored = _stored_arrays(path)
         if not with_optimizer:
             stored = {n: own for n, own in stored.items() if not n.startswith("opt_state/")}
         _check_arrays(path, stored, abstract, (before["optimizer"], now["optimizer"]))
         context = orbax.Context()
         context.pytree.loading.partial_load = True  # only what `abstract` names
-        with _reading_in_words(path), context:
+        with reading_in_words(path), context:
             loaded = orbax.load(str(path), unflatten_dict(abstract, sep="/"))
         return from_layers(target, self._setup.storage, dict(named_leaves(loaded, "/")))
 
@@ -234,9 +234,10 @@ class Checkpoints:
           ValueError: it cannot be read.
         """
         path = self._folder / str(self._resolve(None))
-        with _reading_in_words(path):
+        with reading_in_words(path):
             names = [n for n in _stored_arrays(path) if n.startswith(("params/", "frozen/"))]
-            return int(path.name), _open_arrays(path, names)
+            paths = {name: name.replace("/", ".") for name in names}
+            return int(path.name), open_arrays(path / _ARRAYS, paths)
 
     def described(self, step: int) -> Json:
         """The description of a checkpoint, with that of its task, its losses and its data.
@@ -529,18 +530,26 @@ def _withdraw(path: Path) -> Path:
     return path
 
 
-def _open_arrays(path: Path, names: Sequence[str]) -> dict[str, TensorStore]:
-    """Arrays of a whole checkpoint, by names with slashes, opened to be read in parts."""
+def open_arrays(
+    folder: Path, paths: Mapping[str, str], driver: str = "zarr3"
+) -> dict[str, TensorStore]:
+    """Arrays that Orbax has written, by any names, opened to be read in parts.
+
+    Args:
+      paths: of the arrays in the folder.
+    """
     import tensorstore
 
     context = tensorstore.Context()  # they are in one database
-    base: Json | str = f"{path}/{_ARRAYS}/"
-    if not in_bucket(path):
-        base = {"driver": "file", "path": f"{path.resolve()}/{_ARRAYS}/"}
+    base: Json | str = f"{folder}/"
+    if not in_bucket(folder):
+        base = {"driver": "file", "path": f"{folder.resolve()}/"}
     opened = {}
-    for name in names:
-        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
-        spec = {"driver": "zarr3", "kvstore": kvstore}
+    for name, path in paths.items():
+        spec = {
+            "driver": driver,
+            "kvstore": {"driver": "ocdbt", "base": base, "path": f"{path}/"},
+        }
         opened[name] = tensorstore.open(spec, context=context, read=True, open=True)
     return {name: array.result() for name, array in opened.items()}
 
@@ -649,7 +658,7 @@ def _stored_arrays(path: Path) -> Shapes:
 
 
 @contextlib.contextmanager
-def _reading_in_words(path: Path) -> Iterator[None]:
+def reading_in_words(path: Path) -> Iterator[None]:
     """Orbax may raise any error for damaged files, with many lines; this raises a ValueError of one line."""
     try:
         yield

@@ -19,6 +19,7 @@ from jaxpar.base.checks import fact_of, require, require_instance
 from jaxpar.base.display import Shown
 from jaxpar.base.files import checksum
 from jaxpar.base.loading import guard_remedy
+from jaxpar.base.types import Module
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import EndOfStreamError
 from jaxpar.hosts.agree import agree, in_process_0
@@ -31,7 +32,14 @@ from jaxpar.step.custom_backward import check_custom_backward
 from jaxpar.step.functions import init_state
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import TrainState, abstract_state, audit, check_room, release
+from jaxpar.step.state import (
+    TrainState,
+    abstract_state,
+    audit,
+    check_room,
+    evaluated,
+    release,
+)
 from jaxpar.trace.varying import check_on_mesh
 from jaxpar.training import profiler
 from jaxpar.training.callbacks import Callbacks, ConsoleReport, Report, describe_stop
@@ -48,7 +56,7 @@ from jaxpar.training.run_folder import (
     next_run_folder,
     texts_of,
 )
-from jaxpar.training.weights import MatchedWeights, Start, find_weights
+from jaxpar.training.weights import MatchedWeights, Start, find_weights, model_of
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +110,10 @@ class FitResult(Shown):
         `train/learning_rate`, `valid/loss`, ..., as trackers name them; NaN where a step has none.
         """
         return columns_of(RunFolder(self.out_dir).metrics())
+
+    def model(self, *, sharded: bool = False) -> Module:
+        """The trained model, with the parameters that the task evaluates; see `LoadedRun.model`."""
+        return model_of(self.setup, evaluated(self.setup, self.state), sharded=sharded)
 
     @property
     def curves(self) -> Curves:

@@ -1,7 +1,6 @@
 """A stored run, finished or not: load it, evaluate it, predict with it, export its weights."""
 
 import dataclasses
-import functools
 import importlib
 from collections.abc import Mapping
 from os import PathLike
@@ -24,7 +23,7 @@ from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.predict import check_out, predict
 from jaxpar.training.progress import Evaluation
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.weights import Outgoing, outgoing, write_weights
+from jaxpar.training.weights import Outgoing, model_of, outgoing, write_weights
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -58,11 +57,16 @@ class LoadedRun:
         """The parameters, an `nnx.State` nested by their names; `jaxpar.show(run.params)` draws them."""
         return self.setup.storage.in_stacks(self.state.params)
 
-    @functools.cached_property
-    def model(self) -> Module:
-        """The task's model with these parameters."""
-        storage = self.setup.storage
-        return storage.merge(self.params, storage.in_stacks(self.state.frozen))
+    def model(self, *, sharded: bool = False) -> Module:
+        """The task's model with these parameters: an ordinary module, as `make_model` makes it.
+
+        A task with a `loss` gets its own Flax model back. Call its `eval()` before you predict, if it has
+        dropout.
+
+        Args:
+          sharded: its arrays are sharded over the run's mesh, as they are; else all are on one device.
+        """
+        return model_of(self.setup, self.state, sharded=sharded)
 
     def evaluate(self, split: str = "valid") -> Evaluation:
         """Loss and metrics on a split of the run's data.

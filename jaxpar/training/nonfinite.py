@@ -28,7 +28,14 @@ from jaxpar.base.types import Activations, Arrays, Batch, Carry, Cotangents, Ind
 from jaxpar.model.model import Sums, mean_loss, overrides
 from jaxpar.model.stack import values
 from jaxpar.partition.by_layer import by_layer, kind_of
-from jaxpar.sharding import Constraint, array_of, is_variable, named_leaves, off_stages
+from jaxpar.sharding import (
+    Constraint,
+    array_of,
+    is_variable,
+    named_leaves,
+    off_stages,
+    user_name,
+)
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
 from jaxpar.step.step import dropout_key
@@ -79,17 +86,16 @@ def find_origin(setup: Setup, state: TrainState, batch: Batch) -> Origin:
         if facts.kinds and marks_TB.any():
             return _origin(setup, f"the output of {part.name}", marks_TB, is_first=True)
     loss, d_sums = repeat.loss(sums)
-    modules = list(dict.fromkeys(_module(name) for name, _ in named_leaves(facts.params)))
+    modules = list(dict.fromkeys(_module(*named) for named in named_leaves(facts.params)))
     if not np.isfinite(loss):
         is_bad = _by_place(setup, repeat.bad_arrays(step.params))
         bad = [] if facts.kinds else [module for module in modules if is_bad[module]]
-        return Origin(f"the parameters of {bad[0]}" if bad else "the output of last")
+        return Origin(f"the parameters of {bad[0]}" if bad else f"the output of {parts[-1].name}")
     first, last = ({path.removesuffix("/value") for path in own.read} for own in facts.uses)
-    after_layers = [
-        _module(n.replace("/", ".")) for n in facts.outer_variables[0] if n in last - first
-    ]
-    layers = [part.name for part in parts[1:-1]]
-    others = {"last": [*after_layers, "last"], "first": [*reversed(layers), *reversed(modules)]}
+    outer = facts.outer_variables[0].items()
+    after_layers = [_module(n.replace("/", "."), leaf) for n, leaf in outer if n in last - first]
+    begin, *layers, end = (part.name for part in parts)
+    others = {end: [*after_layers, end], begin: [*reversed(layers), *reversed(modules)]}
     dx, grads = (), jax.tree.map(jnp.zeros_like, step.params)
     for part in reversed(parts):
         x, cotangents = inputs.pop(), (dx, d_sums)
@@ -141,12 +147,11 @@ class _Part(NamedTuple):
 
 
 def _parts_of(setup: Setup) -> list[_Part]:
-    kinds = setup.facts.kind_of
+    kinds, (first, *names, last) = setup.facts.kind_of, setup.facts.part_names
     L, layers = len(kinds), []
-    for number, kind in enumerate(kinds):
-        name = f"layer {number} ({setup.facts.kinds[kind]})"
+    for number, (name, kind) in enumerate(zip(names, kinds, strict=True)):
         layers.append(_Part(name, kind, (number, kinds[:number].count(kind))))
-    return [_Part("first", "first", (L + 1, 0)), *layers, _Part("last", "last", (L, 0))]
+    return [_Part(first, "first", (L + 1, 0)), *layers, _Part(last, "last", (L, 0))]
 
 
 class _Step(NamedTuple):
@@ -182,10 +187,8 @@ class _Repeat:
         arrays = by_layer(own, self._setup.storage)
 
         def of(path: jax.tree_util.KeyPath, leaf: nnx.Variable) -> nnx.Variable:
-            shape, array = (
-                array_of(leaf),
-                arrays.get(jax.tree_util.keystr(path, simple=True, separator="/")),
-            )
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            shape, array = array_of(leaf), arrays.get(user_name(name, leaf, "/"))
             if array is None:  # without elements
                 array = jnp.zeros(shape.shape, shape.dtype)
             return leaf.replace(key_as(shape, array) if is_key(shape) else array)
@@ -354,18 +357,22 @@ def _origin(setup: Setup, place: str, marks_TB: np.ndarray, *, is_first: bool) -
 def _by_place(setup: Setup, bad_arrays: Mapping[str, np.ndarray]) -> dict[str, bool]:
     """The arrays' marks by the layer or module that they are of."""
     facts, places = setup.facts, dict[str, bool]()
+    leaves, (_, *layers, _) = dict(named_leaves(facts.params)), facts.part_names
     for name, value in bad_arrays.items():
         if value.ndim:
-            kind = name.split(".")[1]  # layers.gru.w_x
-            numbers = [n for n, of in enumerate(facts.kind_of) if facts.kinds[of] == kind]
-            marks = {f"layer {n} ({kind})": bad for n, bad in zip(numbers, value, strict=True)}
+            kind = kind_of(leaves[name])
+            names = [
+                n for n, of in zip(layers, facts.kind_of, strict=True) if facts.kinds[of] == kind
+            ]
+            marks = dict(zip(names, value, strict=True))
         else:
-            marks = {_module(name): value}
+            marks = {_module(name, leaves[name]): value}
         for place, is_bad in marks.items():
             places[place] = places.get(place, False) or bool(is_bad)
     return places
 
 
-def _module(name: str) -> str:
+def _module(name: str, leaf: nnx.Variable) -> str:
     """head for head.kernel; what is in no module keeps its name."""
+    name = user_name(name, leaf)
     return name.rpartition(".")[0] or name

@@ -1,5 +1,6 @@
 """The summary of a run before it begins: its devices, its parameters, and the balance between stages."""
 
+import re
 from collections.abc import Iterator
 
 import jax
@@ -12,7 +13,7 @@ from jaxpar.model.outer import owner
 from jaxpar.partition.partition import Partition
 from jaxpar.partition.storage import Storage
 from jaxpar.pipeline.placement import balanced, tick_cost
-from jaxpar.sharding import annotated, dims_of, named_leaves
+from jaxpar.sharding import annotated, dims_of, named_leaves, user_name
 from jaxpar.step.setup import Setup
 
 # A placement is worth a warning if its ticks take so much longer than those of the best one.
@@ -57,6 +58,8 @@ def _describe_mesh(setup: Setup) -> Rows:
 
 def _describe_layers(partition: Partition) -> Rows:
     parallel, facts = partition.parallel, partition.facts
+    if facts.cut_model is not None:
+        yield "blocks", facts.cut_model.describe()
     stages = parallel.mesh.stage
     M, K = parallel.pipeline.num_microbatches, parallel.num_chunks
     counts = [f"{facts.kind_of.count(n)} {name}" for n, name in enumerate(facts.kinds)]
@@ -79,8 +82,8 @@ def describe_outer_modules(storage: Storage) -> Rows:
     (shared, whole, alone), outer = _outer_modules(storage), partition.facts.outer_modules
     parts = [shared] * bool(shared)
     parts += [f"{', '.join(own)} on stage {stage} alone" for stage, own in alone.items() if own]
-    for name in whole:
-        why = partition.why_whole(outer[name]) if name in outer else ""
+    for name, stored in whole.items():
+        why = partition.why_whole(outer[stored]) if stored in outer else ""
         parts.append(f"all of {name}" + f" ({why})" * bool(why))
     if parts:
         yield "on a stage", "; ".join(parts)
@@ -96,23 +99,33 @@ def outer_modules_by_stage(storage: Storage) -> list[list[str]]:
     ]
 
 
-def _outer_modules(storage: Storage) -> tuple[str, list[str], dict[int, list[str]]]:
-    """The modules outside of the layers: in parts on all stages, whole on all stages, on one stage alone."""
-    partition, parts, whole = storage.partition, dict[str, None](), dict[str, None]()
-    variables, alone = [], {stage: dict[str, None]() for stage in partition.outer_stages}
+def _outer_modules(storage: Storage) -> tuple[str, dict[str, str], dict[int, list[str]]]:
+    """The modules outside of the layers: in parts on all stages, whole on all stages, on one stage alone.
+
+    Those that are whole come with the names that they are stored by.
+    """
+    partition, parts, whole = storage.partition, dict[str, str](), dict[str, str]()
+    alone = {stage: dict[str, None]() for stage in partition.outer_stages}
     for number, state in enumerate((storage.params, storage.frozen)):
-        apart = storage.packed_names(number)[-2:]
-        for stage, names in zip(partition.outer_stages, apart, strict=False):
-            alone[stage] |= dict.fromkeys(owner(name) or name for name in names)
-        rest = {name for names in apart for name in names}
-        variables += [each for each in named_leaves(state, "/") if each[0] not in rest]
-    for path, variable in variables:
-        name, dims = owner(path) or path, dims_of(variable)
-        if LAYERS not in dims:
-            split = any(STAGE in partition.rules.axes_of(dim) for dim in dims if dim)
-            (parts if split else whole)[name] = None
+        stages = dict[str, int]()
+        for stage, names in zip(
+            partition.outer_stages, storage.packed_names(number)[-2:], strict=False
+        ):
+            stages |= dict.fromkeys(names, stage)
+        for path, variable in named_leaves(state, "/"):
+            name, dims = _module(user_name(path, variable, "/")), dims_of(variable)
+            if path in stages:
+                alone[stages[path]][name] = None
+            elif LAYERS not in dims:
+                split = any(STAGE in partition.rules.axes_of(dim) for dim in dims if dim)
+                (parts if split else whole)[name] = owner(path)
     in_parts = f"1/{partition.parallel.mesh.stage} of {', '.join(parts)}" * bool(parts)
-    return in_parts, [*whole], {stage: [*names] for stage, names in alone.items()}
+    return in_parts, whole, {stage: [*names] for stage, names in alone.items()}
+
+
+def _module(name: str) -> str:
+    """head for head/kernel, or head.kernel; what is in no module keeps its name."""
+    return re.sub(r"[/.][^/.]*$", "", name)
 
 
 def describe_balance(partition: Partition) -> Rows:

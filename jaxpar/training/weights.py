@@ -17,16 +17,15 @@ import contextlib
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +33,12 @@ import ml_dtypes
 import numpy as np
 import safetensors
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.bucket import as_path, in_bucket
 from jaxpar.base.checks import check_fields, fits, require, require_instance
-from jaxpar.base.display import format_names, format_shape
+from jaxpar.base.display import format_names, format_ranges, format_shape
 from jaxpar.base.files import (
     check_file,
     check_path,
@@ -51,23 +50,39 @@ from jaxpar.base.files import (
 )
 from jaxpar.base.keys import is_key
 from jaxpar.base.output import PROGRAM
-from jaxpar.base.types import Json, Tree
+from jaxpar.base.types import Json, Module, Tree
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.mesh import release_freed_memory
+from jaxpar.model.facts import ModelFacts
 from jaxpar.model.tracing import made
 from jaxpar.model.weights import Rows, Tensor, Weights
-from jaxpar.partition.by_layer import kind_of
+from jaxpar.partition.by_layer import Rows as LayerRows
+from jaxpar.partition.by_layer import kind_of, places_in_order
 from jaxpar.partition.storage import Storage
-from jaxpar.sharding import array_of, axes_of_spec, named_leaves, to_spec
+from jaxpar.sharding import (
+    array_of,
+    axes_of_spec,
+    named_leaves,
+    to_spec,
+    user_name,
+    user_names,
+)
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state, draw_variables, state_of
+from jaxpar.training.checkpoint import open_arrays, reading_in_words
 from jaxpar.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from tensorstore import TensorStore
 
+Part = TypeVar("Part")
+
 LIMIT_BYTES = 5 * 10**9  # of a file
 _IGNORE = "ignore it (--start-ignore PATTERN)"
+_ORBAX = "_METADATA"  # a file of each checkpoint of Orbax
+_LAYER = re.compile(
+    r"(?<![^._])\d+(?=\.)"
+)  # in the name of a tensor: the first is its layer's number
 
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -96,16 +111,24 @@ def named_rows(
         storage.each_by_name(tree, lambda *each: found.append(each), ".")
     for name, leaf in found:
         if not is_key(array_of(leaf)):
-            yield name, leaf, names_of_rows(name, leaf, storage)
+            yield name, leaf, names_of_rows(name, leaf, storage.partition.rows_of)
 
 
-def names_of_rows(name: str, leaf: Tree, storage: Storage) -> tuple[str, ...]:
-    """The names of a variable's tensors, as of `named_rows`."""
-    kind = kind_of(leaf)
+def names_of_rows(name: str, leaf: Tree, rows_of: Mapping[str, LayerRows]) -> tuple[str, ...]:
+    """The names of a variable's tensors, as of `named_rows`; those of adopted models are the user's.
+
+    Row 3 of blocks that the user has stacked is "blocks.kernel@3", a part of the tensor "blocks.kernel".
+
+    Args:
+      rows_of: by kind, the layers in the rows of its stack.
+    """
+    kind, known = kind_of(leaf), user_names(leaf)
     if kind is None:
-        return (name,)
+        return (name,) if known is None else known.names
+    rows = rows_of[kind]
+    if known is not None:
+        return tuple(known.names[n] if n >= 0 else "" for n in places_in_order(rows))
     stack, inner = name.split(f".{kind}.", 1)
-    rows = storage.partition.slots.rows[storage.facts.kinds.index(kind)]
     return tuple(f"{stack}.{n}.{inner}" if n >= 0 else "" for n in rows)
 
 
@@ -113,18 +136,10 @@ def in_ranges(names: Iterable[str]) -> list[str]:
     """Names of tensors; those of consecutive layers become one: layers.0-3.w_x."""
     layers = collections.defaultdict[str, list[int]](list)
     for name in names:
-        number = re.match(r"[^.]+\.(\d+)\.", name)
-        key = f"{name[: number.start(1)]}{{}}{name[number.end(1) :]}" if number else name
-        layers[key].append(int(number[1]) if number else 0)
-    return [key.format(",".join(_ranges(numbers))) for key, numbers in layers.items()]
-
-
-def _ranges(numbers: Iterable[int]) -> Iterator[str]:
-    """Whole numbers; consecutive ones become one range: 0-3, 5."""
-    groups = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
-    for _, group in groups:
-        first, *others = (number for _, number in group)
-        yield f"{first}-{others[-1]}" if others else str(first)
+        number = _LAYER.search(name)
+        key = f"{name[: number.start()]}{{}}{name[number.end() :]}" if number else name
+        layers[key].append(int(number[0]) if number else 0)
+    return [key.format(",".join(format_ranges(numbers))) for key, numbers in layers.items()]
 
 
 # ---- writing files ----
@@ -161,7 +176,25 @@ def outgoing(trees: Sequence[Tree], storage: Storage) -> dict[str, Outgoing]:
             if name:
                 gather = functools.partial(_gather, array, row if is_stacked else None)
                 found[name] = Outgoing(array.shape[is_stacked:], np.dtype(array.dtype), gather)
-    return found
+
+    def stack(rows: Sequence[Outgoing]) -> Outgoing:
+        shape = (len(rows), *rows[0].shape)
+        return Outgoing(shape, rows[0].dtype, lambda: np.stack([row.gather() for row in rows]))
+
+    return _whole(found, stack)
+
+
+def _whole(rows: Mapping[str, Part], stack: Callable[[list[Part]], Part]) -> dict[str, Part]:
+    """By name, with one in place of the rows of what the user has stacked."""
+    found, stacks = dict[str, Part](), collections.defaultdict[str, dict[int, Part]](dict)
+    for name, one in rows.items():
+        whole, is_row, number = name.partition("@")
+        if is_row:
+            stacks[whole][int(number)] = one
+        else:
+            found[name] = one
+    whole = {name: stack([own[n] for n in range(len(own))]) for name, own in stacks.items()}
+    return found | whole
 
 
 def write_weights(
@@ -293,16 +326,50 @@ def _pick(stack: jax.Array, row: jax.Array, sharding: NamedSharding) -> jax.Arra
     return jax.shard_map(pick, mesh=sharding.mesh, **specs)(stack, row)
 
 
+def model_of(setup: Setup, state: TrainState, *, sharded: bool) -> Module:
+    """The task's model with the values of a state; see `LoadedRun.model`."""
+    storage, cut_model = setup.storage, setup.facts.cut_model
+    trees = state.params, state.frozen
+    if cut_model is None:
+        model = storage.merge(*map(storage.in_stacks, trees))
+    else:
+        model = cut_model.variables.user_model(_arrays_of(trees, storage))
+    if sharded:
+        return model
+    graphdef, values = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(functools.partial(_on_one_device, setup.mesh), values))
+
+
+def _arrays_of(trees: Sequence[Tree], storage: Storage) -> dict[str, jax.Array]:
+    """The parameters of an adopted model by the user's names, as they are sharded."""
+    found = dict[str, jax.Array]()
+    for _, leaf, names in named_rows(trees, storage):
+        array = array_of(leaf)
+        for row, name in enumerate(names):
+            if name:
+                is_whole = kind_of(leaf) is None
+                found[name] = array if is_whole else _pick(array, np.int32(row), array.sharding)
+    return _whole(found, jnp.stack)
+
+
+def _on_one_device(mesh: Mesh, array: jax.Array) -> jax.Array:
+    return jax.device_put(array, NamedSharding(mesh, P())).addressable_data(0)
+
+
 # ---- opening files and runs; no values are read yet ----
 
 
 def open_files(path: Path) -> Weights:
     """The weights of a safetensors file, of an index of such files, or of a folder with one of the two.
 
+    A folder may also be a checkpoint of Orbax, as plain Flax writes it.
+
     Raises:
       OSError: a file cannot be read.
       ValueError: a file is damaged, or of another kind; or the folder has neither or both.
     """
+    if found := [own for own in (path, *path.glob("*")) if (own / _ORBAX).is_file()]:
+        return _open_orbax(found[0])
     path = _in_folder(path) if path.is_dir() else path
     places = _read_index(path) if path.suffix == ".json" else {}
     files = sorted({path.with_name(name) for name in places.values()}) if places else [path]
@@ -320,13 +387,29 @@ def open_files(path: Path) -> Weights:
     return Weights(str(path), tensors, texts)
 
 
+def _open_orbax(folder: Path) -> Weights:
+    """The arrays of a checkpoint of Orbax, by their paths in it."""
+    described, paths = read_json((folder / _ORBAX).read_bytes()), dict[str, str]()
+    for entry in described["tree_metadata"].values():
+        keys = [str(step["key"]) for step in entry["key_metadata"]]
+        if not entry["value_metadata"]["skip_deserialize"]:
+            paths[".".join(keys).removesuffix(".value")] = ".".join(keys)
+    with reading_in_words(folder):
+        driver = "zarr3" if described["use_zarr3"] else "zarr"
+        arrays = open_arrays(folder, paths, driver)
+    tensors = dict[str, Tensor]()
+    for name, array in arrays.items():
+        tensors[name] = Tensor(_rows_in(array[None]))
+    return Weights(str(folder), tensors, {})
+
+
 def _in_folder(folder: Path) -> Path:
     names = "model.safetensors", "model.safetensors.index.json"
     found = [folder / name for name in names if (folder / name).is_file()]
     require(
         len(found) == 1,
         f"{folder} holds {'both' if found else 'no run and none of'} {' and '.join(names)}.\n"
-        f"Fix: give the folder of a run, or a file.",
+        f"Fix: give the folder of a run or of a checkpoint of Orbax, or a file.",
     )
     return found[0]
 
@@ -392,26 +475,36 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
         f"Fix: start from a file, by {PROGRAM} export {folder} -o model.safetensors.",
     )
     step, arrays = folder.checkpoints(setup).stored()
-    model = nnx.eval_shape(lambda: made(task.make_model, 0))
-    stack, variables = model.layers, dict(named_leaves(nnx.state(model), "/"))
-    tensors: dict[str, Tensor] = {}
-    for name, array in arrays.items():
-        _, first, *rest = name.split("/")
-        own = variables.get("/".join((first, *rest)))
-        if own is not None and is_key(array_of(own)):
+    if task.adopts:
+        model = ModelFacts.of(task, setup.facts.platform).model
+    else:
+        model = nnx.eval_shape(lambda: made(task.make_model, 0))
+    stack, tensors = model.layers, dict[str, Tensor]()
+    rows_of = dict(zip(stack.kinds, stack.slots.rows, strict=True))
+    leaves = named_leaves(nnx.state(model))
+    variables = {user_name(name, leaf): (name, leaf) for name, leaf in leaves}
+    for stored, array in arrays.items():
+        stored = stored.partition("/")[2].replace("/", ".")
+        name, leaf = variables.get(stored, (stored, None))
+        if is_key(array_of(leaf)):
             continue
-        is_stacked = first == "layers" and rest[0] in stack.kinds
-        array, dtype = array if is_stacked else array[None], np.dtype(array.dtype.numpy_dtype)
-        rows = Rows(array.shape, dtype, functools.partial(_read_rows, array))
-        if is_stacked:
-            kind = stack.kinds.index(rest[0])
-            layers = [number for number, its_kind in enumerate(stack.kind_of) if its_kind == kind]
-            for row, number in enumerate(layers):
-                tensors[".".join((first, str(number), *rest[1:]))] = Tensor(rows, row)
-        else:
-            tensors[".".join((first, *rest))] = Tensor(rows)
+        array = array if kind_of(leaf) else array[None]
+        for row, own in enumerate(names_of_rows(name, leaf, rows_of)):
+            tensors[own] = Tensor(_rows_in(array), row)
+
+    def join(rows: Sequence[Tensor]) -> Tensor:
+        shape, dtype = (len(rows), *rows[0].shape), rows[0].dtype
+        return Tensor(Rows.of_one(shape, dtype, lambda: np.stack([row.whole() for row in rows])))
+
+    tensors = _whole(tensors, join)
     texts = {name: folder.read(name) for name in folder.data()["files"]}
     return Weights(f"{folder} after step {step}", tensors, texts)
+
+
+def _rows_in(array: "TensorStore") -> Rows:
+    """The rows of a stored array, to be read in parts."""
+    dtype = np.dtype(array.dtype.numpy_dtype)
+    return Rows(array.shape, dtype, functools.partial(_read_rows, array))
 
 
 def _read_rows(array: "TensorStore", rows: Sequence[int], index: tuple[Tree, ...]) -> np.ndarray:
@@ -486,7 +579,8 @@ class MatchedWeights:
     """Weights that have their places in a model; their values are not read yet.
 
     Attributes:
-      weights: tensors that are taken, by the model's names.
+      weights: tensors that are taken, by the model's names; those that the user has stacked in rows.
+      tensors: the same, whole.
       sources: names that they had in the source, where these differ.
       new: names of parameters that are randomly initialized.
       ignored: shapes of tensors in the source that are ignored, by their names.
@@ -495,6 +589,7 @@ class MatchedWeights:
 
     setup: Setup
     weights: Weights
+    tensors: Mapping[str, Tensor]
     sources: Mapping[str, str]
     new: tuple[str, ...]
     ignored: Mapping[str, tuple[int, ...]]
@@ -505,10 +600,10 @@ class MatchedWeights:
         groups = collections.defaultdict[tuple[str, str, str, str, bool], list[str]](list)
 
         def add(what: str, name: str, shape: tuple[int, ...], note: str = "") -> None:
-            key = re.sub(r"^(\w+)\.\d+\.", r"\1.*.", name)
+            key = _LAYER.sub("*", name, count=1)
             groups[what, key, format_shape(shape), note, name in self.sources].append(name)
 
-        for name, tensor in self.weights.tensors.items():
+        for name, tensor in self.tensors.items():
             own = self.variables[name]
             notes = [f"{tensor.dtype} as {own.dtype}"] if tensor.dtype != own.dtype else []
             notes += [self.weights.note] if name in self.weights.rows else []
@@ -545,7 +640,7 @@ class MatchedWeights:
         storage = self.setup.storage
 
         def fill(name: str, leaf: Tree) -> jax.Array | None:
-            names = enumerate(names_of_rows(name, leaf, storage))
+            names = enumerate(names_of_rows(name, leaf, storage.partition.rows_of))
             taken = [(row, name) for row, name in names if name in self.weights.tensors]
             if not taken:
                 return None
@@ -602,23 +697,41 @@ def find_weights(setup: Setup, start: Start) -> MatchedWeights:
     folder = RunFolder(start.path)
     is_run = folder.config_path.exists() or in_bucket(folder.path)
     weights = _open_run(setup, folder) if is_run else open_files(folder.path)
+    if (cut_model := setup.facts.cut_model) is not None:
+        weights = _without(weights, cut_model.variables.other_names)
     renamed, ignored = _new_names(start, weights)
     tensors = {new: weights.tensors[name] for new, name in renamed.items()}
     weights = setup.task.take_weights(dataclasses.replace(weights, tensors=tensors))
-    state, variables = abstract_state(setup), dict[str, jax.ShapeDtypeStruct]()
+    state, own_rows = abstract_state(setup), dict[str, jax.ShapeDtypeStruct]()
     for _, leaf, own in named_rows((state.params, state.frozen), setup.storage):
-        one = jax.ShapeDtypeStruct(leaf.shape[kind_of(leaf) is not None :], leaf.dtype)
-        variables |= dict.fromkeys(filter(None, own), one)
+        shape = leaf.shape[kind_of(leaf) is not None :]
+        own_rows |= dict.fromkeys(filter(None, own), jax.ShapeDtypeStruct(shape, leaf.dtype))
+
+    def stack(rows: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype)
+
+    variables = _whole(own_rows, stack)
     _check_places(weights, variables)
     tensors = {name: weights.tensors[name] for name in variables if name in weights.tensors}
+    rows = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        is_whole = name in own_rows
+        own = [tensor] if is_whole else tensor.each_row()
+        rows |= {name if is_whole else f"{name}@{n}": row for n, row in enumerate(own)}
     return MatchedWeights(
         setup,
-        dataclasses.replace(weights, tensors=tensors),
+        dataclasses.replace(weights, tensors=rows),
+        tensors,
         {new: name for new, name in renamed.items() if new != name},
         tuple(n for n, one in variables.items() if one.size and n not in tensors),
         ignored,
         variables,
     )
+
+
+def _without(weights: Weights, names: Collection[str]) -> Weights:
+    tensors = {name: own for name, own in weights.tensors.items() if name not in names}
+    return dataclasses.replace(weights, tensors=tensors)
 
 
 def _new_names(start: Start, weights: Weights) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.base.at import LayerContext
+from jaxpar.base.checks import require
 from jaxpar.base.keys import new_key
 from jaxpar.base.types import Activations, Batch, Carry, LayerOutput, Leaves, Outputs, Tree
 from jaxpar.model.adopt.cut_model import CutModel
@@ -120,6 +121,12 @@ class _Predicting(_Adopted):
         """What the model's own call returns, or `predict` of the task."""
         out = run_part(self._place("predict", "last"), [], y, at._replace(batch=batch))
         out = out if isinstance(out, dict) else {"output": out}
+        for own in out.values():
+            require(
+                isinstance(own, jax.Array),
+                f"what the model {self.model.name} predicts has {describe_value(own)} in it.\n"
+                f"Fix: write predict(self, model, batch) in the task; return an array, or arrays by name.",
+            )
         if not at.time_major:
             return out
         return jax.tree.map(lambda a: a.swapaxes(0, 1) if jnp.ndim(a) > 1 else a, out)
@@ -140,9 +147,10 @@ def as_sums(out: Tree) -> Sums:
     """
     if isinstance(out, Sums):
         return out
-    if not isinstance(out, tuple) or len(out) != 2:
+    if not isinstance(out, tuple) or len(out) != 2 or isinstance(out[1], dict):
+        own = "a single number" if getattr(out, "shape", None) == () else describe_value(out)
         raise ValueError(
-            f"the loss returns {describe_value(out)}; a mean of means is another number on every mesh.\n"
+            f"the loss returns {own}; a mean of means is another number on every mesh.\n"
             f"Fix: return jaxpar.mean(losses, mask), or (sum of the losses, number of items)."
         )
     return Sums(*out)

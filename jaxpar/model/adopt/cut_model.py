@@ -2,8 +2,10 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Self
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.base.checks import require
@@ -11,12 +13,12 @@ from jaxpar.base.display import format_names
 from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Batch, Leaves, Module, Shapes, Tree
 from jaxpar.model.adopt.drawing import Drawing
-from jaxpar.model.adopt.draws import Drawn, draws_apart
 from jaxpar.model.adopt.finding import check_sharing, check_state, find_blocks, possible_layers
 from jaxpar.model.adopt.marks import (
     TRACING,
     Changes,
     changes,
+    is_block,
     mark_block,
     mark_model,
     mark_outer,
@@ -25,7 +27,10 @@ from jaxpar.model.adopt.program import Program
 from jaxpar.model.adopt.recurrent import chunk_time
 from jaxpar.model.adopt.variables import Variables
 from jaxpar.model.task import Task
-from jaxpar.trace.jaxprs import aval_of
+from jaxpar.trace.across import line_across_time
+from jaxpar.trace.draws import Drawn, draws_apart
+from jaxpar.trace.jaxprs import aval_of, inlined, is_call
+from jaxpar.trace.source_lines import source_line_of_error
 
 
 class CutModel:
@@ -38,28 +43,26 @@ class CutModel:
       kinds: the number of each block's kind; `first_of` the first block of each; `kind_names` theirs.
       carries: shapes of what each block carries along time.
       x_rows: of each array of each x, whether its first dim is that of rows.
-      time_major: whether windows can be cut into chunks of time.
+      time_major: whether windows can be cut into chunks of time; `why_whole` says why not.
     """
 
-    def __init__(self, task: Task, batch: Shapes):
-        """Traces the model and the loss.
+    def __init__(self, task: Task, batch: Shapes, drawing: Drawing, layers: str):
+        """Traces the loss.
 
         Raises:
           ValueError: the model is none that can be cut.
         """
-        self.task, self.batch = task, batch
-        drawing = Drawing(task.make_model)
+        self.task, self.batch, self.layers = task, batch, layers
         model = drawing.model
         self.name = type(model).__name__
-        self.layers = task.layers or self._only_layers(model)
-        found = find_blocks(model, self.layers)
+        found = find_blocks(model, layers)
         places, blocks = [path for path, _ in found], [block for _, block in found]
-        check_sharing(model, list({id(block): block for block in blocks}.values()))
+        is_stacked = len(places) > 1 and places[0] == places[1]
+        check_sharing(model, blocks[:1] if is_stacked else blocks)
         check_state(model)
-        is_stacked = len(blocks) > 1 and blocks[0] is blocks[1]
         self.variables = Variables(task, drawing, places, is_stacked=is_stacked)
         class_names = [type(block).__name__.lower() for block in blocks]
-        for name, module in self.variables.outer_modules.items():
+        for name, module in self.variables.find_outer(model).items():
             mark_outer(module, name)
         for number, block in enumerate(blocks if not is_stacked else ()):
             chunk_time(block)
@@ -71,14 +74,42 @@ class CutModel:
         self._find_kinds(class_names)
         self._find_rows()
 
-    def _only_layers(self, model: Module) -> str:
-        found = [*possible_layers(model)]
+    @classmethod
+    def of(cls, task: Task, batch: Shapes) -> Self:
+        """The model of a task; where it does not say what its blocks are, the only list that can be cut.
+
+        Raises:
+          ValueError: as of the constructor; or not one list of modules is called as a chain.
+        """
+        drawing = Drawing(task.make_model)
+        if task.layers is not None:
+            return cls(task, batch, drawing, task.layers)
+        model, found, errors = drawing.model, list[Self](), list[str]()
+        name, lists = type(model).__name__, [*possible_layers(model)]
+        require(
+            bool(lists),
+            f"the model {name} has no list of modules, and layers is not given.\n"
+            f"Fix: keep the blocks in an nnx.List, or name them in layers, such as layers='block_*'.",
+        )
+        for layers in lists:
+            try:
+                found.append(cls(task, batch, drawing, layers))
+            except ValueError as error:
+                errors.append(f"\n  {layers}: {str(error).partition(chr(10))[0]}")
         require(
             len(found) == 1,
-            f"the model {self.name} has {len(found)} lists of modules ({format_names(found)}), and layers "
-            f"is not given.\nFix: name the one that holds the blocks, such as layers='blocks'.",
+            f"layers is not given, and the model {name} has {len(found)} lists of modules "
+            f"called as a chain ({format_names([each.layers for each in found])}).{''.join(errors)}\n"
+            f"Fix: name the list that holds the blocks, such as layers='blocks'.",
         )
         return found[0]
+
+    def describe(self) -> str:
+        """Where the blocks are, and what they are."""
+        kinds = zip(
+            self.kind_names, map(self.kinds.count, range(len(self.kind_names))), strict=True
+        )
+        return f"{self.name}.{self.layers}: {', '.join(f'{n} {name}' for name, n in kinds)}"
 
     def program(self, what: str, batch: Batch, *, trains: bool) -> Program:
         """The user's code for batches of such shapes.
@@ -120,10 +151,19 @@ class CutModel:
 
     @functools.cached_property
     def predicts(self) -> bool:
-        """Whether there is anything to predict."""
-        if self.has_own_predict:
-            return True
-        return bool(jax.tree.leaves(self.program("predict", self.batch, trains=False).out))
+        """Whether there is anything to predict, of what blocks give to the loss.
+
+        Raises:
+          ValueError: `predict` of the task needs something else of them.
+        """
+        both = [self.program(what, self.batch, trains=False) for what in ("predict", "loss")]
+        needed, given = (", ".join(v.aval.str_short() for v in own.xs[-1]) for own in both)
+        require(
+            needed == given or not self.has_own_predict,
+            f"predict of task {self.task.name} needs {needed} of the blocks, and the loss {given}.\n"
+            f"Fix: predict from what the loss needs.",
+        )
+        return needed == given and bool(jax.tree.leaves(both[0].out))
 
     def _find_kinds(self, class_names: Sequence[str]) -> None:
         numbers = range(len(self.variables.places))
@@ -149,21 +189,62 @@ class CutModel:
         program = self.program("loss", self.batch, trains=True)
         self.carries = [program.part(n).carries for n in range(len(self.variables.places))]
         self.x_rows = self._dims_that_grow(program, 0)
-        grows = self._dims_that_grow(program, 1) if any(self.carries) else [[False]]
-        self.time_major = all(all(each) for each in (*grows, *self.x_rows))
+        self.time_major = True  # as long as nothing is found that speaks against it
+        self.why_whole = self._why_whole(program)
+        self.time_major = not self.why_whole
+
+    def _why_whole(self, program: Program) -> str:
+        """Why windows cannot be cut into chunks of time; "" if they can, as far as shapes tell."""
+        if not any(self.carries):
+            return "no block has an nnx.RNN, which carries state from chunk to chunk"
+        try:
+            grows = self._dims_that_grow(program, 1)
+        except Exception as error:  # a table of positions has an end
+            line = source_line_of_error(error)
+            return f"a longer window fails{f' ({line})' * bool(line)}: {str(error).partition(chr(10))[0]}"
+        if not all(all(each) for each in (*grows, *self.x_rows)):
+            return "an array that goes from block to block is not [rows, time, ...]"
         parts = ("first", *range(len(self.variables.places)), "last")
-        drawing = [part for part in parts if program.part(part).keys]
-        if any(self.drawn("loss", part, self.batch) is None for part in drawing):
-            self.time_major = False
+        for part in parts:
+            if program.part(part).keys and self.drawn("loss", part, self.batch) is None:
+                return "random numbers are drawn that are not of one row and one time step each"
+        return ""
+
+    def line_across_time(self, kind: str | None, num_chunks: int) -> str:
+        """The line of a part that does not treat each time step by itself, " (forecast.py, line 7)", or "".
+
+        Args:
+          kind: of the block; None is the part before the blocks.
+        """
+        part = "first" if kind is None else self.first_of[self.kind_names.index(kind)]
+
+        def shorter(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return _with_sizes(a, (*a.shape[:1], *(size // num_chunks for size in a.shape[1:2])))
+
+        batches = self.batch, jax.tree.map(shorter, self.batch)
+        programs = (self.program("loss", own, trains=True).part(part).closed for own in batches)
+        window, chunk = (
+            inlined(closed, lambda e: is_block(e) or is_call(e)) for closed in programs
+        )
+        line = line_across_time(window, chunk, num_chunks)
+        return f" ({line})" if line else ""
 
     def drawn(self, what: str, part: int | str, batch: Batch) -> Drawn | None:
         """What a part draws for such a batch, apart from the rest; None if rows are not its first dim."""
-        dims = 1 + self.time_major
-        one = jax.tree.map(lambda a: _with_sizes(a, (1,) * dims), batch)
-        whole, single = (self.program(what, own, trains=True) for own in (batch, one))
-        key = what, part, dims, str(jax.tree.map(shape_of, batch)), jax.sharding.get_abstract_mesh()
+        sizes = _sizes_of(batch)[: 1 + self.time_major]
+        key = (
+            what,
+            part,
+            sizes,
+            str(jax.tree.map(shape_of, batch)),
+            jax.sharding.get_abstract_mesh(),
+        )
         if key not in self._drawn:
-            self._drawn[key] = draws_apart(whole, single, part, dims)
+            one = jax.tree.map(lambda a: _with_sizes(a, (1,) * len(sizes)), batch)
+            programs = (self.program(what, own, trains=True) for own in (batch, one))
+            whole, single = (program.part(part) for program in programs)
+            closed = whole.closed, single.closed
+            self._drawn[key] = draws_apart(*closed, whole.keys, sizes, is_block)
         return self._drawn[key]
 
     def _dims_that_grow(self, program: Program, dim: int) -> list[list[bool]]:
@@ -172,10 +253,7 @@ class CutModel:
         def twice(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return _with_sizes(a, (*a.shape[:dim], *(2 * size for size in a.shape[dim : dim + 1])))
 
-        try:
-            more = self.program("loss", jax.tree.map(twice, self.batch), trains=True)
-        except Exception:
-            return [[False]]
+        more = self.program("loss", jax.tree.map(twice, self.batch), trains=True)
         return [
             [
                 aval_of(a).shape[dim : dim + 1] != aval_of(b).shape[dim : dim + 1]
@@ -183,6 +261,13 @@ class CutModel:
             ]
             for pair in zip(program.xs, more.xs, strict=True)
         ]
+
+
+def _sizes_of(batch: Batch) -> tuple[int, int]:
+    """Rows and time steps."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    rows = next(shape[0] for shape in shapes if shape)
+    return rows, max((shape[1] for shape in shapes if len(shape) > 1), default=1)
 
 
 def _with_sizes(a: jax.Array | jax.ShapeDtypeStruct, sizes: Sequence[int]) -> jax.ShapeDtypeStruct:

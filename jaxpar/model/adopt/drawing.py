@@ -16,7 +16,7 @@ from flax import nnx
 from jax.extend.core import Var
 
 from jaxpar.base.keys import new_key
-from jaxpar.base.types import Atom, Leaves, Module
+from jaxpar.base.types import ArrayLike, Atom, Leaves, Module
 from jaxpar.model.tracing import Maker, made
 from jaxpar.sharding import named_leaves
 from jaxpar.trace.counts import FACTORIZATIONS
@@ -34,11 +34,7 @@ class _Block(NamedTuple):
 
 
 class Drawing:
-    """The program of `make_model`, in parts.
-
-    Attributes:
-      model: of shapes.
-    """
+    """The program of `make_model`, in parts."""
 
     def __init__(self, make: Maker):
         """Traces it, once: that takes long for many layers."""
@@ -51,7 +47,7 @@ class Drawing:
 
         self._closed, state = jax.make_jaxpr(draw, return_shape=True)(new_key(0))
         assert graphdef is not None
-        self.model = nnx.merge(graphdef, state)
+        self._parts = graphdef, state
         jaxpr = self._closed.jaxpr
         names = [name for name, _ in named_leaves(state)]
         self._outs_by_name = dict(zip(names, jaxpr.outvars, strict=True))
@@ -60,6 +56,11 @@ class Drawing:
         made_here = (v for eqn in jaxpr.eqns for v in eqn.outvars)
         self._known = {v for v in made_here if v not in self._drawn and not v.aval.shape}
         self._blocks = dict[tuple[str, ...], _Block]()
+
+    @property
+    def model(self) -> Module:
+        """Of shapes; another one each time."""
+        return nnx.merge(*self._parts)
 
     def constants(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """The values of variables that are made without drawing.
@@ -87,11 +88,11 @@ class Drawing:
         if len({each.text for each in found}) > 1:
             drawn = (self.block(names, key) for names in blocks)
             return [jnp.stack(rows) for rows in zip(*drawn, strict=True)]
-        numbers = [jnp.stack(own) for own in zip(*(each.numbers for each in found), strict=True)]
+        numbers = [np.stack(own) for own in zip(*(each.numbers for each in found), strict=True)]
         if not numbers:
             return [jnp.stack([a] * len(blocks)) for a in self.block(blocks[0], key)]
 
-        def draw(own: Leaves) -> Leaves:
+        def draw(own: Sequence[ArrayLike]) -> Leaves:
             return found[0].draw(key, *own)
 
         # LAPACK's draw one by one: see `model.stack`.

@@ -26,14 +26,12 @@ def find_blocks(model: Module, where: str) -> Blocks:
       ValueError: there are none.
     """
     node, path = model, Path()
-    if "[" not in where and (found := _numbered(model, where)):
-        return [((name,), getattr(model, name)) for name in found]
-    for step in where.split("."):
-        name, _, part = step.partition("[")
+    steps, _, part = where.partition("[")
+    for name in steps.split("."):
         if found := _numbered(node, name):
             return [((*path, own), getattr(node, own)) for own in found]
-        if name not in vars(node):
-            has = ", ".join(own for own in vars(node) if not own.startswith("_"))
+        if name not in (inner := getattr(node, "__dict__", {})):
+            has = ", ".join(own for own in inner if not own.startswith("_")) or "no attributes"
             what = ".".join(map(str, path)) or "the model"
             raise ValueError(
                 f"layers={where!r}: {what} has no {name!r}; it has {has}.\nFix: use {_USE}."
@@ -41,17 +39,17 @@ def find_blocks(model: Module, where: str) -> Blocks:
         node, path = getattr(node, name), (*path, name)
         if isinstance(node, nnx.Sequential):
             node, path = node.layers, (*path, "layers")
-        if part:
-            start, _, stop = part.removesuffix("]").partition(":")
-            items = [*enumerate(node)][int(start or 0) : int(stop) if stop else None]
-            return [((*path, number), block) for number, block in items]
-    if blocks := _items(node, path):
+    blocks = _items(node, path)
+    if part:
+        bounds = re.fullmatch(r"(\d*):(\d*)\]", part)
+        blocks = blocks[slice(*(int(n) if n else None for n in bounds.groups()))] if bounds else []
+    elif isinstance(node, nnx.Module) and not blocks:
+        sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(nnx.state(node, nnx.Param))}
+        blocks = [(path, node)] * sizes.pop()[0] if len(sizes) == 1 and () not in sizes else []
+    if blocks and all(isinstance(block, nnx.Module) for _, block in blocks):
         return blocks
-    sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(nnx.state(node, nnx.Param))}
-    if isinstance(node, nnx.Module) and len(sizes) == 1 and (size := sizes.pop()):
-        return [(path, node)] * size[0]
     raise ValueError(
-        f"layers={where!r} is a {type(node).__name__}, which has no blocks.\nFix: use {_USE}."
+        f"layers={where!r}: a {type(node).__name__} has no such blocks.\nFix: use {_USE}."
     )
 
 
@@ -78,8 +76,10 @@ def _items(node: Module, path: Path) -> Blocks:
 
 def _numbered(node: Module, name: str) -> list[str]:
     """The attributes of such a name, with a number in place of the star, in the order of the numbers."""
+    if "*" not in name:
+        return []
     pattern = re.compile(re.escape(name).replace(r"\*", r"(\d+)") + "$")
-    found = [(int(m[1]), own) for own in vars(node) if "*" in name and (m := pattern.match(own))]
+    found = [(int(m[1]), own) for own in vars(node) if (m := pattern.match(own))]
     return [own for _, own in sorted(found)]
 
 

@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
+from flax.nnx.tracers import TraceState
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxpar.base.checks import require
@@ -26,6 +28,7 @@ from jaxpar.base.trees import shape_of, zeros
 from jaxpar.base.types import Leaves, Module, Shapes, Tree, Value
 from jaxpar.sharding import array_of, named_leaves
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call, programs_in
+from jaxpar.trace.source_lines import source_line_here
 
 Changes = dict[str, jax.Array]
 
@@ -46,13 +49,44 @@ def _outer_types(*avals, name, call, jaxpr):
     return [v.aval for v in jaxpr.outvars]
 
 
+def _batch_block(operands, dims, *, jaxpr, **params):
+    """A block under `jax.vmap` is one block."""
+    run = jax.vmap(jaxpr_as_fun(ClosedJaxpr(jaxpr, ())), dims)
+    closed = jax.make_jaxpr(run)(*operands)
+    outs = block_p.bind(*closed.consts, *operands, jaxpr=as_equation(closed), **params)
+    return outs, [0] * len(outs)
+
+
+def _batch_outer(operands, dims, *, jaxpr, **_):
+    outs = jax.vmap(jaxpr_as_fun(ClosedJaxpr(jaxpr, ())), dims)(*operands)
+    return outs, [0] * len(outs)
+
+
+def _refuse_derivative(*_, **__):
+    raise ValueError(
+        f"the loss takes a derivative of the model ({source_line_here()}), whose blocks may be on several "
+        f"devices.\nFix: leave jax.grad, jax.vjp and jax.jvp of blocks out of the loss."
+    )
+
+
+batching.primitive_batchers[block_p] = _batch_block
+batching.primitive_batchers[outer_p] = _batch_outer
+ad.primitive_jvps[block_p] = ad.primitive_jvps[outer_p] = _refuse_derivative
+
+
 @dataclasses.dataclass
 class BlockTrace:
-    """A block while it is traced: the carries that it is given, those that it begins with, those after it."""
+    """A block while it is traced.
+
+    Attributes:
+      given: the carries that it is given; `starts` those that it begins with, `after` those after it.
+      level: JAX's trace of it; within another, such as that of `nnx.remat`, carries would not come out.
+    """
 
     given: Iterator[jax.Array]
     starts: Leaves
     after: Leaves
+    level: TraceState
 
 
 @dataclasses.dataclass
@@ -87,6 +121,11 @@ def tracing() -> Iterator[Tracing]:
 def has_marks(eqn: JaxprEqn, of: Sequence[Primitive]) -> bool:
     """Whether one of these primitives is in the program of an equation."""
     return any(e.primitive in of for part in programs_in(eqn) for e in equations_in(part))
+
+
+def is_block(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the call of a block."""
+    return eqn.primitive is block_p
 
 
 # ---- modules are marked ----
@@ -170,7 +209,7 @@ def _call_block(
 
     def run(own: Leaves, arrays: Leaves, carries: Leaves) -> tuple[tuple[Tree, Leaves], Changes]:
         merged = nnx.merge(graphdef, jax.tree.unflatten(structure, own))
-        state.block = found = BlockTrace(iter(carries), [], [])
+        state.block = found = BlockTrace(iter(carries), [], [], TraceState())
         try:
             out = call(functools.partial(method, merged), arrays)
         finally:
@@ -206,7 +245,7 @@ def _check_arguments(number: int, given: Tree) -> None:
     for node in jax.tree.leaves(given, is_leaf=lambda a: isinstance(a, kinds)):
         if isinstance(node, kinds):
             raise ValueError(
-                f"block {number} is given an {type(node).__name__}.\n"
+                f"block {number} is given an {type(node).__name__} ({source_line_here()}).\n"
                 f"Fix: give each block its own, such as nnx.Dropout(rate, rngs=rngs) where the block is made."
             )
 
@@ -267,9 +306,8 @@ def without_changes(what: str, closed: ClosedJaxpr, changed: Changes) -> ClosedJ
     jaxpr = inlined(closed, is_call).jaxpr
     pairs = zip(changed, jaxpr.outvars[len(jaxpr.outvars) - count :], strict=True)
     new = [name for name, v in pairs if v not in jaxpr.invars]
-    if sown := [name.partition(" ")[0] for name in new if name.endswith(" (sown)")]:
-        text = "%s sows %s, which is dropped. Fix: return it, or leave sow out"
-        _log.warning(text, what, format_names(sown))
+    if sown := tuple(name.partition(" ")[0] for name in new if name.endswith(" (sown)")):
+        _warn_of_sown(what, sown)
     for name in new:
         require(
             name.endswith(" (sown)"),
@@ -278,3 +316,10 @@ def without_changes(what: str, closed: ClosedJaxpr, changed: Changes) -> ClosedJ
         )
     outvars = closed.jaxpr.outvars
     return ClosedJaxpr(closed.jaxpr.replace(outvars=outvars[: len(outvars) - count]), closed.consts)
+
+
+@functools.cache
+def _warn_of_sown(what: str, names: tuple[str, ...]) -> None:
+    """Once: a model is traced several times."""
+    text = "%s sows %s, which is dropped. Fix: return it, or leave sow out"
+    _log.warning(text, what, format_names(names))

@@ -16,6 +16,7 @@ may be several arrays, and others at each cut.
 
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from jaxpar.base.checks import require
 from jaxpar.base.types import Batch, Shapes, Tree
 from jaxpar.model.adopt.marks import (
     Changes,
@@ -43,6 +45,7 @@ from jaxpar.trace.jaxprs import (
     equations_for,
     inlined,
     is_call,
+    is_float,
     program_of,
     reads_of,
 )
@@ -130,6 +133,9 @@ class Program:
         self._find_stages()
         self.tail = set[int]()
         self.xs = [self._carried(number) for number in range(self.num)]
+        self.first_outs = self.xs[0]
+        if not self.xs[0]:
+            self._carry_batch()
         if self.num > 1:
             self._find_tail()
         self.xs.append(self._carried(self.num))
@@ -174,14 +180,36 @@ class Program:
         later = [eqn for eqn, stage in pairs if stage >= number or not self._in_layers(eqn, stage)]
         return list(dict.fromkeys([*(v for v in reads_of(later, self.outs) if v in made), *along]))
 
+    def _carry_batch(self) -> None:
+        """Lets an array of the batch be x of blocks that are given the batch alone."""
+        floats = [v for v in self.batch if is_float(v)]
+        require(
+            bool(floats),
+            "block 0 is given the batch alone, which has no floating-point numbers.\n"
+            "Fix: keep the embedding out of the blocks, such as layers='net[1:]'.",
+        )
+        next_reads = self.marks[min(1, self.num - 1)].invars
+        pairs = zip(self.marks[0].invars, next_reads, strict=False)
+        found = (v for v, later in pairs if v in floats and v is not later)
+        carried = next(found, max(floats, key=lambda v: aval_of(v).ndim))
+        x = Var(carried.aval)
+        for place, eqn in enumerate(self.eqns):
+            if self.stages[place] == 0:
+                reads = [x if v is carried else v for v in eqn.invars]
+                self.eqns[place] = eqn.replace(invars=reads)
+        self.marks = [eqn for eqn in self.eqns if eqn.primitive is block_p]
+        self.xs[0], self.first_outs = [x], [carried]
+
     def _find_tail(self) -> None:
         """What follows the last block as it follows the one before, such as a residual connection."""
         there = {*self.xs[-2], *self.marks[-2].outvars}
         between = equations_for(self.eqns, self.xs[-1], there)
-        size = sum(self.stage.get(eqn.outvars[0]) == self.num - 2 for eqn in between)
+        between = [e for e in between if self.stage.get(e.outvars[0]) == self.num - 2]
         pairs = zip(self.eqns, self.stages, strict=True)
         after = [eqn for eqn, stage in pairs if stage == self.num - 1][1:]
-        self.tail = {id(eqn) for eqn in after[:size]}
+        both = zip(between, after, strict=False)
+        same = itertools.takewhile(lambda pair: pair[0].primitive is pair[1].primitive, both)
+        self.tail = {id(eqn) for _, eqn in same}
         types = ([v.aval.str_short() for v in x] for x in (self._carried(self.num), self.xs[-1]))
         if next(types) != next(types):
             self.tail = set()
@@ -206,7 +234,7 @@ class Program:
         keys += _of(-1, self.keys, self.variables.key_owners) if own >= 0 else []
         eqns, carries, after = self.eqns, [], []
         if number == "first":
-            x, outs = [], self.xs[0]
+            x, outs = [], self.first_outs
         elif number == "last":
             x, outs = self.xs[-1], self.outs
         else:
@@ -277,7 +305,8 @@ def _unrolled(
             carry = outs
     if not rows:
         raise ValueError(
-            "no nnx.scan goes over the stacked blocks.\nFix: call them once, by nnx.scan."
+            f"no nnx.scan goes over the {num} stacked blocks.\n"
+            f"Fix: call them once, by nnx.scan; or name a list of blocks in layers, not one module."
         )
     jaxpr = closed.jaxpr.replace(eqns=eqns, constvars=[*known])
     return ClosedJaxpr(jaxpr, [*known.values()]), rows
@@ -308,7 +337,7 @@ def _checked_marks(
         wrong = f"blocks are called in the order {numbers}"
     if missing := {*range(num)} - {*numbers}:
         wrong = f"block {min(missing)} of {num} is never called"
-    for place, number in enumerate(numbers):
+    for place, number in reversed([*enumerate(numbers)]):
         if number in numbers[:place]:
             wrong = f"block {number} is called {numbers.count(number)} times{_at(called[place])}"
     raise ValueError(f"{wrong}.\nFix: {_CALL_ONCE}.")

@@ -22,7 +22,8 @@ class ChunkedRNN(nnx.RNN):
     def __call__(self, inputs, *, return_carry=None, time_major=None, **others):
         """As of `nnx.RNN`."""
         state = TRACING.get()
-        if state is None or state.block is None:
+        block = state and state.block
+        if block is None or not block.level.is_valid() or inputs.ndim != 3:
             return super().__call__(
                 inputs, return_carry=return_carry, time_major=time_major, **others
             )
@@ -34,11 +35,10 @@ class ChunkedRNN(nnx.RNN):
         time_major = self.time_major if time_major is None else time_major
         x_TBW = inputs if time_major else inputs.swapaxes(0, 1)
         start, tree = jax.tree.flatten(_start(self.cell, x_TBW.shape[1:]))
-        trace = state.block
-        trace.starts.extend(start)
-        given = [next(trace.given, a) for a in start]
+        block.starts.extend(start)
+        given = [next(block.given, a) for a in start]
         carry, y_TBW = _over_time(self.cell, jax.tree.unflatten(tree, given), x_TBW)
-        trace.after.extend(jax.tree.leaves(carry))
+        block.after.extend(jax.tree.leaves(carry))
         y = y_TBW if time_major else y_TBW.swapaxes(0, 1)
         return_carry = self.return_carry if return_carry is None else return_carry
         return (carry, y) if return_carry else y

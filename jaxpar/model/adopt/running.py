@@ -19,10 +19,10 @@ from jaxpar.base.checks import require
 from jaxpar.base.keys import new_key
 from jaxpar.base.types import Batch, Index, Leaves, Module, Tree
 from jaxpar.model.adopt.cut_model import CutModel
-from jaxpar.model.adopt.draws import Drawn
 from jaxpar.model.adopt.marks import block_p, outer_p
 from jaxpar.model.adopt.program import Part
 from jaxpar.trace import varying
+from jaxpar.trace.draws import Drawn
 from jaxpar.trace.jaxprs import aval_of, cut
 
 
@@ -43,6 +43,12 @@ class Place(NamedTuple):
     modules: Mapping[str, Module]
 
     @property
+    def words(self) -> str:
+        """What it is called."""
+        ends = {"first": "what comes before the blocks", "last": "what follows the blocks"}
+        return f"{ends.get(str(self.part), f'block {self.part}')} of the model {self.model.name}"
+
+    @property
     def number(self) -> int:
         """The block that it is of; -1 of none."""
         return self.part if isinstance(self.part, int) else -1
@@ -61,20 +67,19 @@ def run_part(place: Place, carry: Leaves, x: Sequence[jax.Array], at: LayerConte
     before = program.xs[-1 if place.part == "last" else place.number] if x else []
     require(
         [aval_of(v).shape for v in before] == [a.shape for a in x],
-        f"what goes to {place.part!r} of the model {model.name} has other shapes for {_num_rows(batch)} rows "
+        f"the input of {place.words} has other shapes for {_num_rows(batch)} rows "
         f"than for a batch.\nFix: give arrays between blocks a first dim of rows, or none.",
     )
     others = [*carry, *x, *jax.tree.leaves(batch)]
     require(
         trains or not part.keys,
-        f"{place.part!r} of the model {model.name} draws random numbers in evaluation.\n"
+        f"{place.words} draws random numbers in evaluation.\n"
         f"Fix: draw in training alone, as nnx.Dropout does by its attribute deterministic.",
     )
     if not part.keys:
         out = _run(place, part.closed, others, _keys(place, at))
     elif drawn := model.drawn(place.what, place.part, batch):
-        shape = (_num_rows(batch), _num_steps(batch))[: 1 + model.time_major]
-        out = _run_drawn(place, part, drawn, others, shape, at)
+        out = _run_drawn(place, part, drawn, others, at)
     else:
         out = _run_by_rows(place, carry, x, batch, at)
     if place.part == "last":
@@ -85,10 +90,6 @@ def run_part(place: Place, carry: Leaves, x: Sequence[jax.Array], at: LayerConte
 
 def _num_rows(batch: Batch) -> int:
     return next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf))
-
-
-def _num_steps(batch: Batch) -> int:
-    return max(leaf.shape[1] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
 
 
 def _run(place: Place, closed: ClosedJaxpr, others: Leaves, keys: Leaves) -> Leaves:
@@ -120,22 +121,14 @@ def _keys(place: Place, at: LayerContext, *places: Index) -> Leaves:
     return keys
 
 
-def _run_drawn(
-    place: Place, part: Part, drawn: Drawn, others: Leaves, shape: Sequence[int], at: LayerContext
-) -> Leaves:
+def _run_drawn(place: Place, part: Part, drawn: Drawn, others: Leaves, at: LayerContext) -> Leaves:
     """A part with what is drawn for it, row by row."""
-    begin = len(place.params)
 
-    def draw(*places: Index) -> Leaves:
+    def keys_of(*places: Index) -> Leaves:
         keys = _keys(place, at, *places)
-        return varying.run(drawn.draw, [keys[n - begin] for n in part.keys])
+        return [keys[n - len(place.params)] for n in part.keys]
 
-    places = [
-        first + jnp.arange(size) for first, size in zip((at.row, at.time), shape, strict=False)
-    ]
-    for n in reversed(range(len(places))):
-        draw = jax.vmap(draw, [0 if m == n else None for m in range(len(places))])
-    values = [a.reshape(*shape, *a.shape[2 * len(shape) :]) for a in draw(*places)]
+    values = drawn.values(keys_of, (at.row, at.time)[: len(drawn.sizes)])
     return _run(place, drawn.rest, [*others, *values], _keys(place, at))
 
 

@@ -18,10 +18,10 @@ from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Arrays, Leaves, Module, Shapes, Tree
 from jaxpar.model.adopt.drawing import Drawing
 from jaxpar.model.adopt.finding import Path
-from jaxpar.model.outer import SPLITS
+from jaxpar.model.outer import SPLITS, STACK
 from jaxpar.model.stack import KIND
 from jaxpar.model.task import Task
-from jaxpar.sharding import array_of, is_variable, named_leaves
+from jaxpar.sharding import USER_NAMES, UserNames, array_of, is_variable, named_leaves
 
 FROZEN = "frozen"  # metadata of a parameter that is not trained
 _ALL = -2  # instead of the number of a block: all, as they are stacked
@@ -49,7 +49,6 @@ class Variables:
       names: of the parameters; of stacked blocks "blocks.kernel@3".
       owners: the block of each parameter; -1 of none. `key_owners` those of keys of random numbers.
       variables: shapes and metadata of the parameters.
-      outer_modules: embeddings and linear layers outside of the blocks.
     """
 
     def __init__(self, task: Task, drawing: Drawing, places: Sequence[Path], *, is_stacked: bool):
@@ -62,14 +61,19 @@ class Variables:
         self.task, self.places, self.is_stacked = task, places, is_stacked
         self.drawing, model = drawing, drawing.model
         self.plain = nnx.split(model)
-        self.outer_modules = dict[str, Module]()
-        for path, module in nnx.iter_graph(model):
-            if type(module) in SPLITS and self._owner(path) == -1:
-                self.outer_modules[_dotted(path)] = module
+        self._outer_modules = self.find_outer(model)
         self._leaves = self._look_at(model)
         self._expand_rows(len(places))
         constants = [leaf.name for leaf in self._leaves if leaf.role == "constant"]
         self.constants = drawing.constants(constants)
+
+    def find_outer(self, model: Module) -> dict[str, Module]:
+        """The embeddings and linear layers of a model outside of its blocks."""
+        return {
+            _dotted(path): module
+            for path, module in nnx.iter_graph(model)
+            if type(module) in SPLITS and self._owner(path) == -1
+        }
 
     def _owner(self, path: Sequence[object]) -> int:
         """The block that something at a path is of."""
@@ -89,6 +93,12 @@ class Variables:
                 for pattern, dims in self.task.dims.items():
                     if fnmatch.fnmatchcase(name, pattern):
                         unused.discard(pattern)
+                        shape = [*leaf.get_value().shape]
+                        require(
+                            len(dims) == len(shape),
+                            f"dims of {pattern} are {dims}, and {name} has shape {shape}.\n"
+                            f"Fix: give a name, an axis or None for each dim.",
+                        )
                         leaf.set_metadata("out_sharding", dims)
                 leaf.set_metadata(FROZEN, bool(is_frozen(path, leaf)))
             leaves.append(_Leaf(name, leaf, self._owner(path), role))
@@ -139,6 +149,17 @@ class Variables:
         """The reverse."""
         return f"{_dotted(self.places[number])}.{inner}" + f"@{number}" * self.is_stacked
 
+    @property
+    def block_names(self) -> list[str]:
+        """The names of the blocks: "blocks.3", or "blocks[3]" of stacked ones."""
+        names = [*map(_dotted, self.places)]
+        return [f"{name}[{n}]" for n, name in enumerate(names)] if self.is_stacked else names
+
+    @property
+    def other_names(self) -> list[str]:
+        """The names of what is no parameter: random streams and constants."""
+        return [leaf.name for leaf in self._leaves if leaf.role != "param"]
+
     # ---- all of them in the user's model ----
 
     @property
@@ -168,15 +189,11 @@ class Variables:
 
     def user_model(self, arrays: Mapping[str, Arrays]) -> Module:
         """The user's own model with these values of its parameters; its random streams begin with seed 0."""
-
-        def value(leaf: _Leaf) -> jax.Array:
-            if leaf.owner != _ALL:
-                return arrays[leaf.name]
-            return jnp.stack([arrays[f"{leaf.name}@{n}"] for n in range(len(self.places))])
-
-        params = [value(leaf) for leaf in self._leaves if leaf.role == "param"]
+        params = [arrays[leaf.name] for leaf in self._leaves if leaf.role == "param"]
         keys = [jnp.broadcast_to(new_key(0), key.shape) for key in self.shapes[1]]
-        return self.merge(self.plain[0], params, keys)
+        graphdef, state = self.plain
+        values = jax.tree.leaves(nnx.state(self.merge(graphdef, params, keys)))
+        return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), values))
 
     # ---- modules that hold parameters ----
 
@@ -184,7 +201,7 @@ class Variables:
     def _held(self) -> dict[str, Tree]:
         """What holds the parameters outside of blocks: embeddings and linear layers, and variables."""
         held = self.own(-1)
-        for name, module in self.outer_modules.items():
+        for name, module in self._outer_modules.items():
             own = [f"{name}.{key}" for key, value in vars(module).items() if is_variable(value)]
             if own and all(name in held for name in own):
                 held = {key: leaf for key, leaf in held.items() if key not in own} | {name: module}
@@ -200,7 +217,10 @@ class Variables:
         names, own = self.names_of(-1), self.own(-1)
         values = dict(zip(names, self.drawing.block(names, key), strict=True))
         graphdef, state = nnx.split(Holder(self._held))
-        leaves = [own[name].replace(values[name]) for name, _ in named_leaves(state)]
+        leaves = []
+        for name, _ in named_leaves(state):
+            leaves.append(own[name].replace(values[name]))
+            leaves[-1].set_metadata(USER_NAMES, UserNames(f"outer.{name}", (name,)))
         structure = jax.tree.structure(state, is_leaf=is_variable)
         return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
 
@@ -217,11 +237,14 @@ class Variables:
         """
         drawn = self._rows([number if number >= 0 else first for number in numbers], key)
         is_there, held = jnp.asarray(numbers) >= 0, {}
+        in_order = sorted(number for number in numbers if number >= 0)
         for (inner, variable), value in zip(self.own(first).items(), drawn, strict=True):
             value = jnp.where(is_there.reshape(-1, *[1] * (value.ndim - 1)), value, 0)
             metadata = variable.get_metadata()
             dims = metadata["out_sharding"] or (None,) * (value.ndim - 1)
-            metadata |= {"out_sharding": (LAYERS, *dims), KIND: kind}
+            names = tuple(self.outer_name(number, inner) for number in in_order)
+            known = UserNames(f"{STACK}.{kind}.own.{inner}", names)
+            metadata |= {"out_sharding": (LAYERS, *dims), KIND: kind, USER_NAMES: known}
             held[inner] = type(variable)(value, **metadata)
         return Holder(held)
 

@@ -1,0 +1,151 @@
+"""Flax modules that draw random numbers, in the layer form: each row has keys of its own.
+
+`nnx.Dropout` and others have a random stream, whose key and count are variables that a call changes. Here
+such streams have no variables. A layer or a model that has one is traced with keys as inputs. What it draws,
+such as a mask, is then drawn for each row, and for each time step where blocks are [time, rows, ...]. Its key
+is of the seed, the step, the layer, the time step, the row and the number of the stream. In evaluation,
+modules are as after `eval()`.
+"""
+
+import contextvars
+import functools
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.base.at import LayerContext, anywhere
+from jaxpar.base.types import Arrays, Index, Leaves, Module, Tree
+from jaxpar.model.model import overrides
+from jaxpar.trace import varying
+from jaxpar.trace.draws import draws_apart
+from jaxpar.trace.jaxprs import reads_of
+
+_KEYS: contextvars.ContextVar[Leaves | None] = contextvars.ContextVar("_KEYS", default=None)
+_TRACED = "layer", "time", "row", "key", "batch"  # what a context has of arrays
+STREAMS = 2**29  # added to the number of a stream, so that no other draw has the same key
+
+
+class RowStream(nnx.RngStream):
+    """A stream without variables: its keys are those of the rows that are computed.
+
+    Attributes:
+      number: of the stream in its layer.
+    """
+
+    def __init__(self, number: int, tag: str):
+        self.number, self.tag = number, tag
+
+    def __call__(self) -> jax.Array:
+        """The next key.
+
+        Raises:
+          ValueError: it is asked for in evaluation.
+        """
+        keys = _KEYS.get()
+        if keys is None:
+            raise ValueError(
+                "a random stream is read in evaluation.\n"
+                "Fix: draw in training alone, as nnx.Dropout does by its attribute deterministic."
+            )
+        keys[self.number], key = jax.random.split(keys[self.number])
+        return key
+
+
+def draw_by_rows(module: Module, methods: Iterable[str]) -> Module:
+    """A module whose random streams are those of rows; as it is if it has none.
+
+    Args:
+      methods: those that are called with a `LayerContext` as their last argument.
+    """
+    streams = dict[int, RowStream]()
+    for _, node in [*nnx.iter_graph(module)]:
+        for name, value in [*vars(node).items()] if isinstance(node, nnx.Pytree) else ():
+            if isinstance(value, nnx.RngStream) and not isinstance(value, RowStream):
+                stream = streams.setdefault(id(value), RowStream(len(streams), value.tag))
+                setattr(node, name, stream)
+    if streams:
+        module.num_streams = len(streams)
+        own = tuple(name for name in methods if overrides(module, name))
+        module.__class__ = _drawing(type(module), own)
+    return module
+
+
+@functools.cache
+def _drawing(of: type, methods: tuple[str, ...]) -> type:
+    def method(name: str):
+        @functools.wraps(getattr(of, name))
+        def run(self: Module, *args: Tree) -> Tree:
+            *given, at = args
+            if at.key is None:
+                self.eval()
+                return getattr(of, name)(self, *given, at)
+            return _with_draws(self, name, given, at)
+
+        return run
+
+    return type(of.__name__, (of,), {name: method(name) for name in methods})
+
+
+def _with_draws(module: Module, name: str, given: list[Tree], at: LayerContext) -> Tree:
+    """Calls a method of a module with keys for each row."""
+    graphdef, state = nnx.split(module)
+    of = type(module).__mro__[1]  # without these keys
+    context = [getattr(at, field) for field in _TRACED]
+    leaves, tree = jax.tree.flatten((state, given, context))
+    # Variables that a part of a model does not read are there as shapes.
+    is_shape = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+    arrays = [jnp.asarray(a) for a, fixed in zip(leaves, is_shape, strict=True) if not fixed]
+
+    def run(keys: Leaves, arrays: Leaves, at: LayerContext = at) -> Tree:
+        rest = iter(arrays)
+        values = [a if fixed else next(rest) for a, fixed in zip(leaves, is_shape, strict=True)]
+        state, given, context = jax.tree.unflatten(tree, values)
+        token = _KEYS.set([*keys])
+        try:
+            at = at._replace(**dict(zip(_TRACED, context, strict=True)))
+            return getattr(of, name)(nnx.merge(graphdef, state), *given, at)
+        finally:
+            _KEYS.reset(token)
+
+    time_and_row = (at.time, at.row) if at.time_major else (at.row,)
+    dims = len(time_and_row)
+
+    def keys_of(*places: Index) -> Leaves:
+        assert at.key is not None
+        key = functools.reduce(jax.random.fold_in, (at.layer, *places), at.key)
+        return [jax.random.fold_in(key, STREAMS + n) for n in range(module.num_streams)]
+
+    keys = keys_of(*time_and_row)
+    whole, out = jax.make_jaxpr(run, return_shape=True)(keys, arrays)
+    if reads_of(whole.jaxpr.eqns).keys().isdisjoint(whole.jaxpr.invars[: len(keys)]):
+        return run(keys, arrays)
+    carries = [1 if (name, n) == ("__call__", 0) else dims for n in range(len(given))]
+    one = state, [_one(a, count) for a, count in zip(given, carries, strict=True)]
+    one = jax.tree.leaves((*one, _one(context, dims)))
+    one = [a for a, fixed in zip(one, is_shape, strict=True) if not fixed]
+    of_one = functools.partial(run, at=at._replace(layout=anywhere))
+    block = given[-1] if name == "__call__" else at.batch  # x of a layer, or the batch
+    sizes = jnp.shape(max(jax.tree.leaves(block), key=jnp.ndim))[:dims]
+    single = jax.make_jaxpr(of_one)(keys, one)
+    drawn = draws_apart(whole, single, range(len(keys)), sizes, lambda eqn: False)
+    if drawn is None:
+        first = "time steps and rows" if at.time_major else "rows"
+        raise ValueError(
+            f"{of.__name__}.{name} draws random numbers within a loop, or of a shape without {first} first.\n"
+            f"Fix: draw by at.draw(jax.random.normal, x.shape), or use nnx.Dropout outside of loops."
+        )
+    values = varying.run(drawn.rest, [*keys, *arrays, *drawn.values(keys_of, time_and_row)])
+    return jax.tree.unflatten(jax.tree.structure(out), values)
+
+
+def _one(tree: Arrays, dims: int) -> Arrays:
+    """Shapes of arrays for one row, or one time step of one row."""
+
+    def of(a: jax.Array) -> jax.ShapeDtypeStruct:
+        shape = jnp.shape(a)
+        count = dims if len(shape) >= dims else min(len(shape), 1)
+        return jax.ShapeDtypeStruct((*[1] * count, *shape[count:]), jnp.result_type(a))
+
+    return jax.tree.map(of, tree)

@@ -1,0 +1,210 @@
+"""Flax models and layouts drawn at random: every mesh and schedule gives what the plain model gives.
+
+A draw has a number, which its row is asked for by; it prints what it drew.
+"""
+
+import dataclasses
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from lib.adopted import Adopted, assert_as_plain
+from lib.flax_models import VOCAB, WIDTH, OneHead
+from lib.laws import slow
+
+from jaxpar import Parallel, PipelineConfig
+
+pytestmark = pytest.mark.law
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How a model is written.
+
+    Attributes:
+      kinds: of its blocks.
+      given: what blocks are given besides x.
+      returns: "x", "first" of a tuple, or a "pair" that goes into the next block.
+      holds: the blocks, in a "list", "dict", "sequential", or "numbered" attributes.
+      calls: how blocks are called: "remat", "jit", "remat inside", or plainly, "".
+      is_outside: whether the residual connection is outside of the blocks.
+    """
+
+    kinds: tuple[str, ...]
+    given: tuple[str, ...]
+    returns: str
+    holds: str
+    calls: str
+    is_outside: bool
+    is_tied: bool
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+BODIES = {
+    "mlp": MLP,
+    "attention": lambda rngs: OneHead(WIDTH, rngs),
+    "conv": lambda rngs: nnx.Conv(WIDTH, WIDTH, (3,), padding="CAUSAL", rngs=rngs),
+    "dense": lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs),
+    "lstm": lambda rngs: nnx.RNN(nnx.OptimizedLSTMCell(WIDTH, WIDTH, rngs=rngs)),
+    "gru": lambda rngs: nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs)),
+}
+USES = {
+    "mask": lambda x, own: x * own,
+    "positions": lambda x, own: x + own,
+    "table": lambda x, own: x + own,
+    "condition": lambda x, own: x * (1 + own),
+}
+
+
+class Block(nnx.Module):
+    def __init__(self, how, kind, rngs):
+        self.how, self.norm, self.body = how, nnx.RMSNorm(WIDTH, rngs=rngs), BODIES[kind](rngs)
+
+    def __call__(self, x, *given, deterministic=True):
+        x, *total = x if self.how.returns == "pair" else [x]
+        y = self.norm(x)
+        for name, own in zip(self.how.given, given, strict=True):
+            y = USES[name](y, own)
+        y = self.body(y)
+        y = y if self.how.is_outside else x + y
+        mean = y.mean(-1, keepdims=True)
+        return {"x": y, "first": (y, mean), "pair": (y, *(own + mean for own in total))}[
+            self.how.returns
+        ]
+
+
+class RematBlock(Block):
+    @nnx.remat
+    def __call__(self, x, *given):
+        return super().__call__(x, *given)
+
+
+class Model(nnx.Module):
+    def __init__(self, how, rngs):
+        self.how = how
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.condition = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.table = nnx.Param(nnx.initializers.normal(0.1)(rngs.params(), (1, WIDTH)))
+        kind_of_block = RematBlock if how.calls == "remat inside" else Block
+        blocks = [kind_of_block(how, kind, rngs) for kind in how.kinds]
+        if how.holds == "list":
+            self.blocks = nnx.List(blocks)
+        elif how.holds == "dict":
+            self.parts = nnx.Dict(blocks=nnx.Dict({f"b{n}": own for n, own in enumerate(blocks)}))
+        elif how.holds == "sequential":
+            self.net = nnx.Sequential(*blocks, nnx.LayerNorm(WIDTH, rngs=rngs))
+        for number, block in enumerate(blocks if how.holds == "numbered" else ()):
+            setattr(self, f"block_{number}", block)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def blocks_in_order(self):
+        how = self.how
+        if how.holds == "list":
+            return self.blocks
+        if how.holds == "dict":
+            return self.parts["blocks"].values()
+        return [getattr(self, f"block_{number}") for number in range(len(how.kinds))]
+
+    def arguments(self, x, tokens):
+        made = {
+            "mask": lambda: (tokens > 0)[..., None].astype(x.dtype),
+            "positions": lambda: jnp.cos(jnp.arange(tokens.shape[1]))[:, None],
+            "table": lambda: self.table[...],
+            "condition": lambda: self.condition(x.mean(1, keepdims=True)),
+        }
+        return [made[name]() for name in self.how.given]
+
+    def __call__(self, tokens):
+        how, x = self.how, self.embed(tokens)
+        if how.holds == "sequential":
+            return self.head(self.net(x))
+        given = self.arguments(x, tokens)
+        options = {} if how.calls else {"deterministic": True}
+
+        def plain(block, x, *given):
+            return block(x, *given, **options)
+
+        run = {"remat": nnx.remat, "jit": nnx.jit}.get(how.calls, lambda f: f)(plain)
+        pair = x, x.mean(-1, keepdims=True)
+        for block in self.blocks_in_order():
+            y = run(block, pair if how.returns == "pair" else x, *given)
+            pair = y if how.returns == "pair" else pair
+            y = y if how.returns == "x" else y[0]
+            x = x + 0.5 * y if how.is_outside else y
+        x = self.norm(x + pair[1] if how.returns == "pair" else x)
+        return self.embed.attend(x) if how.is_tied else self.head(x)
+
+
+WHERE = {
+    "list": "blocks",
+    "dict": "parts.blocks",
+    "sequential": "net[0:{}]",
+    "numbered": "block_*",
+}
+
+
+def draw(pick):
+    """A task and a layout.
+
+    Args:
+      pick: returns one of its arguments.
+    """
+    is_recurrent = pick(True, False, False)
+    some = ["lstm", "gru"] if is_recurrent else [pick(*BODIES) for _ in range(2)]
+    depth = pick(2, 2, 3, 4)
+    kinds = [pick(*some)] * depth if pick(True, False) else [pick(*some) for _ in range(depth)]
+    holds = pick(*WHERE)
+    may_be_given = ["mask", "table"] if is_recurrent else [*USES]
+    given = tuple(name for name in may_be_given if holds != "sequential" and pick(True, False))
+    returns = pick("x", "first", "pair") if holds != "sequential" else "x"
+    how = How(
+        tuple(kinds),
+        given,
+        returns,
+        holds,
+        pick("", "", "remat", "jit", "remat inside") if holds != "sequential" else "",
+        is_outside=returns != "pair" and holds != "sequential" and pick(True, False),
+        is_tied=pick(True, False),
+    )
+    stages = pick(*(n for n in (1, 2, 2, 4) if n <= depth))
+    tensor = 2 if "mlp" in kinds and pick(True, False) else 1
+    data = pick(1, 2, 8 // stages // tensor)
+    schedule = "interleaved" if stages == 2 and depth == 4 and pick(True, False) else "1f1b"
+    pipeline = PipelineConfig(
+        schedule=schedule,
+        num_groups=2 if schedule == "interleaved" else 1,
+        num_microbatches=pick(1, 2),
+        num_chunks=pick(1, 2, 4) if is_recurrent and "table" not in given else 1,
+        zero_bubble=stages > 1 and pick(True, False),
+        remat=pick(True, False, False),
+    )
+    task = Adopted(
+        functools.partial(Model, how),
+        WHERE[holds].format(depth),
+        by_path=(("*.body.up.kernel", (None, "tensor")),) if tensor > 1 else (),
+        unused=pick((), (), (), ("embed",), ("body",)),
+    )
+    return task, Parallel(f"dp{data}pp{stages}tp{tensor}", pipeline)
+
+
+@pytest.mark.parametrize("number", [*range(20), *map(slow, range(20, 200))])
+def test_random_flax_models_on_random_layouts_are_the_plain_models(number, monkeypatch):
+    numbers = random.Random(number)
+    task, parallel = draw(lambda *options: numbers.choice(options))
+    print(f"drawn: {task.make.args[0]}, frozen {task.unused}, {parallel}")
+    if number % 5:  # a fifth of what a row takes
+        monkeypatch.setattr("jaxpar.step.step.check_rows_alone", lambda parts: None)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert_as_plain(task, parallel)
