@@ -101,7 +101,7 @@ class Predicting(Adopted):
 def test_outputs_of_blocks_that_the_loss_does_not_need_are_no_predictions():
     task = Adopted(models.Watched, loss_of=models.logits_loss)
     facts = Setup.of(task, MESHES["dp8"]).facts
-    with pytest.raises(ValueError, match="needs less of the blocks than what the model returns"):
+    with pytest.raises(ValueError, match="needs less of the blocks than the model returns"):
         _ = facts.outputs
     own = Predicting(models.Watched, loss_of=models.logits_loss)
     match = r"predict of task Predicting needs float.*, float.* of the blocks, and the loss float32"

@@ -338,9 +338,9 @@ class TracedModel:
         name = type(self.model).__name__
         require(
             self.cut_model is None or self.cut_model.predicts,
-            f"the loss of task {self.task.name} does not call the model {name} itself, or it needs less of "
-            f"the blocks than what the model returns, so nothing is predicted.\n"
-            f"Fix: write predict(self, model, batch) in the task; return an array, or arrays by name.",
+            f"nothing is predicted: the loss of task {self.task.name} does not call the model {name} itself, "
+            f"or needs less of the blocks than the model returns.\n"
+            f"Fix: write predict(self, model, batch) that returns arrays by name.",
         )
         if not overrides(self.model, "predict"):
             raise ValueError(
