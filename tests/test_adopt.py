@@ -185,3 +185,19 @@ def row_by_row(task):
 @pytest.mark.parametrize(("task", "mesh"), table(DRAWING, ["after an nnx.RNN"]))
 def test_what_a_model_draws_is_that_of_plain_flax_row_by_row(task, mesh, quick):
     assert_as_plain(task, MESHES[mesh], row_by_row(task))
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_evaluation_draws_nothing(name):
+    task, _ = DRAWING[name]
+    facts = Setup.of(task, MESHES["dp8"]).facts
+    parts = "first", *range(len(facts.cut_model.kinds)), "last"
+    keys = {
+        trains: [
+            facts.cut_model.program("loss", facts.batch, trains=trains).part(part).keys
+            for part in parts
+        ]
+        for trains in (True, False)
+    }
+    assert any(keys[True])
+    assert not any(keys[False])
