@@ -23,24 +23,24 @@ PLACES = {
 
 
 class Block(nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self, rngs, rate):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.mlp = nnx.List([nnx.Linear(WIDTH, 16, rngs=rngs), nnx.Linear(16, WIDTH, rngs=rngs)])
-        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        self.drop = nnx.Dropout(rate, rngs=rngs)
 
     def __call__(self, x):
         return x + self.drop(self.mlp[1](nnx.gelu(self.mlp[0](self.norm(x)))))
 
 
 class GPT(nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self, rngs, rate=0.0):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.scale = jnp.full((WIDTH,), 0.5)  # no parameter
-        self.make_blocks(rngs)
+        self.make_blocks(rngs, rate)
         self.head = nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs)
 
-    def make_blocks(self, rngs):
-        self.blocks = nnx.List([Block(rngs) for _ in range(DEPTH)])
+    def make_blocks(self, rngs, rate):
+        self.blocks = nnx.List([Block(rngs, rate) for _ in range(DEPTH)])
 
     def run_blocks(self, x):
         for block in self.blocks:
@@ -54,8 +54,9 @@ class GPT(nnx.Module):
 class Stacked(GPT):
     """One module has the parameters of all blocks."""
 
-    def make_blocks(self, rngs):
-        self.blocks = nnx.vmap(Block, in_axes=0)(rngs.fork(split=DEPTH))
+    def make_blocks(self, rngs, rate):
+        make = nnx.vmap(lambda rngs: Block(rngs, rate), in_axes=0)
+        self.blocks = nnx.split_rngs(splits=DEPTH)(make)(rngs)
 
     def run_blocks(self, x):
         return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
@@ -77,12 +78,13 @@ class Words(Task):
 
     Attributes:
       model: "list" or "stacked".
+      rate: of dropout.
       freeze: the beginning of the paths of parameters that are not trained, such as "blocks.1."; none if "".
     """
 
     model: str = "list"
+    rate: float = 0.0
     freeze: str = ""
-    seq_len: int = TIME
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=0.01, warmup_steps=0)
     layers = "blocks"
     unit = "words"
@@ -92,7 +94,7 @@ class Words(Task):
         return is_of(self.freeze) if self.freeze else False
 
     def make_model(self, rngs):
-        return MODELS[self.model](rngs)
+        return MODELS[self.model](rngs, self.rate)
 
     def loss(self, model, batch):
         nll = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
@@ -122,9 +124,9 @@ def in_groups():
     return optax.multi_transform({"slow": slow, "fast": optax.sgd(0.1, momentum=0.9)}, labels)
 
 
-def plain(name="list", seed=0):
+def plain(name="list", seed=0, rate=0.0):
     """The model as Flax makes it."""
-    return MODELS[name](nnx.Rngs(seed))
+    return MODELS[name](nnx.Rngs(seed), rate)
 
 
 def arrays_of(model):

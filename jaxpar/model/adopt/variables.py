@@ -193,7 +193,11 @@ class Variables:
         keys = [jnp.broadcast_to(new_key(0), key.shape) for key in self.shapes[1]]
         graphdef, state = self.plain
         values = jax.tree.leaves(nnx.state(self.merge(graphdef, params, keys)))
-        return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), values))
+        model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), values))
+        for _, leaf in nnx.iter_graph(model):
+            if is_variable(leaf) and not leaf.get_metadata("out_sharding", None):
+                leaf.set_metadata("eager_sharding", nnx.using_eager_sharding())
+        return model
 
     # ---- modules that hold parameters ----
 
