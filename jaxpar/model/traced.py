@@ -338,7 +338,8 @@ class TracedModel:
         name = type(self.model).__name__
         require(
             self.cut_model is None or self.cut_model.predicts,
-            f"the loss of task {self.task.name} does not call the model {name} itself, so it predicts nothing.\n"
+            f"the loss of task {self.task.name} does not call the model {name} itself, or needs less of its "
+            f"blocks than that call.\n"
             f"Fix: write predict(self, model, batch) in the task; return an array, or arrays by name.",
         )
         if not overrides(self.model, "predict"):
