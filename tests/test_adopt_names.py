@@ -1,6 +1,7 @@
 """Parameters of a Flax model that jaxpar adopts have the names of its user, and it comes back as it was."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,7 @@ def test_a_filter_that_matches_nothing_is_refused():
 def test_a_dim_that_does_not_divide_has_the_users_name():
     @dataclasses.dataclass(frozen=True)
     class Split(Words):
-        dims = {"blocks.*.mlp.0.bias": ("tensor",)}
+        dims: ClassVar = {"blocks.*.mlp.0.bias": ("tensor",)}
 
     error = (
         r"parameter blocks\.0-3\.mlp\.0\.bias: dim 'tensor' has size 16, which does not split over"

@@ -340,7 +340,7 @@ class TracedModel:
             self.cut_model is None or self.cut_model.predicts,
             f"nothing is predicted: the loss of task {self.task.name} does not call the model {name} itself, "
             f"or needs less of the blocks than the model returns.\n"
-            f"Fix: write predict(self, model, batch) that returns arrays by name.",
+            f"Fix: write predict(self, model, batch) in the task; return an array, or arrays by name.",
         )
         if not overrides(self.model, "predict"):
             raise ValueError(

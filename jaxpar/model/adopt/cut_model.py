@@ -142,6 +142,7 @@ class CutModel:
         if what == "predict" and self.has_own_predict:
             return self.task.predict(model, batch)
         out = self.task.loss(model, batch)
+        self._calls_model = tracing.output is not None
         return tracing.output if what == "predict" else out
 
     @property
@@ -156,6 +157,8 @@ class CutModel:
         Raises:
           ValueError: `predict` of the task needs something else of them.
         """
+        if not (self._calls_model or self.has_own_predict):
+            return False
         both = [self.program(what, self.batch, trains=False) for what in ("predict", "loss")]
         needed, given = (", ".join(v.aval.str_short() for v in own.xs[-1]) for own in both)
         require(
