@@ -319,10 +319,6 @@ MISTAKES = {
         layer_that(lambda c, x, at: (c, nn.dropout(x, 0.1, at)) if at.key is not None else x),
         "(?s)layer wrong returns an array of shape .* return \\(carry, y\\)",
     ),
-    "a random stream": (
-        lambda rngs: jaxpar.nn.Stateless(nnx.Dropout(0.5, rngs=rngs)),
-        r"layer Stateless has module.rngs.count, a RngCount, which its calls change",
-    ),
 }
 
 

@@ -13,7 +13,8 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.files import read_file
@@ -63,8 +64,9 @@ class Task:
 
     unit: ClassVar[str] = "rows"
     frozen: ClassVar[Any] = False
-    layers: ClassVar[str | None] = None
-    dims: ClassVar[Mapping[str, tuple[str | None, ...]]] = {}
+    # Without an annotation: tasks may have fields of these names, in an order of their own.
+    layers = cast("str | None", None)
+    dims = cast("Mapping[str, tuple[str | None, ...]]", MappingProxyType({}))
     axes: ClassVar[tuple[str, ...]] = ()
     train: ClassVar[TrainConfig] = TrainConfig()
     parallel: ClassVar[Parallel] = Parallel()
@@ -112,8 +114,8 @@ class Task:
 
     @property
     def adopts(self) -> bool:
-        """Whether its model is any Flax module: it has a `loss`."""
-        return type(self).loss is not Task.loss
+        """Whether its model is any Flax module: it has a method `loss`; a field may have that name too."""
+        return callable(type(self).loss) and type(self).loss is not Task.loss
 
     def make_model(self, rngs: "nnx.Rngs") -> Any:
         """The model; see `model.Model`. With a `loss`, it is any Flax module with blocks in a list."""

@@ -13,7 +13,7 @@ from jaxpar.nn.adapters import Recurrent
 from jaxpar.nn.hidden import GateParams
 from jaxpar.nn.lstm import LSTMCarry, lstm_layer
 
-_NOWHERE = LayerContext(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+_NOWHERE = LayerContext(0, 0, 0)  # no arrays: an import must not start JAX
 
 
 class ChunkedRNN(nnx.RNN):
