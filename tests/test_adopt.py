@@ -101,9 +101,7 @@ class Predicting(Adopted):
 def test_outputs_of_blocks_that_the_loss_does_not_need_are_no_predictions():
     task = Adopted(models.Watched, loss_of=models.logits_loss)
     facts = Setup.of(task, MESHES["dp8"]).facts
-    with pytest.raises(
-        ValueError, match=r"has no method predict.\nFix: write predict\(self, model, "
-    ):
+    with pytest.raises(ValueError, match="needs less of the blocks than the model returns"):
         _ = facts.outputs
     own = Predicting(models.Watched, loss_of=models.logits_loss)
     match = r"predict of task Predicting needs float.*, float.* of the blocks, and the loss float32"
@@ -187,3 +185,19 @@ def row_by_row(task):
 @pytest.mark.parametrize(("task", "mesh"), table(DRAWING, ["after an nnx.RNN"]))
 def test_what_a_model_draws_is_that_of_plain_flax_row_by_row(task, mesh, quick):
     assert_as_plain(task, MESHES[mesh], row_by_row(task))
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_evaluation_draws_nothing(name):
+    task, _ = DRAWING[name]
+    facts = Setup.of(task, MESHES["dp8"]).facts
+    parts = "first", *range(len(facts.cut_model.kinds)), "last"
+    keys = {
+        trains: [
+            facts.cut_model.program("loss", facts.batch, trains=trains).part(part).keys
+            for part in parts
+        ]
+        for trains in (True, False)
+    }
+    assert any(keys[True])
+    assert not any(keys[False])

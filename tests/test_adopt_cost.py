@@ -1,4 +1,4 @@
-"""What an adopted model costs: as much as the same model in the layer form; and how its parameters are drawn."""
+"""An adopted model costs as much as the same model in the layer form; and how its parameters are drawn."""
 
 import dataclasses
 import functools

@@ -275,6 +275,11 @@ class TwoLists(Text):
         super().__init__(rngs)
         self.others = super().make_blocks(rngs)
 
+    def run(self, x, tokens):
+        for block in (*self.blocks, *self.others):
+            x = block(x)
+        return x
+
 
 class StackedLoop(models.Stacked):
     def run(self, x, tokens):
@@ -465,7 +470,7 @@ REFUSED = {
     ),
     "two lists": (
         Adopted(TwoLists, None),
-        "the model TwoLists has 2 lists of modules (blocks, others)",
+        "the model TwoLists has 2 lists of modules called as a chain (blocks, others)",
         "layers='blocks'",
     ),
     "loop over others": (

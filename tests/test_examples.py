@@ -53,11 +53,14 @@ SIZES = {
     },
     "mixed.py:Digits": {"num_convs": 2, "num_lstms": 3, "num_denses": 3, "width": 16},
     "hybrid.py:Digits": {"widths": (32,)},
+    "mamba.py:Mamba": {"num_layers": 4, "width": 16, "state_size": 4, "block_size": 4, "seq_len": 8},
 }  # fmt: skip
-FORECAST, CHARACTERS, TRANSLATE, DIGITS, HYBRID = SIZES
+FORECAST, CHARACTERS, TRANSLATE, DIGITS, HYBRID, MAMBA = SIZES
 
 
 def make_task(name, **options):
+    if name == MAMBA:
+        pytest.importorskip("mamba2_jax", reason="mamba2-jax is not installed")
     options = {"batch_size": 16, "optimizer": SGD, **SIZES[name], **options}
     return find_task(f"{FOLDER}/{name}")(**options)
 
@@ -267,6 +270,8 @@ LAYOUTS = [
     slow(DIGITS, make_parallel((4, 2, 1), num_microbatches=4, num_chunks=8)),
     (HYBRID, make_parallel((2, 1, 4))),
     slow(HYBRID, make_parallel((8, 1, 1))),
+    slow(MAMBA, make_parallel((8, 1, 1))),
+    (MAMBA, make_parallel((2, 4, 1), num_microbatches=2)),
 ]
 
 
@@ -336,6 +341,7 @@ def test_parameters_agree_after_two_optimizer_steps(name, parallel):
         slow(CHARACTERS, "pp2tp4", 0.01),
         slow(TRANSLATE, "dp4pp2", 0.01),
         slow(DIGITS, "dp2pp4", 0.01),
+        slow(MAMBA, "dp2pp4", 0.01),
     ],
 )
 def test_example_learns(name, mesh, rate, tmp_path):

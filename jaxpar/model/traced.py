@@ -338,15 +338,15 @@ class TracedModel:
         name = type(self.model).__name__
         require(
             self.cut_model is None or self.cut_model.predicts,
-            f"the loss of task {self.task.name} does not call the model {name} itself, or needs less of its "
-            f"blocks than that call.\n"
+            f"nothing is predicted: the loss of task {self.task.name} does not call the model {name} itself, "
+            f"or needs less of the blocks than the model returns.\n"
             f"Fix: write predict(self, model, batch) in the task; return an array, or arrays by name.",
         )
         if not overrides(self.model, "predict"):
-            fix = 'predict(self, y, batch, at) that returns arrays by name: {"y": self.out(y)}'
-            if self.cut_model is not None:
-                fix = "predict(self, model, batch) in the task, or give predict to jaxpar.adopt"
-            raise ValueError(f"model {name} has no method predict.\nFix: write {fix}.")
+            raise ValueError(
+                f"model {name} has no method predict.\n"
+                f'Fix: write predict(self, y, batch, at) that returns arrays by name: {{"y": self.out(y)}}.'
+            )
         _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
 
         def predict(model, y, batch, **draws):
