@@ -167,6 +167,7 @@ def test_inspect_counts_what_a_step_does():
     assert {tuple(own["axes"]) for own in report["collectives"]} == {("data",)}
 
 
+@pytest.mark.slow
 def test_plan_prints_a_command_for_the_task(monkeypatch):
     kept = functools.partial(plan_in_steps, num_finalists=0)
     monkeypatch.setattr("jaxpar.planning.plan_in_steps", kept)
@@ -182,7 +183,7 @@ def test_plan_prints_a_command_for_the_task(monkeypatch):
     [
         ("schedule", ["--mesh", "pp4", "--pipeline.num-microbatches", "4"], ["stage 3"]),
         ("parallelisms", ["--machine", "h100:1x1x4"], ["embed", "head"]),
-        ("timeline", ["--mesh", "pp2"], ["stage 1"]),
+        pytest.param("timeline", ["--mesh", "pp2"], ["stage 1"], marks=pytest.mark.slow),
         ("memory", ["--mesh", "pp2"], ["parameters"]),
     ],
 )
@@ -195,14 +196,9 @@ def test_plot_draws_the_task(kind, options, texts, tmp_path):
 
 
 def test_the_result_of_fit_has_the_users_model(tmp_path):
-    result = jaxpar.fit(
-        Words(rate=0.5),
-        "pp2",
-        jaxpar.TrainConfig(num_steps=1, out_dir=str(tmp_path / "run")),
-        quiet=True,
-    )
+    train = jaxpar.TrainConfig(num_steps=1, out_dir=str(tmp_path / "run"))
+    result = jaxpar.fit(Words(), "dp2", train, quiet=True)
     model = result.model()
     assert type(model) is gpt.GPT
-    model.eval()
     found = load_run(tmp_path / "run").predict("test", quiet=True)["output"]
     np.testing.assert_allclose(found, model(ARRAYS["x"][PLACES["test"]]), 1e-5, 1e-6)

@@ -65,6 +65,7 @@ TASKS = {
 }
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", TASKS)
 def test_parameters_have_the_names_and_values_of_the_users_model(name):
     task, norms = TASKS[name]
@@ -200,6 +201,7 @@ FORMS = {
 }
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["list", "stacked"])
 def test_what_plain_flax_has_saved_comes_in(name, form, tmp_path):
