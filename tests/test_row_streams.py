@@ -80,11 +80,17 @@ def loss_and_gradients(task, parallel):
     return float(loss), {name: np.asarray(a) for name, a in arrays.items()}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("time_major", [True, False])
+QUICK = {("dp2", False), ("zero-bubble", True), ("chunks", True)}
+CASES = [
+    pytest.param(mesh, time_major, marks=() if (mesh, time_major) in QUICK else pytest.mark.slow)
+    for mesh in MESHES
+    for time_major in (True, False)
+    if time_major or mesh != "chunks"
+]
+
+
+@pytest.mark.parametrize(("mesh", "time_major"), CASES)
 def test_masks_are_the_same_on_every_mesh(mesh, time_major):
-    if mesh == "chunks" and not time_major:
-        pytest.skip("no time dim")
     task = Own(time_major=time_major)
     loss, grads = loss_and_gradients(task, Parallel("dp1"))
     own_loss, own_grads = loss_and_gradients(task, MESHES[mesh])
