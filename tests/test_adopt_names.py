@@ -296,10 +296,10 @@ def with_nan(setup, name, row=None):
 @pytest.mark.parametrize(
     ("model", "name", "row", "place"),
     [
-        ("list", "embed.embedding", None, "the output of what comes before blocks.0"),
+        ("list", "embed.embedding", None, "the output of what comes before the blocks"),
         ("list", "blocks.0-3.norm.scale", 2, "the output of blocks.2"),
         ("stacked", "blocks.norm.scale", 2, "the output of blocks[2]"),
-        ("list", "head.kernel", None, "the output of what follows blocks.3"),
+        ("list", "head.kernel", None, "the output of the loss"),
     ],
 )
 def test_the_place_that_is_not_finite_is_in_the_users_model(model, name, row, place):

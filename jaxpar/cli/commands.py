@@ -78,7 +78,8 @@ class Train(RunOptions):
     signal.
 
     Attributes:
-      start: begin with these weights: a run's folder, or a file, index or folder of safetensors.
+      start: begin with these weights: a run's folder, a file, index or folder of safetensors, or a checkpoint
+        of Orbax.
       start_rename: what the weights are called there and here, as PATTERN=NAME: 'encoder\.(.*)=embedding.\1'.
       start_ignore: patterns for names of weights there that are ignored: 'layers\.[45]\..*'.
       resume: continue the run in --train.out-dir, or the latest one, with its task and settings.

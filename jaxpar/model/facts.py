@@ -45,8 +45,8 @@ class ModelFacts(TracedModel):
         if self.cut_model is None:
             layers = (f"layer {n} ({self.kinds[kind]})" for n, kind in enumerate(self.kind_of))
             return ["first", *layers, "last"]
-        blocks = self.cut_model.variables.block_names
-        return [f"what comes before {blocks[0]}", *blocks, f"what follows {blocks[-1]}"]
+        before, after = self.ends
+        return [before, *self.cut_model.variables.block_names, after]
 
     @functools.cached_property
     def layer_numbers(self) -> int:

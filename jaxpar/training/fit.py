@@ -145,7 +145,8 @@ def fit(
         task's own.
       train: settings of the run; None is the task's own. `out_dir=None` takes the next free folder of
         runs/0001, runs/0002, ...
-      start: weights to begin with, instead of random ones: a run, or files of safetensors; see `Start`.
+      start: weights to begin with, instead of random ones: a run, files of safetensors, or a checkpoint
+        of Orbax; see `Start`.
       resume: continue from the newest whole checkpoint in `train.out_dir` (None: of the latest numbered
         run). If there is none yet, the run begins again, with the same weights. The mesh may be another one.
       overwrite: remove the run that `train.out_dir` holds.

@@ -521,8 +521,9 @@ class Start:
     Patterns are regular expressions of Python, for whole names: r"layers\.[45]\..*".
 
     Attributes:
-      path: a safetensors file, the index of several, or a folder with model.safetensors or its index; or the
-        folder of a run, which may be in a bucket, and whose newest state is taken.
+      path: a safetensors file, the index of several, or a folder with model.safetensors or its index; the
+        folder of a run, which may be in a bucket, and whose newest state is taken; or a checkpoint that Orbax
+        has written, as plain Flax does, of which random streams are left out.
       rename: pairs of a pattern for names of the source, and the new name, which may use groups of the
         pattern: ((r"encoder\.(.*)", r"embedding.\1"),). The first pattern that matches counts.
       ignore: patterns for names of the source, before they are renamed, that are not taken.
