@@ -1,6 +1,7 @@
 """The examples learn, and each is on every mesh and schedule what a loop over its layers computes."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -56,6 +57,17 @@ SIZES = {
     "mamba.py:Mamba": {"num_layers": 4, "width": 16, "state_size": 4, "block_size": 4, "seq_len": 8},
 }  # fmt: skip
 FORECAST, CHARACTERS, TRANSLATE, DIGITS, HYBRID, MAMBA = SIZES
+
+
+@pytest.fixture(autouse=True)
+def models_of_packages_convert_and_broadcast(request):
+    """As JAX does by default."""
+    params = getattr(getattr(request.node, "callspec", None), "params", {})
+    with contextlib.ExitStack() as stack:
+        if MAMBA in params.values():
+            stack.enter_context(jax.numpy_dtype_promotion("standard"))
+            stack.enter_context(jax.numpy_rank_promotion("allow"))
+        yield
 
 
 def make_task(name, **options):
