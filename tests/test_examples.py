@@ -54,7 +54,7 @@ SIZES = {
     },
     "mixed.py:Digits": {"num_convs": 2, "num_lstms": 3, "num_denses": 3, "width": 16},
     "hybrid.py:Digits": {"widths": (32,)},
-    "mamba.py:Mamba": {"num_layers": 4, "width": 16, "state_size": 4, "block_size": 4, "seq_len": 8},
+    "mamba.py:Mamba": {"num_layers": 4, "width": 32, "state_size": 4, "block_size": 4, "seq_len": 8},
 }  # fmt: skip
 FORECAST, CHARACTERS, TRANSLATE, DIGITS, HYBRID, MAMBA = SIZES
 
