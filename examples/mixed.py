@@ -32,7 +32,7 @@ class Conv(nnx.RNNCellBase):
     num_feature_axes = 1
 
     def __init__(self, width, *, rngs):
-        self.in_features, init = width, named((None, None, "channels"))
+        self.in_features, init = width, drawn
         general = functools.partial(nnx.LinearGeneral, axis=(-2, -1), kernel_init=init, rngs=rngs)
         self.linear = general((3, width), width)
 
@@ -104,7 +104,7 @@ class Digits(Task):
     layers: ClassVar[str] = "blocks"
     train: ClassVar[TrainConfig] = TrainConfig(num_steps=300, log_every=100)
     parallel: ClassVar[Parallel] = Parallel(pipeline=PipelineConfig(num_chunks=4))
-    rules: ClassVar[Rules] = RULES.replace({"channels": "tensor", "units": "tensor"})
+    rules: ClassVar[Rules] = RULES.replace({"units": "tensor"})
 
     def make_model(self, rngs):
         """The network, with its initial values."""
