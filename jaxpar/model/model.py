@@ -61,7 +61,8 @@ def mean(losses: jax.Array, mask: jax.Array | None = None, **metrics: jax.Array)
     check_mask(jnp.shape(losses), mask.shape)
     weight = mask.reshape(*mask.shape, *[1] * (jnp.ndim(losses) - mask.ndim))
     weight = jnp.broadcast_to(weight, jnp.shape(losses)).astype(jnp.float32)
-    loss, *others = (jnp.sum(own * weight) for own in (losses, *metrics.values()))
+    items = (jnp.asarray(own).astype(jnp.float32) for own in (losses, *metrics.values()))
+    loss, *others = (jnp.sum(own * weight) for own in items)
     return Sums(loss, jnp.sum(weight), dict(zip(metrics, others, strict=True)))
 
 

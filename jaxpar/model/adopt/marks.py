@@ -168,7 +168,9 @@ def _marked(of: type, run: Callable[..., Tree], names: tuple[str, ...]) -> type:
 
         return call
 
-    return type(of.__name__, (of,), {name: marked(name) for name in names})
+    is_pytree = getattr(of, "_pytree__is_pytree", True)  # `class Own(nnx.Module, pytree=False)`
+    methods = {name: marked(name) for name in names}
+    return type(of.__name__, (of,), methods, pytree=is_pytree)
 
 
 def _call_model(
