@@ -56,23 +56,20 @@ def mean(losses: jax.Array, mask: jax.Array | None = None, **metrics: jax.Array)
       losses: of items, an array of any shape.
       mask: how much each item counts; its dims are the first ones of the losses. None: each item counts once.
       metrics: further numbers of items, whose means are reported by these names.
+    Raises:
+      ValueError: the dims of the mask are not the first ones of the losses.
     """
     mask = jnp.ones((), jnp.float32) if mask is None else jnp.asarray(mask)
-    check_mask(jnp.shape(losses), mask.shape)
+    require(
+        mask.shape == jnp.shape(losses)[: mask.ndim],
+        f"mask has shape {list(mask.shape)} for losses {list(jnp.shape(losses))}.\n"
+        f"Fix: give a number for each item, or for each of its first dims.",
+    )
     weight = mask.reshape(*mask.shape, *[1] * (jnp.ndim(losses) - mask.ndim))
     weight = jnp.broadcast_to(weight, jnp.shape(losses)).astype(jnp.float32)
     items = (jnp.asarray(own).astype(jnp.float32) for own in (losses, *metrics.values()))
     loss, *others = (jnp.sum(own * weight) for own in items)
     return Sums(loss, jnp.sum(weight), dict(zip(metrics, others, strict=True)))
-
-
-def check_mask(shape: tuple[int, ...], mask: tuple[int, ...]) -> None:
-    """Raises a ValueError if a mask's dims are not the first ones of losses."""
-    require(
-        mask == shape[: len(mask)],
-        f"mask has shape {list(mask)} for losses {list(shape)}.\n"
-        f"Fix: give a number for each item, or for each of its first dims.",
-    )
 
 
 def mean_loss(sums: Sums) -> jax.Array:

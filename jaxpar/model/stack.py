@@ -200,18 +200,22 @@ def _drawing_by_rows(makers: Sequence[Maker]) -> tuple[Maker, ...]:
     return tuple(own[id(make)] for make in makers)
 
 
-class _Source:
-    """How to draw the layers again, in other slots; no part of what the stack is."""
+class NoPart:
+    """An attribute of a stack that is no part of what the stack is: all of a class are equal."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class _Source(NoPart):
+    """How to draw the layers again, in other slots."""
 
     def __init__(self, makers: Sequence[Maker], key: jax.Array):
         self.makers, self.key = makers, key
         self.looks = {id(maker): _look_at(maker) for maker in {id(m): m for m in makers}.values()}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Source)
-
-    def __hash__(self) -> int:
-        return 0
 
 
 class _Kind(NamedTuple):

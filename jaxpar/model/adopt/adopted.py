@@ -16,7 +16,7 @@ from jaxpar.model.adopt.cut_model import CutModel
 from jaxpar.model.adopt.running import Place, run_part
 from jaxpar.model.adopt.variables import Holder, find_in
 from jaxpar.model.model import Model, Sums, describe_value
-from jaxpar.model.stack import Stack
+from jaxpar.model.stack import NoPart, Stack
 from jaxpar.model.tracing import Maker
 from jaxpar.pipeline.placement import make_slots
 from jaxpar.sharding import array_of
@@ -80,17 +80,11 @@ class Blocks(Stack):
         return Block(self.model, kind, own)
 
 
-class _Key:
-    """What the blocks are drawn of; no part of what a stack is."""
+class _Key(NoPart):
+    """What the blocks are drawn of."""
 
     def __init__(self, key: jax.Array):
         self.key = key
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key)
-
-    def __hash__(self) -> int:
-        return 0
 
 
 class _Adopted(Model):

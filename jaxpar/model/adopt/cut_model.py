@@ -234,7 +234,7 @@ class CutModel:
 
     def drawn(self, what: str, part: int | str, batch: Batch) -> Drawn | None:
         """What a part draws for such a batch, apart from the rest; None if rows are not its first dim."""
-        sizes = _sizes_of(batch)[: 1 + self.time_major]
+        sizes = sizes_of(batch)[: 1 + self.time_major]
         key = (
             what,
             part,
@@ -266,7 +266,7 @@ class CutModel:
         ]
 
 
-def _sizes_of(batch: Batch) -> tuple[int, int]:
+def sizes_of(batch: Batch) -> tuple[int, int]:
     """Rows and time steps."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     rows = next(shape[0] for shape in shapes if shape)

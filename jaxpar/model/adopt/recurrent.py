@@ -6,8 +6,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.base.at import LayerContext
-from jaxpar.base.keys import new_key
-from jaxpar.base.types import Carry, LayerOutput, Module, Tree
+from jaxpar.base.types import LayerOutput, Module, Tree
 from jaxpar.model.adopt.marks import TRACING
 from jaxpar.nn.adapters import Recurrent
 from jaxpar.nn.hidden import GateParams
@@ -34,7 +33,7 @@ class ChunkedRNN(nnx.RNN):
             )
         time_major = self.time_major if time_major is None else time_major
         x_TBW = inputs if time_major else inputs.swapaxes(0, 1)
-        start, tree = jax.tree.flatten(_start(self.cell, x_TBW.shape[1:]))
+        start, tree = jax.tree.flatten(Recurrent(self.cell).initial_carry(x_TBW.shape[1]))
         block.starts.extend(start)
         given = [next(block.given, a) for a in start]
         carry, y_TBW = _over_time(self.cell, jax.tree.unflatten(tree, given), x_TBW)
@@ -57,12 +56,8 @@ def _fits(rnn: nnx.RNN) -> bool:
     if rnn.reverse or rnn.cell.num_feature_axes != 1:
         return False
     with jax.ensure_compile_time_eval():
-        start = _start(rnn.cell, (1, vars(rnn.cell)["in_features"]))
+        start = Recurrent(rnn.cell).initial_carry(1)
     return all(not np.any(np.asarray(a)) for a in jax.tree.leaves(start))
-
-
-def _start(cell: Module, shape: tuple[int, ...]) -> Carry:
-    return cell.initialize_carry(shape, nnx.Rngs(new_key(0)))
 
 
 def _over_time(cell: Tree, carry: Tree, x_TBW: jax.Array) -> LayerOutput:

@@ -18,7 +18,7 @@ from jaxpar.base.at import LayerContext
 from jaxpar.base.checks import require
 from jaxpar.base.keys import new_key
 from jaxpar.base.types import Batch, Index, Leaves, Module, Tree
-from jaxpar.model.adopt.cut_model import CutModel
+from jaxpar.model.adopt.cut_model import CutModel, sizes_of
 from jaxpar.model.adopt.marks import block_p, outer_p
 from jaxpar.model.adopt.program import Part
 from jaxpar.trace import varying
@@ -67,7 +67,7 @@ def run_part(place: Place, carry: Leaves, x: Sequence[jax.Array], at: LayerConte
     before = program.xs[-1 if place.part == "last" else place.number] if x else []
     require(
         [aval_of(v).shape for v in before] == [a.shape for a in x],
-        f"the input of {place.words} has other shapes for {_num_rows(batch)} rows "
+        f"the input of {place.words} has other shapes for {sizes_of(batch)[0]} rows "
         f"than for a batch.\nFix: give arrays between blocks a first dim of rows, or none.",
     )
     others = [*carry, *x, *jax.tree.leaves(batch)]
@@ -86,10 +86,6 @@ def run_part(place: Place, carry: Leaves, x: Sequence[jax.Array], at: LayerConte
         return jax.tree.unflatten(jax.tree.structure(program.out), out)
     out, after = cut(out, len(out) - len(part.carries))
     return tuple(map(swapped, out)), tuple(after)
-
-
-def _num_rows(batch: Batch) -> int:
-    return next(leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf))
 
 
 def _run(place: Place, closed: ClosedJaxpr, others: Leaves, keys: Leaves) -> Leaves:
@@ -153,7 +149,7 @@ def _run_by_rows(place: Place, carry: Leaves, x: Leaves, batch: Batch, at: Layer
         after = [*model.x_rows[place.number + 1], *[True] * len(carry)]
         return [a[0] if has else a for a, has in zip(out, after, strict=True)]
 
-    rows = at.row + jnp.arange(_num_rows(batch))
+    rows = at.row + jnp.arange(sizes_of(batch)[0])
     if is_last:
         each = jax.vmap(one, (0, dims_of_x, dims, 0))(carry, x, leaves, rows)
         return [jnp.sum(a, axis=0) for a in each]
