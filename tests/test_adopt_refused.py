@@ -229,6 +229,19 @@ class Counted(Text):
         return super().run(x, tokens)
 
 
+class OtherWeights(Text):
+    def make_blocks(self, rngs):
+        blocks = super().make_blocks(rngs)
+        kernel = blocks[1].up.kernel
+        kernel.set_value(kernel[...] * np.float32(np.random.default_rng().uniform()))
+        return blocks
+
+
+class OtherNoise(Text):
+    def run(self, x, tokens):
+        return super().run(x, tokens) * np.float32(np.random.default_rng().uniform())
+
+
 class DrawnConstant(Text):
     def __init__(self, rngs):
         super().__init__(rngs)
@@ -441,6 +454,8 @@ REFUSED = {
         "the model Counted changes its variable calls",
         "compute it in the loss",
     ),
+    "NumPy's weights": (Adopted(OtherWeights), "begins with other numbers", "draw it from rngs"),
+    "NumPy's noise": (Adopted(OtherNoise), "computes with other numbers", "a random stream"),
     "drawn constant": (Adopted(DrawnConstant), "basis is drawn at random", "write nnx.Param(...)"),
     "drawn array": (Adopted(DrawnArray), "basis is drawn at random", "write nnx.Param(...)"),
     "draws in evaluation": (

@@ -240,8 +240,8 @@ class _Look(NamedTuple):
 def _look_at(make: Maker) -> _Look:
     """Traces it, twice; nothing is drawn."""
 
-    def layer() -> Module:
-        module, use = made(make, 0), "an nnx.Module; return it from the function"
+    def layer(key: jax.Array) -> Module:
+        module, use = made(make, key), "an nnx.Module; return it from the function"
         require_instance("what a maker of a Stack returns", module, nnx.Module, use)
         return module
 

@@ -98,8 +98,10 @@ class TracedModel:
         task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
         self.batch = jax.tree.map(shape_of, _example_of(task))
         self.cut_model = CutModel.of(task, self.batch) if task.adopts else None
-        what = f"the model of task {task.name}, a"
-        self.model = module_of(what, lambda: self.make(0))[0]
+        if self.cut_model is None:
+            self.model = module_of(f"the model of task {task.name}, a", self.make)[0]
+        else:
+            self.model = nnx.eval_shape(lambda: self.make(0))
         _check_model(task, self.model)
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
         _check_frozen(task, self.model)

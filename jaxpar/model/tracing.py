@@ -25,8 +25,8 @@ def made(make: Maker, seed: int | jax.Array) -> Module:
         return make(nnx.Rngs(new_key(seed) if isinstance(seed, int) else seed))
 
 
-def module_of(what: str, make: Callable[[], Module]) -> tuple[Module, ClosedJaxpr]:
-    """The module that a function makes, of shapes, and the program that gives its variables.
+def module_of(what: str, make: Callable[[jax.Array], Module]) -> tuple[Module, ClosedJaxpr]:
+    """The module that a function makes of a key, of shapes, and the program that gives its variables.
 
     Args:
       what: the module is, in messages.
@@ -37,12 +37,12 @@ def module_of(what: str, make: Callable[[], Module]) -> tuple[Module, ClosedJaxp
     def trace() -> tuple[Module, Shapes, ClosedJaxpr]:
         graphdef: Any = None
 
-        def draw() -> Any:
+        def draw(key: jax.Array) -> Any:
             nonlocal graphdef
-            graphdef, state = nnx.split(make())
+            graphdef, state = nnx.split(make(key))
             return state
 
-        program, state = jax.make_jaxpr(draw, return_shape=True)()
+        program, state = jax.make_jaxpr(draw, return_shape=True)(new_key(0))
         shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(state)}
         return nnx.merge(graphdef, state), shapes, program
 

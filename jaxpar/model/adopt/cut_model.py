@@ -28,6 +28,7 @@ from jaxpar.model.adopt.recurrent import chunk_time
 from jaxpar.model.adopt.variables import Variables
 from jaxpar.model.task import Task
 from jaxpar.trace.across import line_across_time
+from jaxpar.trace.again import difference
 from jaxpar.trace.draws import Drawn, draws_apart
 from jaxpar.trace.jaxprs import aval_of, inlined, is_call
 from jaxpar.trace.source_lines import source_line_of_error
@@ -71,6 +72,7 @@ class CutModel:
         self._graphdef = nnx.graphdef(model)
         self._programs = dict[tuple[object, ...], Program]()
         self._drawn = dict[tuple[object, ...], Drawn | None]()
+        self._check_again()
         self._find_kinds(class_names)
         self._find_rows()
 
@@ -81,7 +83,7 @@ class CutModel:
         Raises:
           ValueError: as of the constructor; or not one list of modules is called as a chain.
         """
-        drawing = Drawing(task.make_model)
+        drawing = Drawing(f"the model of task {task.name}, a", task.make_model)
         if task.layers is not None:
             return cls(task, batch, drawing, task.layers)
         model, found, errors = drawing.model, list[Self](), list[str]()
@@ -118,22 +120,34 @@ class CutModel:
           what: "loss" or "predict".
         """
         batch = jax.tree.map(shape_of, batch)
-        leaves, tree = jax.tree.flatten(batch)
         # A trace with a custom derivative in it depends on the mesh around it.
         key = what, trains, str(batch), jax.sharding.get_abstract_mesh()
         if key not in self._programs:
-
-            def run(params: Leaves, keys: Leaves, leaves: Leaves) -> tuple[Tree, Changes]:
-                model = self.variables.merge(self._graphdef, params, keys)
-                if not trains:
-                    model.eval()
-                before = jax.tree.leaves(nnx.state(model))
-                out = self._call(what, model, jax.tree.unflatten(tree, leaves))
-                return out, changes(before, nnx.state(model))
-
-            given = *self.variables.shapes, leaves
-            self._programs[key] = Program(self.name, run, given, self.variables)
+            self._programs[key] = self._trace(what, batch, trains=trains)
         return self._programs[key]
+
+    def _trace(self, what: str, batch: Batch, *, trains: bool) -> Program:
+        leaves, tree = jax.tree.flatten(batch)
+
+        def run(params: Leaves, keys: Leaves, leaves: Leaves) -> tuple[Tree, Changes]:
+            model = self.variables.merge(self._graphdef, params, keys)
+            if not trains:
+                model.eval()
+            before = jax.tree.leaves(nnx.state(model))
+            out = self._call(what, model, jax.tree.unflatten(tree, leaves))
+            return out, changes(before, nnx.state(model))
+
+        return Program(self.name, run, (*self.variables.shapes, leaves), self.variables)
+
+    def _check_again(self) -> None:
+        """Raises a ValueError if the loss is another program when it is traced again."""
+        again = self._trace("loss", self.batch, trains=True)
+        if found := difference(self.program("loss", self.batch, trains=True).closed, again.closed):
+            place = f" ({found.source_line})" if found.source_line else ""
+            raise ValueError(
+                f"the loss of model {self.name}{place} computes with other numbers each time it is traced, "
+                f"such as those of NumPy.\nFix: draw from a random stream of the model, nnx.Rngs."
+            )
 
     def _call(self, what: str, model: Module, batch: Batch) -> Tree:
         """The loss; or predictions, which by default are what the model's own call returns in it."""

@@ -1,4 +1,4 @@
-"""How `make_model` draws its variables: traced once, and cut by what each block needs.
+"""How `make_model` draws its variables: one program, cut by what each block needs.
 
 So no device draws all blocks, and the values are those of the plain model of the same seed. Blocks whose
 programs differ in numbers alone, such as the counts of a random stream, are drawn by one program. So compile
@@ -15,9 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import Var
 
-from jaxpar.base.keys import new_key
 from jaxpar.base.types import ArrayLike, Atom, Leaves, Module
-from jaxpar.model.tracing import Maker, made
+from jaxpar.model.tracing import Maker, made, module_of
 from jaxpar.sharding import named_leaves
 from jaxpar.trace.counts import FACTORIZATIONS
 from jaxpar.trace.jaxprs import equations_for, function_of, made_with, program_of, reads_of
@@ -36,20 +35,18 @@ class _Block(NamedTuple):
 class Drawing:
     """The program of `make_model`, in parts."""
 
-    def __init__(self, make: Maker):
-        """Traces it, once: that takes long for many layers."""
-        graphdef: nnx.GraphDef | None = None
+    def __init__(self, what: str, make: Maker):
+        """Traces it.
 
-        def draw(key: jax.Array) -> nnx.State:
-            nonlocal graphdef
-            graphdef, state = nnx.split(_with_data(made(make, key)))
-            return state
-
-        self._closed, state = jax.make_jaxpr(draw, return_shape=True)(new_key(0))
-        assert graphdef is not None
-        self._parts = graphdef, state
+        Args:
+          what: the model is, in messages.
+        Raises:
+          ValueError: `make_model` makes something else when it is called again.
+        """
+        model, self._closed = module_of(what, lambda key: _with_data(made(make, key)))
+        self._parts = nnx.split(model)
         jaxpr = self._closed.jaxpr
-        names = [name for name, _ in named_leaves(state)]
+        names = [name for name, _ in named_leaves(self._parts[1])]
         self._outs_by_name = dict(zip(names, jaxpr.outvars, strict=True))
         self._drawn = made_with(jaxpr, jaxpr.invars)
         # Numbers that are known without the key, such as counts.

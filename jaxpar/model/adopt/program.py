@@ -127,6 +127,9 @@ class Program:
             self.params, self.keys = (
                 [row for v in own for row in rows.get(v, [v])] for own in (self.params, self.keys)
             )
+            inputs = [*self.params, *self.keys, *self.batch]
+            jaxpr = program_of(closed.jaxpr, inputs, closed.jaxpr.eqns, closed.jaxpr.outvars)
+            closed = ClosedJaxpr(jaxpr, closed.consts)
         self.closed, self.outs = closed, closed.jaxpr.outvars
         self.eqns = equations_for(closed.jaxpr.eqns, self.outs)
         self.marks = _checked_marks(closed.jaxpr.eqns, self.eqns, self.num)
