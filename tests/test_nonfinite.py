@@ -473,6 +473,41 @@ def test_an_update_that_is_not_finite_is_never_saved(name, skips, text, tmp_path
     assert np.isfinite(np.concatenate([a.ravel() for a in arrays_of(checkpoints.restore())])).all()
 
 
+class Gaps(Series):
+    """Batch 1 has a gap, in one of its arrays."""
+
+    gap = "x"
+
+    def batch(self, step, rows=slice(None)):
+        batch = super().batch(step)
+        if step == 1:
+            batch[self.gap][3, 5] = np.nan
+        return {name: a[rows] if np.ndim(a) else a for name, a in batch.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class WithGaps(Regress):
+    gap: str = "x"
+
+    def make_batches(self, split, seed=None):
+        batches = super().make_batches(split, seed)
+        batches = Gaps(batches.arrays, 16, 8, seed)
+        batches.gap = self.gap
+        return batches
+
+
+@pytest.mark.parametrize(("gap", "mesh"), [("x", "dp1"), ("y", "dp2pp2")])
+def test_a_gap_in_the_data_is_told_of_the_data(gap, mesh, tmp_path):
+    train = TrainConfig(3, out_dir=str(tmp_path / "run"))
+    message = (
+        rf"step 2 is not finite \(batch 1 of \d+ in epoch 0, from 0\); the first number that is not finite is "
+        rf"in the data: batch\['{gap}'\] at time step 5, in row 3\. .*\nFix: give finite numbers"
+    )
+    with pytest.raises(FloatingPointError, match=message) as caught:
+        fit(WithGaps(("dense", "dense"), gap=gap), mesh, train, quiet=True)
+    assert "learning rate" not in str(caught.value)
+
+
 class Unweighted(Series):
     """Nothing counts in steps 1 and 3, from 0."""
 

@@ -21,7 +21,7 @@ from jaxpar.training.callbacks import Callbacks, Report
 from jaxpar.training.checkpoint import Checkpoints, best_of
 from jaxpar.training.evaluate import check_reported, do_not_run_ahead, evaluate, mean_of
 from jaxpar.training.fingerprint import HashedBatches
-from jaxpar.training.nonfinite import check_parameters, find_origin
+from jaxpar.training.nonfinite import check_parameters, find_in_batch, find_origin
 from jaxpar.training.progress import Evaluation, Progress, Skipped, Times, Utilization
 from jaxpar.training.run_folder import RunFolder
 
@@ -150,13 +150,22 @@ class Run:
         self.save()
         self.checkpoints.close()  # it is written, in every process
         # The search computes with the whole batch at once, and may need more memory than there is.
-        origin = find_origin(self.setup, self.state, self.read_batch())
+        batch = self.read_batch()
+        origin, data = find_origin(self.setup, self.state, batch), find_in_batch(self.setup, batch)
         self.callbacks.call(Report.end, self.step, config.num_steps, None)
+        resume = f"continue with --resume --train.out-dir {self.folder}"
+        skip = (
+            f"--train.nonfinite skip with a larger --train.max-skipped (now {config.max_skipped})"
+        )
+        clip = f"a smaller --train.clip-norm (now {config.clip_norm:g}; 0 is none)"
+        where, fix = origin, f"{resume} and a lower learning rate, {clip}, or {skip}"
+        # Where the model replaces such numbers, the first may be in another row.
+        if data and (not origin.rows or {*data.rows} & {*origin.rows}):
+            where = f"the data: {data}"
+            fix = f"give finite numbers, also where the weight is 0, or {resume} and {skip}"
         return FloatingPointError(
-            f"{last.to_text()}; the first number that is not finite is in {origin}. The state before this "
-            f"step is saved\nFix: continue with --resume --train.out-dir {self.folder} and a lower learning "
-            f"rate, a smaller --train.clip-norm (now {config.clip_norm:g}; 0 is none), or --train.nonfinite "
-            f"skip with a larger --train.max-skipped (now {config.max_skipped})"
+            f"{last.to_text()}; the first number that is not finite is in {where}. The state before this "
+            f"step is saved\nFix: {fix}"
         )
 
     def log(self, metrics: Metrics) -> None:

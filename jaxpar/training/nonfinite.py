@@ -3,6 +3,8 @@
     forward    first -> layer 0 -> layer 1 -> last -> loss    the first output that is not finite, and when
     backward   first <- layer 0 <- layer 1 <- last            else the first gradient that is not, and when
 
+    data       the arrays of the batch; theirs is told instead, if it is of the same rows
+
 Batch and dropout are functions of the step, so this is the same step. Each kind of part is a program of its
 own, for the whole batch and window. A run with finite numbers compiles none of them. The search does not look
 at an update: `check_parameters` does that before a state is saved. Dims: S layers of a kind, T time, B batch.
@@ -78,13 +80,13 @@ def find_origin(setup: Setup, state: TrainState, batch: Batch) -> Origin:
       batch: of the step.
     """
     facts, repeat = setup.facts, setup.cached(_Repeat, setup.train.seed)
-    step, parts = repeat.step(state, batch), _parts_of(setup)
+    step, parts, has_time = repeat.step(state, batch), _parts_of(setup), facts.time_major
     x, sums, inputs = (), Sums(jnp.float32(0), jnp.float32(0)), list[Activations]()
     for part in parts:
         inputs.append(x)
         x, sums, marks_TB = repeat.forward(part.kind, part.place, step, x, sums)
         if facts.kinds and marks_TB.any():
-            return _origin(setup, f"the output of {part.name}", marks_TB, is_first=True)
+            return _origin(f"the output of {part.name}", marks_TB, 0 if has_time else None)
     loss, d_sums = repeat.loss(sums)
     modules = list(dict.fromkeys(_module(*named) for named in named_leaves(facts.params)))
     if not np.isfinite(loss):
@@ -106,8 +108,29 @@ def find_origin(setup: Setup, state: TrainState, batch: Batch) -> Origin:
         is_bad[part.name] = is_bad.get(part.name, False) or bool(marks_TB.any())
         for place in others.get(part.name, [part.name]):
             if is_bad.get(place):
-                return _origin(setup, f"the gradient of {place}", marks_TB, is_first=False)
+                return _origin(f"the gradient of {place}", marks_TB, -1 if has_time else None)
     return Origin("the norm of all gradients, each of which is finite")
+
+
+def find_in_batch(setup: Setup, batch: Batch) -> Origin | None:
+    """The first array of a batch that is not finite; with several processes, all of them call it."""
+    everywhere, has_time = NamedSharding(setup.mesh, P()), setup.facts.time_major
+
+    @functools.partial(jax.jit, out_shardings=everywhere)
+    def marks(leaf: jax.Array) -> jax.Array:  # [B, T], or [B, 1]
+        bad = ~jnp.isfinite(leaf)
+        return bad.any((*range(1 + has_time, bad.ndim),)).reshape(len(bad), -1)
+
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if np.ndim(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            marks_TB = np.asarray(marks(leaf)).T
+            if marks_TB.any():
+                return _origin(
+                    f"batch{jax.tree_util.keystr(path)}",
+                    marks_TB,
+                    first=0 if has_time and leaf.ndim > 1 else None,
+                )
+    return None
 
 
 def check_parameters(setup: Setup, state: TrainState) -> None:
@@ -345,13 +368,11 @@ def _row(row: Index, stack: jax.Array) -> jax.Array:
     return in_float32(jnp.where(is_row, stack, jnp.zeros_like(stack))).sum(0).astype(stack.dtype)
 
 
-def _origin(setup: Setup, place: str, marks_TB: np.ndarray, *, is_first: bool) -> Origin:
-    """A place with the rows that are marked, and their first time step or the last."""
+def _origin(place: str, marks_TB: np.ndarray, first: int | None) -> Origin:
+    """A place with the rows that are marked, and a time step: the first, or the last (-1)."""
     times, rows = map(np.unique, np.nonzero(marks_TB))
-    has_time = setup.facts.time_major and len(times)
-    return Origin(
-        place, tuple(rows.tolist()), int(times[0 if is_first else -1]) if has_time else None
-    )
+    time = None if first is None or not len(times) else int(times[first])
+    return Origin(place, tuple(rows.tolist()), time)
 
 
 def _by_place(setup: Setup, bad_arrays: Mapping[str, np.ndarray]) -> dict[str, bool]:
