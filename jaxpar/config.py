@@ -78,9 +78,10 @@ class PipelineConfig:
             f"Fix: use num_chunks=4, 16, 64 or 256.",
         )
         require(
-            (self.num_groups > 1) == (self.schedule == "interleaved"),
+            (self.num_groups > 1) == (self.schedule == "interleaved")
+            or (self.num_groups, self.schedule) == (2, "v"),
             f"num_groups={self.num_groups} with schedule={self.schedule!r}\n"
-            f"Fix: use 1, or 2 or more with 'interleaved'.",
+            f"Fix: leave it out, or use 2 or more with 'interleaved'.",
         )
         if named := self.named_placement:
             object.__setattr__(self, "placement", str(named))
@@ -253,7 +254,7 @@ class Parallel:
             require(
                 own is None or len(own) == sizes[axis],
                 f"{name}={own}: expected {sizes[axis]} ({axis}), got {len(own or ())}\n"
-                f"Fix: give one number for each along {axis}.",
+                f"Fix: give one number for each along {axis}, or {name}=None (--{name} None).",
             )
         parts = {DATA: sizes[DATA]} if self.shares is None else {"sum of shares": sum(self.shares)}
         if self.pipeline.num_microbatches > 1:
@@ -279,7 +280,8 @@ class OptimizerConfig:
       learning_rate: its peak.
       lr_schedule: its course after the warm-up. "linear" and "cosine" fall to zero at the last step;
         "exponential" multiplies the rate by `lr_decay` every `lr_decay_every` steps, all at once.
-      warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps.
+      warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps; None is 20, or a tenth of
+        a run of fewer steps.
       hold_steps: steps at the peak after the warm-up, before the rate falls.
       lr_decay: factor of "exponential".
       lr_decay_every: steps between two decays of "exponential".
@@ -290,7 +292,7 @@ class OptimizerConfig:
     name: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
     learning_rate: float = 5e-3
     lr_schedule: Literal["constant", "linear", "cosine", "exponential"] = "cosine"
-    warmup_steps: int = 20
+    warmup_steps: int | None = None
     hold_steps: int = 0
     lr_decay: float = 0.5
     lr_decay_every: int = 100

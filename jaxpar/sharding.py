@@ -321,9 +321,10 @@ def check_split(
         parts = math.prod(sizes[axis] for axis in axes)
         if size % parts:
             over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
+            head = ", head='last' (--pipeline.head last)" * (STAGE in axes and dim != LAYERS)
             raise ValueError(
                 f"{what}: dim {dim!r} has size {size}, which does not split over {over}\n"
-                f"Fix: use {nearest_multiples(size, parts)}, or another mesh."
+                f"Fix: use {nearest_multiples(size, parts)}{head}, or another mesh."
             )
 
 

@@ -40,6 +40,13 @@ def batch(rows=8, steps=4, dtype=np.int32, token=0):
     return jaxpar.lm.Batch(tokens, tokens, starts=True)
 
 
+class DataFrame:
+    """What pandas and polars have in common."""
+
+    def to_numpy(self, dtype):
+        return np.zeros((3, 2), dtype)
+
+
 class Made:
     """What the calls are about."""
 
@@ -166,6 +173,9 @@ CALLS = {
     ),
     "batches of unequal pictures": (
         lambda m: ArrayBatches({"x": [np.zeros((2, 3)), np.zeros((2, 4))]}, 2), "2 rows of unequal shapes",
+    ),
+    "batches of a data frame": (
+        lambda m: ArrayBatches({"x": DataFrame()}, 2), r"\['x'\] is a DataFrame\.\n.* x\.to_numpy\(",
     ),
     "batches of different rows": (
         lambda m: ArrayBatches({"x": np.zeros(3), "y": np.zeros(4)}, 2), "'x': 3, 'y': 4",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Start, TrainConfig
 from jaxpar.base.checks import check_fields, nearest_multiples
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.optimizer import learning_rate, make_optimizer
@@ -67,7 +67,7 @@ FIELDS = [
         "learning_rate=inf: must be a finite number",
     ),
     (TrainConfig, {"nonfinite": None}, "nonfinite=None: must be 'stop' or 'skip'"),
-    (TrainConfig, {"out_dir": Path("runs")}, r"out_dir=.*: must be a string or None"),
+    (TrainConfig, {"out_dir": 3}, r"out_dir=.*: must be a string or None"),
     (
         MeshConfig,
         {"devices": (0, "1")},
@@ -226,6 +226,26 @@ def test_a_warm_up_longer_than_the_run_is_refused(steps, config):
     for make in (make_optimizer, learning_rate):
         with pytest.raises(ValueError, match=message):
             make(config, steps)
+
+
+def test_a_run_of_any_number_of_steps_has_a_warm_up_that_fits():
+    for steps, warm in ((1, 0), (19, 1), (20, 20), (800, 20)):
+        found = learning_rate(OptimizerConfig(), steps)(0)
+        assert found == learning_rate(OptimizerConfig(warmup_steps=warm), steps)(0)
+
+
+def test_groups_of_a_v_may_be_said():
+    assert PipelineConfig("v", num_groups=2) != PipelineConfig("v")
+    layouts = [Parallel("pp2", PipelineConfig("v", num_groups=n)) for n in (1, 2)]
+    assert [layout.num_groups for layout in layouts] == [2, 2]
+    with pytest.raises(ValueError, match="num_groups=3 with schedule='v'"):
+        PipelineConfig("v", num_groups=3)
+
+
+def test_paths_are_taken_where_their_text_is_meant():
+    path = Path("folder") / "run"
+    assert TrainConfig(out_dir=path) == TrainConfig(out_dir=str(path))
+    assert Start(path) == Start(str(path)) == Start.of(path)
 
 
 @pytest.mark.parametrize(

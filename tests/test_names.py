@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from lib.models import Dense, Regress, Regression
 
 import jaxpar
 from jaxpar import (
@@ -284,3 +285,35 @@ def test_a_run_and_a_loop_of_ones_own_are_told_once(use, caplog, tmp_path):
                 state = found[0] if use == "step" else found[0][1][0]
     told = [record for record in caplog.records if "'starts'" in record.getMessage()]
     assert len(told) == 1
+
+
+# ---- names of methods ----
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "meant"),
+    [
+        ("model", "last_parts", lambda self, y, batch, at: None, "last_part"),
+        ("model", "prediction_part", lambda self, y, batch, at: None, "predict_part"),
+        ("layer", "init_carry", lambda self, rows: (), "initial_carry"),
+        ("layer", "whole_windows", True, "whole_window"),
+        ("task", "metric", lambda self, loss, means: {}, "metrics"),
+        ("task", "evaluate_params", lambda self, params, state: params, "evaluated_params"),
+        ("report", "evaluations", lambda self, *what: None, "evaluation"),
+    ],
+)
+def test_a_name_that_is_almost_an_optional_one_is_refused(owner, name, value, meant):
+    def of(base, kind):
+        return type(base.__name__, (base,), {name: value} if owner == kind else {})
+
+    layer, model, task = of(Dense, "layer"), of(Regression, "model"), of(Regress, "task")
+
+    def make_model(self, rngs):
+        made = model((), rngs=rngs)
+        made.layers = Stack([lambda rngs: layer(rngs=rngs)], rngs=rngs)
+        return made
+
+    task.make_model = make_model
+    report = of(jaxpar.Report, "report")()
+    with pytest.raises(ValueError, match=f" has {name}, which .*\nFix: call it {meant},"):
+        jaxpar.fit(task(), "dp1", TrainConfig(1), report=report)

@@ -500,8 +500,8 @@ class WithGaps(Regress):
 def test_a_gap_in_the_data_is_told_of_the_data(gap, mesh, tmp_path):
     train = TrainConfig(3, out_dir=str(tmp_path / "run"))
     message = (
-        rf"step 2 is not finite \(batch 1 of \d+ in epoch 0, from 0\); the first number that is not finite is "
-        rf"in the data: batch\['{gap}'\] at time step 5, in row 3\. .*\nFix: give finite numbers"
+        rf"step 2 is not finite \(batch 1 of \d+ in epoch 0, from 0\); the first number that is not finite "
+        rf"is in the data: batch\['{gap}'\] at time step 5, in row 3\. .*\nFix: give finite numbers"
     )
     with pytest.raises(FloatingPointError, match=message) as caught:
         fit(WithGaps(("dense", "dense"), gap=gap), mesh, train, quiet=True)

@@ -400,6 +400,8 @@ WRONG = [
     slow("split, seed=None", "split", r"make_batches takes \(split\).* write make_batches\(self"),
     slow("make_model(self, rngs)", "make_model(self)", r"Fix: write make_model\(self, rngs\)"),
     ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+\.\n.* int32"),
+    ('"x": series[:-1]', '"x": series[:-1].astype(object)', r"\['x'\] of .* of object\.\n.*\(\.astype\("),
+    slow('"x": series[:-1]', '"x": series[:-1].view([("f", "f4")])', r"\['x'\] of .*\n.* such as array\['f'"),
     ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"must be .*\(own\.py, line"),
     ("@dataclasses.dataclass(frozen=True)\n", "", "Forecast has fields and is no dataclass.* above it"),
     ("jnp.zeros((rows, self", "jnp.zeros((4, self", r"_carry\(16\) has the shape \[4, 6\]\.\nFix"),

@@ -1,9 +1,11 @@
 """Whether the fields of a frozen dataclass have values of the types that it declares."""
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
+import os
 import re
 import reprlib
 import typing
@@ -29,7 +31,8 @@ def check_fields(config: "DataclassInstance") -> None:
     """Nothing, if every field has a value of its type; to be called in `__post_init__`.
 
     Whole numbers are numbers; truth values are not. Numbers must be finite, and whole ones of 64 bits. A list
-    is taken for a tuple, as JSON and TOML have no other.
+    is taken for a tuple, as JSON and TOML have no other; a path for its text, where
+    a string is meant.
 
     Args:
       config: a dataclass whose fields are of int, float, bool, str, None, a class, a Literal, a tuple
@@ -42,6 +45,9 @@ def check_fields(config: "DataclassInstance") -> None:
         value, hint = getattr(config, name), hints[name]
         if isinstance(value, list):
             value = tuple(value)
+            object.__setattr__(config, name, value)
+        if isinstance(value, os.PathLike) and str in _options(hint):
+            value = os.fspath(value)
             object.__setattr__(config, name, value)
         _check_bits(name, value)
         if fits(value, hint):
@@ -169,6 +175,20 @@ def check_takes(
     except TypeError:
         takes, given = ", ".join(signature.parameters), ", ".join(arguments)
         raise ValueError(f"{what} takes ({takes}), expected ({given})\nFix: {use}.") from None
+
+
+def check_names(what: str, own: object, base: type) -> None:
+    """Raises if a class has a public name that is almost an optional one of `base`, which it leaves out."""
+    cls = type(own)
+    known = {name for name in vars(base) if not name.startswith("_")}
+    missing = {name for name in known if getattr(cls, name, None) in (None, getattr(base, name))}
+    fields = getattr(cls, "__dataclass_fields__", {})
+    for name in sorted({*dir(cls)} - {*dir(base), *fields}):
+        near = difflib.get_close_matches(name, missing, 1, 0.86)
+        if near and not name.startswith("_"):
+            raise ValueError(
+                f"{what} has {name}, which jaxpar doesn't know\nFix: call it {near[0]}, or something else."
+            )
 
 
 def require_positive(config: object, *names: str) -> None:

@@ -116,6 +116,10 @@ def checked_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_array(name: str, array: Any) -> Any:
     """Rows as an array; what is one already is not read."""
+    if hasattr(array, "to_numpy"):  # its indices are labels
+        raise ValueError(
+            f"arrays[{name!r}] is a {type(array).__name__}.\nFix: give numbers, {name}.to_numpy(np.float32)."
+        )
     is_array = not isinstance(array, list | tuple)
     try:
         found = array if is_array else np.asarray(array)
@@ -128,6 +132,8 @@ def _as_array(name: str, array: Any) -> Any:
     if not (of_objects and all(isinstance(row, list | tuple | np.ndarray) for row in found)):
         return found  # other objects are told of the batch
     lengths = [len(row) for row in found]
+    if len({np.shape(row) for row in found}) == 1:
+        return found
     what = "shapes" if len(set(lengths)) == 1 else "lengths"
     raise ValueError(
         f"arrays[{name!r}] has {len(lengths)} rows of unequal {what}.\nFix: pad them, or give "

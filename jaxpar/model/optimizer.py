@@ -46,10 +46,13 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     Raises:
       ValueError: the warm-up is longer than the run.
     """
-    peak, falls_at = config.learning_rate, config.warmup_steps + config.hold_steps
+    peak, warm = config.learning_rate, config.warmup_steps
+    if warm is None:
+        warm = 20 if num_steps >= 20 else num_steps // 10
+    falls_at = warm + config.hold_steps
     require(
-        config.warmup_steps <= num_steps,
-        f"warmup_steps={config.warmup_steps} is more than num_steps={num_steps}.\n"
+        warm <= num_steps,
+        f"warmup_steps={warm} is more than num_steps={num_steps}.\n"
         f"Fix: use warmup_steps={num_steps // 10}, or more steps.",
     )
     steps = max(num_steps - falls_at, 1)
@@ -61,6 +64,6 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
             peak, config.lr_decay_every, config.lr_decay, staircase=True
         ),
     }[config.lr_schedule]
-    warmup = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, config.warmup_steps)
+    warmup = optax.linear_schedule(peak / max(warm, 1), peak, warm)
     held = optax.constant_schedule(peak)
-    return optax.join_schedules([warmup, held, falling], [config.warmup_steps, falls_at])
+    return optax.join_schedules([warmup, held, falling], [warm, falls_at])

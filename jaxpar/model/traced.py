@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxpar.base.at import LayerContext, anywhere
 from jaxpar.base.axes import MESH_AXES
-from jaxpar.base.checks import check_takes, require
+from jaxpar.base.checks import check_names, check_takes, require
 from jaxpar.base.display import format_names
 from jaxpar.base.keys import new_key
 from jaxpar.base.padding import Padding
@@ -25,6 +25,8 @@ from jaxpar.model.adopt.adopted import adopted
 from jaxpar.model.adopt.cut_model import CutModel
 from jaxpar.model.adopt.variables import is_frozen
 from jaxpar.model.model import (
+    Layer,
+    Model,
     Sums,
     check_variables,
     checked_outputs,
@@ -368,6 +370,7 @@ class TracedModel:
     def _trace_layer(self, kind: int, x: Activations) -> tuple[Any, ...]:
         """As a function, with shapes of the arguments; and the shapes of y, and of the sums, or ()."""
         layer, name, carry = self._layers[kind], self.kinds[kind], ()
+        check_names(f"layer {name}", layer, Layer)
         if hasattr(layer, "initial_carry"):
 
             def begin(layer):
@@ -402,14 +405,21 @@ def _example_of(task: Task) -> Batch:
     """A batch, as users have it."""
     _check_method(f"task {task.name}", task, "make_model", "rngs")
     _check_method(f"task {task.name}", task, "make_batches", "split", "seed")
+    check_names(f"task {task.name}", task, Task)
     batch = task.example_batch()
     for path, leaf in jax.tree.leaves_with_path(batch):
-        dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
-        if getattr(dtype, "kind", None) in {*"OSUMm"}:  # objects, texts, dates
-            raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}.\n"
-                f"Fix: give numbers, and classes and words as int32 ids."
-            )
+        dtype = getattr(leaf, "dtype", None)
+        dtype = np.asarray(leaf).dtype if dtype is None else dtype
+        what, fix = f"an array of {dtype}", None
+        if hasattr(leaf, "to_numpy"):
+            what, fix = f"a {type(leaf).__name__}", "give its .to_numpy(np.float32)"
+        elif fields := getattr(dtype, "names", None):
+            fix = f"give an array of numbers, such as array[{fields[0]!r}]"
+        elif getattr(dtype, "kind", None) in {*"OSUMm"}:  # objects, texts, dates
+            fix = "give numbers (.astype(np.float32)), and classes and words as int32 ids"
+        if fix:
+            name = f"batch{jax.tree_util.keystr(path)} of task {task.name}"
+            raise ValueError(f"{name} is {what}.\nFix: {fix}.")
     check_numbers(batch)
     check_parts(batch, f"of task {task.name}")
     return batch
@@ -417,6 +427,7 @@ def _example_of(task: Task) -> Batch:
 
 def _check_model(task: Task, model: Module) -> None:
     what = f"the model of task {task.name}, a {type(model).__name__}"
+    check_names(what, model, Model)
     for name, *arguments in (("first", "batch", "at"), ("last", "y", "batch", "at")):
         if not overrides(model, name):
             raise ValueError(

@@ -141,8 +141,8 @@ class CompiledStep:
         chunk_len = whole // K
         if length % chunk_len:
             raise ValueError(
-                f"a batch of {length} time steps is not made of 1 to {K} chunks of {chunk_len}.\n"
-                f"Fix: pad it with steps that do not count, or change num_chunks={K}."
+                f"a batch has {length} time steps, expected {whole} or less that divide by {chunk_len} "
+                f"(num_chunks={K}).\nFix: pad it with steps that do not count, or change num_chunks."
             )
         if length < whole:
 

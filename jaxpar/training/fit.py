@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 
 from jaxpar.base.bucket import as_path, in_bucket
-from jaxpar.base.checks import fact_of, require, require_instance
+from jaxpar.base.checks import check_names, fact_of, require, require_instance
 from jaxpar.base.display import Shown
 from jaxpar.base.files import checksum
 from jaxpar.base.loading import guard_remedy
@@ -174,6 +174,7 @@ def fit(
     for each in reports:
         use = "a Report, such as ConsoleReport(), or a list of them"
         require_instance("report", each, Report, use)
+        check_names(f"report {type(each).__name__}", each, Report)
     require(
         report is None or not quiet,
         "quiet=True is for what is printed, and report=... takes its place\nFix: leave out one of them",

@@ -19,7 +19,6 @@ import functools
 import io
 import json
 import math
-import os
 import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -529,7 +528,7 @@ class Start:
       ignore: patterns for names of the source, before they are renamed, that are not taken.
     """
 
-    path: str
+    path: str | PathLike[str]
     rename: tuple[tuple[str, str], ...] = ()
     ignore: tuple[str, ...] = ()
 
@@ -549,7 +548,7 @@ class Start:
     def of(cls, start: "Start | str | PathLike[str] | None") -> "Start | None":
         """The start that `fit` is given; a path is a start without patterns."""
         if isinstance(start, str | PathLike):
-            return cls(os.fspath(start))
+            return cls(start)
         use = "a path, or jaxpar.Start(path, rename=..., ignore=...)"
         require_instance("start", start, Start | None, use)
         return start
