@@ -21,8 +21,7 @@ from flax import nnx
 from jax import lax
 from transformer import NUM_CHARACTERS, load_text
 
-from jaxpar import RULES, ArrayBatches, OptimizerConfig, Stack, Sums, Task, TrainConfig
-from jaxpar.sharding import Rules
+from jaxpar import RULES, ArrayBatches, OptimizerConfig, Rules, Stack, Sums, Task, TrainConfig
 
 # --- The model. Legend: T time steps of a device, S of all devices, B rows, W width, N heads, D their width.
 

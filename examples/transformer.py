@@ -16,8 +16,16 @@ import optax
 from flax import nnx
 
 import jaxpar
-from jaxpar import RULES, ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Task, TrainConfig
-from jaxpar.sharding import Rules
+from jaxpar import (
+    RULES,
+    ArrayBatches,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    Rules,
+    Task,
+    TrainConfig,
+)
 
 # --- The model, in plain Flax. Activations are [rows, time, width].
 

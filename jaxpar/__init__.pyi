@@ -18,6 +18,8 @@ from jaxpar.config import PipelineConfig as PipelineConfig
 from jaxpar.config import Parallel as Parallel
 from jaxpar.config import TrainConfig as TrainConfig
 from jaxpar.sharding import RULES as RULES
+from jaxpar.sharding import Rules as Rules
+from jaxpar.nn.param import named as named
 from jaxpar.mesh import simulate_devices as simulate_devices
 
 # A run; or its parts.

@@ -43,6 +43,19 @@ PARAM_SHAPE = "param_shape"
 USER_NAMES = "user_names"
 
 
+# Metadata of an array in which several variables lie: `Held` of each.
+HELD = "held"
+
+
+class Held(NamedTuple):
+    """A variable that lies in another: its name, shape with all layers, dims, and the axes that split each."""
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[str | None, ...]
+    split: tuple[Axes, ...]
+
+
 class UserNames(NamedTuple):
     """What users call a variable of an adopted model.
 

@@ -100,8 +100,7 @@ print("largest difference:", abs(jax.device_get(w_h) - jax.device_get(other)).ma
 
 # %%
 def make():
-    init = nnx.initializers.lecun_normal()
-    kernel_init = nnx.with_partitioning(init, ("input", "hidden"), eager_sharding=False)
+    kernel_init = jaxpar.named(nnx.initializers.lecun_normal(), ("input", "hidden"))
     return nnx.state(nnx.Linear(64, 256, kernel_init=kernel_init, rngs=nnx.Rngs(0)))
 
 

@@ -17,13 +17,13 @@ from jaxpar import (
     MeshConfig,
     OptimizerConfig,
     Parallel,
+    Rules,
     SeriesBatches,
     Stack,
     TrainConfig,
 )
 from jaxpar.pipeline import make_schedule
 from jaxpar.planning import plan
-from jaxpar.sharding import Rules
 from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state, audit
@@ -201,6 +201,9 @@ CALLS = {
     "rules of a list": (lambda m: Rules([1]), r"rules=\[1\] is not a table of rules"),
     "parameters split over no data": (
         lambda m: jaxpar.fit(TASK, Parallel("tp8", fsdp=True)), "fsdp=True splits over data, and mesh tp8 ",
+    ),
+    "shares for another mesh": (
+        lambda m: jaxpar.init_state(TASK, Parallel("dp4", shares=(3, 1))), r"or shares=None \(--shares",
     ),
     "a mesh of the planner's": (
         lambda m: jaxpar.fit(TASK, "auto"), "mesh 'auto' is not made of axes and sizes",

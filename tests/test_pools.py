@@ -15,7 +15,7 @@ from lib.checkpoints import with_parameters
 from lib.laws import assert_close, on_devices, slow
 from lib.models import WIDTH, Regression, draw
 
-from jaxpar import OptimizerConfig, Parallel, PipelineConfig, fit, load_run
+from jaxpar import OptimizerConfig, Parallel, PipelineConfig, fit, load_run, show
 from jaxpar.analysis import inspect_step
 from jaxpar.base.axes import STAGE
 from jaxpar.base.trees import device_bytes
@@ -274,6 +274,20 @@ def test_the_origin_of_a_nan_has_the_layer_s_name():
     state = with_parameters(state, setup.storage, arrays)
     origin = find_origin(setup, state, batch_of(setup, 0))
     assert origin.place == "the output of layer 1 (wide0)"
+
+
+def test_the_table_names_the_parameters_and_counts_them_as_one_device_does():
+    def rows(mesh):
+        table = str(show(abstract_state(setup_of(Unequal(batch_size=8), parallel_of(mesh)))))
+        return [line.split() for line in table.splitlines()]
+
+    plain, pooled = rows((1, 1, 1)), rows((1, 2, 1))
+    shapes = [{row[0]: row[1] for row in own if "." in (row or [""])[0]} for own in (plain, pooled)]
+    assert shapes[0] == shapes[1]
+    assert "layers.wide1.up.kernel" in shapes[0]
+    assert not any("@" in " ".join(row) for row in pooled)
+    counts = [row[0] for own in (plain, pooled) for row in own if row[1:2] == ["parameters,"]]
+    assert counts[0] == counts[1]
 
 
 # ---- bytes ----

@@ -32,6 +32,7 @@ from jaxpar.data.batches import place_batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.optimizer import learning_rate, make_optimizer
 from jaxpar.nn import named_param
+from jaxpar.nn.param import named
 from jaxpar.sharding import (
     RULES,
     Rules,
@@ -409,7 +410,7 @@ def test_sizes_that_do_not_split_are_refused_with_their_parameter():
     with pytest.raises(
         ValueError,
         match=r"parameter head\.bias: dim 'vocab' has size 90, which does not split over "
-        r"stage=2 x tensor=2\nFix: use 88 or 92",
+        r"stage=2 x tensor=2\nFix: use 88 or 92, head='last' \(--pipeline\.head last\), or another mesh",
     ):
         init_state(task, parallel)
 
@@ -418,9 +419,7 @@ def test_a_plain_flax_module_is_sharded_by_its_own_metadata():
     mesh = MeshConfig(data=2, tensor=4).build()
 
     def make():
-        kernel_init = nnx.with_partitioning(
-            nnx.initializers.lecun_normal(), ("input", "hidden"), eager_sharding=False
-        )
+        kernel_init = named(nnx.initializers.lecun_normal(), ("input", "hidden"))
         return nnx.state(nnx.Linear(8, 16, kernel_init=kernel_init, rngs=nnx.Rngs(0)))
 
     state = jax.jit(make, out_shardings=shardings(nnx.eval_shape(make), mesh, RULES))()

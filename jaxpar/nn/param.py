@@ -11,6 +11,16 @@ from jaxpar.sharding import check_dims
 Initializer = Callable[[jax.Array, Sequence[int], jnp.dtype], jax.Array]
 
 
+def named(init: Initializer, dims: tuple[str | None, ...]) -> Initializer:
+    """An initializer for a Flax layer whose parameter carries the names of its dims, as of `named_param`.
+
+    Example:
+      init = jaxpar.named(nnx.initializers.lecun_normal(), ("input", "hidden"))
+      up = nnx.Linear(64, 256, kernel_init=init, rngs=rngs)
+    """
+    return nnx.with_partitioning(init, dims, eager_sharding=False)
+
+
 def named_param(value: jax.Array, dims: tuple[str | None, ...]) -> nnx.Param:
     """An `nnx.Param` that carries the logical name of each of its dims, as Flax's `out_sharding` metadata.
 

@@ -6,9 +6,10 @@ than the layers do, a stage has its own layers alone, in a pool (`partition.pool
 which of the two it is. All others read variables by their names, or one layer at a time.
 """
 
+import collections
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.axes import DATA, LAYERS, STAGE
 from jaxpar.base.keys import key_of
 from jaxpar.base.trees import zeros
 from jaxpar.base.types import Arrays, Module, Tree
@@ -27,12 +28,16 @@ from jaxpar.partition.packing import Packing
 from jaxpar.partition.pool import LayerPool, Leaf, OuterPool, stack_of, with_stack
 from jaxpar.pipeline.store import Store
 from jaxpar.sharding import (
+    HELD,
+    Held,
     array_of,
     axes_of_spec,
+    dims_of,
     is_variable,
     named_leaves,
     shardings,
     split_over_data,
+    user_name,
 )
 
 Variables = TypeVar("Variables", bound=Tree)
@@ -69,10 +74,25 @@ class Storage(Packing):
         """One tree, with these planes of its pool."""
         assert self.pools is not None
         own, of = {}, (nnx.Param, nnx.Variable)[number]
-        for plane, array in zip(self.pools[number].planes, planes, strict=True):
-            own[plane.name] = of(array, out_sharding=plane.dims, eager_sharding=False)
+        for place, (plane, array) in enumerate(zip(self.pools[number].planes, planes, strict=True)):
+            held: dict[str, Any] = {HELD: self._held[number, place]}
+            own[plane.name] = of(array, out_sharding=plane.dims, eager_sharding=False, **held)
         rest = self._not_pooled(tree, number)
         return nnx.State({**rest, POOLS[number]: nnx.State(own)} if own else rest)
+
+    @functools.cached_property
+    def _held(self) -> dict[tuple[int, int], tuple[Held, ...]]:
+        """What is in each plane of each pool."""
+        assert self.pools is not None
+        found = collections.defaultdict[tuple[int, int], tuple[Held, ...]](tuple)
+        for number, pool in enumerate(self.pools):
+            for kind, stored, leaf, variable in self._packed_leaves(number):
+                name, dims, shape = user_name(stored, variable), dims_of(variable), variable.shape
+                if LAYERS in dims:
+                    shape = (int(pool.is_full[kind].sum()), *shape[1:])
+                split = tuple(self.partition.param_rules.split(dims))
+                found[number, leaf.plane] += (Held(name.replace("/", "."), shape, dims, split),)
+        return found
 
     def _not_pooled(self, tree: nnx.State, number: int) -> nnx.State:
         """The variables of a tree that are in no pool."""

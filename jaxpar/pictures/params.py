@@ -1,5 +1,7 @@
 """Pictures of parameters: shape, dims, what splits them, bytes on a device."""
 
+from collections.abc import Mapping, Sequence
+
 import jax
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -11,7 +13,18 @@ from jaxpar.base.display import format_bytes, format_shape, show
 from jaxpar.base.trees import device_bytes
 from jaxpar.base.types import Params
 from jaxpar.pictures.picture import Picture
-from jaxpar.sharding import array_of, axes_of_spec, base_of, dims_of, named_leaves, user_name
+from jaxpar.sharding import (
+    HELD,
+    Axes,
+    Held,
+    array_of,
+    axes_of_spec,
+    base_of,
+    dims_of,
+    is_variable,
+    named_leaves,
+    user_name,
+)
 from jaxpar.step.state import TrainState
 
 
@@ -61,17 +74,27 @@ def _table(params: Params, heading: str = "parameter") -> Table:
             )
         sizes = layout.mesh.shape if isinstance(layout, NamedSharding) else {}
         split = axes_of_spec(layout.spec if sizes else (), array.ndim)
-        text = Text()
-        for dim, axes in zip(dims_of(leaf), split, strict=True):
-            text.append(base_of(dim) or "-")
-            text.append("".join(f"/{axis}" for axis in axes if sizes[axis] > 1), style="bold cyan")
-            text.append(", ")
-        if layout.num_devices > 1 and layout.is_fully_replicated:
-            text.append("replicated  ", style="bold yellow")
-        text.right_crop(2)
         shape, shard = format_shape(array.shape), format_shape(layout.shard_shape(array.shape))
-        table.add_row(name, shape, text, shard, format_bytes(device_bytes(array)))
+        dims = _dims(dims_of(leaf), split, sizes)
+        held: tuple[Held, ...] = leaf.get_metadata(HELD, ()) if is_variable(leaf) else ()
+        for own in held:
+            text = _dims(own.dims, own.split, sizes)
+            table.add_row(own.name, format_shape(own.shape), text, "together", "")
+        if held:
+            name, dims = f"together ({array.dtype})", Text("layers of each stage", "dim")
+        elif layout.num_devices > 1 and layout.is_fully_replicated:
+            dims.append(", " * bool(dims)).append("replicated", style="bold yellow")
+        table.add_row(name, shape, dims, shard, format_bytes(device_bytes(array)))
     return table
+
+
+def _dims(dims: Sequence[str | None], split: Sequence[Axes], sizes: Mapping[str, int]) -> Text:
+    """The names of dims, each with the axes that split it."""
+    text = Text()
+    for dim, axes in zip(dims, split, strict=True):
+        text.append(", " * bool(text) + (base_of(dim) or "-"))
+        text.append("".join(f"/{axis}" for axis in axes if sizes[axis] > 1), style="bold cyan")
+    return text
 
 
 def _bytes_of(state: TrainState) -> str:

@@ -40,7 +40,7 @@ def suggest_rules(task: Task, mesh: MeshConfig | str) -> SuggestedRules:
     require(
         task.adopts,
         f"task {task.name} has no loss, so its model is in the layer form.\n"
-        f"Fix: name the dims of its parameters, by nnx.with_partitioning.",
+        f"Fix: name the dims of its parameters, by jaxpar.named.",
     )
     size = (mesh if isinstance(mesh, MeshConfig) else MeshConfig.parse(mesh)).tensor
     require(

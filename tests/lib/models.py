@@ -18,7 +18,7 @@ SGD = OptimizerConfig(name="sgd", learning_rate=0.05, warmup_steps=0)
 
 
 def named(*dims):
-    return nnx.with_partitioning(nnx.initializers.lecun_normal(), dims, eager_sharding=False)
+    return jaxpar.named(nnx.initializers.lecun_normal(), dims)
 
 
 def draw(rngs, *shape):
