@@ -339,6 +339,7 @@ class TrainConfig:
         another one; 0 for none.
       keep_checkpoints: the newest ones kept.
       keep_best: also save and keep the state with the lowest validation loss.
+      track: log to these as well; wandb by its variables, such as WANDB_PROJECT.
       out_dir: where metrics, settings and checkpoints are written: a folder, which all processes share, or
         gs://BUCKET/FOLDER (with the package gcsfs); None takes the next free folder of runs/0001,
         runs/0002, ...
@@ -356,6 +357,7 @@ class TrainConfig:
     checkpoint_minutes: float = 0.0
     keep_checkpoints: int = 2
     keep_best: bool = True
+    track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     out_dir: str | None = None
 
     def __post_init__(self):

@@ -48,7 +48,7 @@ HELD = "held"
 
 
 class Held(NamedTuple):
-    """A variable that lies in another: its name, shape with all layers, dims, and the axes that split each."""
+    """A variable that lies in another: name, shape with all layers, dims, and the axes that split each."""
 
     name: str
     shape: tuple[int, ...]

@@ -31,7 +31,9 @@ from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.callbacks import ConsoleReport
+from jaxpar.training.loaded import LoadedRun
 from jaxpar.training.progress import Progress
+from jaxpar.training.run_folder import RunFolder
 
 SCHEDULES = (
     ("gpipe", 4, 8),
@@ -284,6 +286,17 @@ def test_parameters_with_dims_axes_and_bytes_and_the_replicated_marked(mesh):
     assert ["bias", "4", "-, replicated", "4", "16 B"] in rows
     with pytest.raises(ValueError, match="parameter bias of shape"):
         show(nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))))
+
+
+def test_a_prompt_shows_names_and_shapes_and_no_numbers():
+    setup = Setup.of(TASK, "dp1")
+    run = LoadedRun(RunFolder("nowhere"), setup, setup.init_state())
+    assert "layers.lstm.w_h  2x8x4x8" in repr(run.params).splitlines()
+    assert repr(run.params["head"]) == "bias  32\nkernel  8x32"
+    assert len(repr(run.state)) < 100
+    assert len(repr(jax.tree.map(jnp.isfinite, run.params))) < 1000
+    model = nnx.merge(setup.storage.graphdef, run.params, run.state.frozen)
+    assert nnx.state(model, nnx.Param)["head"]["bias"].shape == (32,)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -336,6 +336,14 @@ def test_help_tells_the_options(command, capsys):
         assert expected in words, printed
 
 
+@pytest.mark.parametrize("words", ["train lm --help", "--version"])
+def test_a_reader_who_has_seen_enough_is_no_error(words):
+    # The reader has gone before the first letter comes.
+    line = f"({sys.executable} -m jaxpar {words}; echo code $? >&2) | sleep 0"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "code 0\n"
+
+
 def test_options_that_mean_nothing_are_not_there(capsys):
     """A mesh is given in one way; `plan` looks for its own."""
     printed = ""

@@ -336,6 +336,12 @@ def has_compiler(machine):
         return False
 
 
+def test_a_plan_says_what_it_does(capsys):
+    for quiet, said in ((False, "ranking every mesh and pipeline by arithmetic ...\n"), (True, "")):
+        plan(TASK, machine=of(CPU, 2), num_finalists=0, quiet=quiet)
+        assert capsys.readouterr() == ("", said)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("machine", "extra"), [("v5e:2x2", "tpu"), ("h100:1x1x4", "cuda13")])
 def test_a_compiler_that_is_missing_is_named(machine, extra, capsys):

@@ -240,7 +240,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="WandB needs the package wandb\nFix: pip install wandb"):
         WandB()
-    assert main(["train", "lm", "--track", "wandb"]) == 2
+    assert main(["train", "lm", "--train.track", "wandb"]) == 2
     assert "error: WandB needs the package wandb" in capsys.readouterr().err
 
 
@@ -249,10 +249,13 @@ def test_the_command_line_tells_trackers_as_well(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(TRACKERS, "wandb", lambda: notes)
     monkeypatch.chdir(tmp_path)
     task = f"{Path(__file__).parent}/lib/models.py:Regress"
-    command = ["train", task, "--mesh", "dp1", "--kinds", "dense", "--track", "wandb"]
+    command = ["train", task, "--mesh", "dp1", "--kinds", "dense", "--train.track", "wandb"]
     assert main([*command, "--train.num-steps", "2"]) == 0
     assert notes.lines == lines_of(tmp_path / "runs" / "0001")
     assert "step 2/2  loss" in capsys.readouterr().out
+    assert main(["train", "--resume", "--train.num-steps", "3"]) == 0
+    assert notes.lines[-3:] == lines_of(tmp_path / "runs" / "0001")[-3:]
+    assert notes.lines[-3][0] == 3
 
 
 def run_in_two_parts(folder, report):

@@ -91,7 +91,6 @@ class Train(RunOptions):
       memory: memory of a device, such as 16GB: a layout that needs more, by the compiler's number, is
         refused.
       profile: write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev.
-      track: log to these as well; wandb by its variables, such as WANDB_PROJECT.
     """
 
     start: Annotated[str | None, arg(metavar="PATH")] = None
@@ -103,22 +102,19 @@ class Train(RunOptions):
     elastic: Switch = False
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
     profile: Switch = False
-    track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
 
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
         fact = "--resume-or-begin and --overwrite exclude each other"
         require(not (self.resume_or_begin and self.overwrite), f"{fact}\nFix: leave one out.")
-        from jaxpar.training.callbacks import TRACKERS, ConsoleReport
         from jaxpar.training.fit import choose_folder, fit
 
         if self.parallel.mesh is AUTO and not self.resume:  # before the minutes that a plan takes
             choose_folder(self.train.out_dir, resume=False, overwrite=self.overwrite)
-        trackers = [TRACKERS[name]() for name in self.track]
         goes_on = self.resume and self.resume_or_begin
         result = fit(
             *self._settled(), start=None if goes_on else self._start(), resume=self.resume,
-            overwrite=self.overwrite, profile=self.profile, report=[ConsoleReport(), *trackers],
+            overwrite=self.overwrite, profile=self.profile,
         )  # fmt: skip
         return 128 + result.stopped_by if isinstance(result.stopped_by, int) else 0
 
@@ -472,11 +468,8 @@ def _plan(settings: Settings, machine: str | None, num_bytes: float | None) -> "
     """The ranking, shown; stderr has what is done meanwhile."""
     from jaxpar import planning
 
-    def tell(doing: str) -> None:
-        print(f"{doing} ...", file=sys.stderr, flush=True)
-
     found = planning.find_machine(machine, num_bytes)
-    steps = planning.plan_in_steps(*settings, found, tell=tell)
+    steps = planning.plan_in_steps(*settings, found)
     first = next(steps)
     _ = first.best  # raises if none fits
     *_, last = first, *steps

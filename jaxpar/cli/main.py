@@ -39,14 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a letter that the terminal lacks shall not end a run
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if argv[:1] in (["train"], ["launch"]):  # of what others print nothing may be missing
+    from jaxpar.cli.parse import asks_help
+
+    runs = argv[:1] in (["train"], ["launch"]) and not asks_help(argv)
+    if runs:  # of what others print nothing may be missing
         keep_printing()
     debug = "--debug" in itertools.takewhile(lambda argument: argument != "--", argv)
     if not debug:  # Orbax, and what it awaits, log the tracebacks of errors that it also raises
         for name in ("absl", "asyncio"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        return _run(argv)
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         if debug:
             raise
@@ -55,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, FloatingPointError, MemoryError) as error:
         if debug:
             raise
+        if isinstance(error, BrokenPipeError) and not runs:  # who read it has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         from jaxpar.cli.options import OptionError
 
         is_box = isinstance(error, OptionError)

@@ -7,7 +7,8 @@ are there, a few real steps of each decide.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -100,6 +101,7 @@ def plan(
     machine: Machine | str | None = None,
     *,
     num_finalists: int = NUM_FINALISTS,
+    quiet: bool = False,
 ) -> Ranking:
     """Every way to run a task's training step on a machine, ranked.
 
@@ -109,6 +111,7 @@ def plan(
         searched for.
       machine: or its text, as of `find_machine`; None: the devices that JAX has, on which the finalists run.
       num_finalists: so many that fit are compiled; 0 relies on arithmetic.
+      quiet: do not print what is done, on stderr.
     Raises:
       ValueError: as of `search.rank` and `find_machine`; there is no compiler for the machine; or there are
         several processes, of which each would measure for itself.
@@ -117,7 +120,7 @@ def plan(
     check_at_least(0, num_finalists=num_finalists)
     machine = find_machine(machine)
     given, train = Parallel.of(parallel, task.parallel), train or task.train
-    *_, last = plan_in_steps(task, given, train, machine, num_finalists)
+    *_, last = plan_in_steps(task, given, train, machine, num_finalists, quiet=quiet)
     return last
 
 
@@ -127,13 +130,19 @@ def plan_in_steps(
     train: TrainConfig,
     machine: Machine,
     num_finalists: int = NUM_FINALISTS,
-    tell: Callable[[str], None] = lambda doing: None,
+    *,
+    quiet: bool = False,
 ) -> Iterator[Ranking]:
     """`plan` as it goes: by arithmetic alone, then after every program, then after all have run.
 
     Args:
-      tell: is called with what comes next, in words.
+      quiet: as of `plan`.
     """
+
+    def tell(doing: str) -> None:
+        if not quiet:
+            print(f"{doing} ...", file=sys.stderr, flush=True)
+
     tell("ranking every mesh and pipeline by arithmetic")
     if machine.is_here and num_finalists and jax.process_count() > 1:
         raise ValueError(

@@ -34,7 +34,7 @@ from jaxpar.trace.counts import draws, reductions
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TrainState(Shown):
     """Everything that a training step reads and writes.
 
@@ -65,6 +65,10 @@ class TrainState(Shown):
     carry_rules: Rules = dataclasses.field(metadata={"static": True})
     opt_memory: str | None = dataclasses.field(metadata={"static": True})
     model_size: tuple[int, int] = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        numbers, num_bytes = self.model_size
+        return f"<TrainState: {numbers:,} parameters, {format_bytes(num_bytes)}; see jaxpar.show>"
 
 
 def abstract_state(setup: Resolved) -> TrainState:

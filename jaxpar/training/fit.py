@@ -42,7 +42,7 @@ from jaxpar.step.state import (
 )
 from jaxpar.trace.varying import check_on_mesh
 from jaxpar.training import profiler
-from jaxpar.training.callbacks import Callbacks, ConsoleReport, Report, describe_stop
+from jaxpar.training.callbacks import TRACKERS, Callbacks, ConsoleReport, Report, describe_stop
 from jaxpar.training.checkpoint import check_storable
 from jaxpar.training.evaluate import check_reported
 from jaxpar.training.fingerprint import HashedBatches, describe_data
@@ -170,11 +170,12 @@ def fit(
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")
     printed = ConsoleReport() if report is None else report
-    reports = printed if isinstance(printed, Sequence) else [printed]
+    reports = [*printed] if isinstance(printed, Sequence) else [printed]
     for each in reports:
         use = "a Report, such as ConsoleReport(), or a list of them"
         require_instance("report", each, Report, use)
         check_names(f"report {type(each).__name__}", each, Report)
+    trackers = [TRACKERS[name]() for name in train.track]
     require(
         report is None or not quiet,
         "quiet=True is for what is printed, and report=... takes its place\nFix: leave out one of them",
@@ -195,7 +196,8 @@ def fit(
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
     setup = Setup.of(task, given, train)
     prepared = _prepare(setup, folder, start, resume=resume)
-    callbacks = Callbacks([] if quiet or jax.process_index() > 0 else reports)
+    told = [*reports * (not quiet), *trackers] if jax.process_index() == 0 else []
+    callbacks = Callbacks(told)
 
     with callbacks, contextlib.ExitStack() as stack:
         callbacks.call(Report.plan, setup, prepared.target)

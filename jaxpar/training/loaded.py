@@ -11,11 +11,13 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.base.checks import require, require_instance
+from jaxpar.base.display import Shown, format_shape
 from jaxpar.base.files import check_output, check_path
 from jaxpar.base.types import Json, Module
 from jaxpar.data.batches import Batches
 from jaxpar.hosts.agree import in_process_0
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
+from jaxpar.sharding import array_of, named_leaves, user_name
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
 from jaxpar.training.evaluate import evaluate, in_batches
@@ -24,6 +26,14 @@ from jaxpar.training.predict import check_out, predict
 from jaxpar.training.progress import Evaluation
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import Outgoing, model_of, outgoing, write_weights
+
+
+class Parameters(Shown, nnx.State):
+    """Parameters by their names; a prompt shows names and shapes."""
+
+    def __repr__(self) -> str:
+        leaves = ((user_name(*named), array_of(named[1])) for named in named_leaves(self))
+        return "\n".join(f"{name}  {format_shape(np.shape(leaf))}" for name, leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -55,7 +65,7 @@ class LoadedRun:
     @property
     def params(self) -> nnx.State:
         """The parameters, an `nnx.State` nested by their names; `jaxpar.show(run.params)` draws them."""
-        return self.setup.storage.in_stacks(self.state.params)
+        return Parameters(self.setup.storage.in_stacks(self.state.params))
 
     def model(self, *, sharded: bool = False) -> Module:
         """The task's model with these parameters: an ordinary module, as `make_model` makes it.
