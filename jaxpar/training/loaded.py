@@ -65,7 +65,8 @@ class LoadedRun:
     @property
     def params(self) -> nnx.State:
         """The parameters, an `nnx.State` nested by their names; `jaxpar.show(run.params)` draws them."""
-        return Parameters(self.setup.storage.in_stacks(self.state.params))
+        params = self.setup.storage.in_stacks(self.state.params)
+        return nnx.from_flat_state(nnx.to_flat_state(params), cls=Parameters)
 
     def model(self, *, sharded: bool = False) -> Module:
         """The task's model with these parameters: an ordinary module, as `make_model` makes it.
