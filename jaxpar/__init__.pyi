@@ -39,6 +39,7 @@ from jaxpar.step.functions import value_and_grad as value_and_grad
 from jaxpar.step.functions import make_predict_step as make_predict_step
 
 # What a step does.
+from jaxpar.training.comparison import compare_meshes as compare_meshes
 from jaxpar.analysis.program import inspect_step as inspect_step
 from jaxpar.analysis.measured import measure_step as measure_step
 from jaxpar.base.display import show as show

@@ -1,0 +1,39 @@
+"""Two meshes side by side: rounding that training makes larger is told from a model that depends on them."""
+
+import dataclasses
+
+import pytest
+from lib.models import SGD, Regress, Regression
+
+from jaxpar import TrainConfig, compare_meshes, fit
+
+
+class Shaped(Regression):
+    """Its numbers depend on how many rows it sees at once."""
+
+    def first(self, batch, at):
+        return super().first(batch, at) * (1 + 0.01 * batch["x"].shape[1])
+
+
+class DependsOnMesh(Regress):
+    def make_model(self, rngs):
+        return Shaped(self.kinds, rngs=rngs)
+
+
+def test_runs_that_part_by_rounding_are_told_so(tmp_path):
+    chaotic = dataclasses.replace(SGD, learning_rate=0.5)
+    train = TrainConfig(25, out_dir=str(tmp_path / "run"), checkpoint_every=0)
+    task = Regress(("cell", "dense"), optimizer=chaotic)
+    found = compare_meshes(task, "dp1", "dp2pp2", 25, train)
+    assert max(found.of_step) < 1e-5
+    assert max(found.apart[15:]) > 100 * found.apart[0]
+    assert max(found.apart[15:]) > 1e-4
+    assert "that is rounding" in str(found)
+    assert fit(task, "dp1", train, quiet=True).losses[:5] == pytest.approx(found.losses[0][:5])
+
+
+def test_a_model_that_depends_on_the_mesh_is_told_so():
+    found = compare_meshes(DependsOnMesh(("dense",)), "dp1", "dp2", 2)
+    assert min(found.of_step) > 1e-3
+    assert not found.is_rounding
+    assert "Step 1 differs from the same state: more than rounding (3e-04)" in str(found)
