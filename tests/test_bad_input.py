@@ -408,7 +408,7 @@ FILES = {
     ),
     "a text that is bytes": (
         (lambda world: (world / "a.zip").write_bytes(b"PK\x03\x04\x14\xff"), train("--corpus", "a.zip")),
-        r"a\.zip is not UTF-8: byte 0xff at offset 5",
+        r"a\.zip is not UTF-8 text: byte 0xff at offset 5",
     ),
     "a text of the web": (
         train("--corpus", "https://example.com/a.txt"), "no corpus 'https://example.com/a.txt': it is nei",
@@ -457,9 +457,9 @@ FILES = {
         train("--corpus", "two_lines.txt"), r"two_lines\.txt is too short: 2 lines do not split",
     ),
     "a text in latin1": (
-        train("--corpus", "latin1.txt"), r"latin1\.txt is not UTF-8: byte 0xe9 at offset 3",
+        train("--corpus", "latin1.txt"), r"latin1\.txt is not UTF-8 text: byte 0xe9 at offset 3",
     ),
-    "a text in UTF-16": (train("--corpus", "utf16.txt"), r"utf16\.txt is not UTF-8: byte 0xff"),
+    "a text in UTF-16": (train("--corpus", "utf16.txt"), r"utf16\.txt is not UTF-8 text: it begins as "),
     "a folder without texts": (
         train("--corpus", "nothing"), "nothing is not a corpus: none of its files is known",
     ),

@@ -315,10 +315,43 @@ def test_file_with_an_empty_end_is_refused(tmp_path):
         load_corpus(tmp_path / "x.txt")
 
 
+@pytest.mark.parametrize(
+    ("encoding", "fact", "named"),
+    [
+        ("utf-16", "it begins as UTF-16 does, with bytes ff fe", "utf-16"),
+        ("utf-32", "it begins as UTF-32 does, with bytes ff fe", "utf-32"),
+        ("utf-16-le", "byte 0xe5 at offset 10", "ENCODING"),
+        ("shift_jis", "byte 0x93 at offset 5", "ENCODING"),
+        ("gb18030", "byte 0xc8 at offset 5", "ENCODING"),
+    ],
+)
+def test_a_text_in_another_encoding_is_refused_without_a_guess(encoding, fact, named, tmp_path):
+    (tmp_path / "other.txt").write_bytes("text \u65e5\u672c\n".encode(encoding) * 40)
+    message = rf"other\.txt is not UTF-8 text: {fact}\n.*: iconv -f {named} -t utf-8$"
+    with pytest.raises(ValueError, match=message):
+        load_corpus(tmp_path / "other.txt", "char")
+    if encoding == "utf-16-le":  # of these letters alone, as of UTF-16 that was taken for Latin-1
+        (tmp_path / "other.txt").write_bytes("text\n".encode(encoding) * 40)
+        with pytest.raises(ValueError, match="UTF-8 text: byte 0x00 at offset 1\n"):
+            load_corpus(tmp_path / "other.txt", "char")
+
+
+@pytest.mark.parametrize("level", ["word", "char"])
+def test_one_long_line_is_split_between_words(level, tmp_path):
+    words = [f"word{n % 7}" for n in range(1000)]
+    (tmp_path / "line.txt").write_text(" ".join(words))
+    corpus = load_corpus(tmp_path / "line.txt", level)
+    parts = [corpus.vocabulary.decode(getattr(corpus, split)) for split in SPLITS]
+    assert " ".join(parts).split() == words
+    lengths = [len(getattr(corpus, split)) for split in SPLITS]
+    assert lengths[0] == pytest.approx(18 * lengths[1], rel=0.05)
+    assert lengths[1] == pytest.approx(lengths[2], rel=0.05)
+
+
 def test_file_that_is_not_utf8_names_the_byte(tmp_path):
     write_splits(tmp_path, "{}.txt", train="a\n", test="a\n")
     (tmp_path / "valid.txt").write_bytes(b"caf\xe9\n")
-    with pytest.raises(ValueError, match=r"valid\.txt is not UTF-8: byte 0xe9 at offset 3"):
+    with pytest.raises(ValueError, match=r"valid\.txt is not UTF-8 text: byte 0xe9 at offset 3"):
         load_corpus(tmp_path)
 
 

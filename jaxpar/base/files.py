@@ -1,5 +1,6 @@
 """Files: read as anybody may have made them, and written whole or not at all; and the user's cache folder."""
 
+import codecs
 import contextlib
 import errno
 import json
@@ -65,16 +66,25 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
       what: as of `read_file`.
     Raises:
       OSError: as of `read_file`.
-      ValueError: it is not UTF-8; names the first byte that is not.
+      ValueError: it is not UTF-8, or has NUL characters; names the first byte that is wrong.
     """
+    content, encoding = read_file(path, what), "ENCODING"
     try:
-        return read_file(path, what).decode().removeprefix("\ufeff").replace("\r\n", "\n")
+        text = content.decode()
+        place = text.find("\0")
+        if place < 0:
+            return text.removeprefix("\ufeff").replace("\r\n", "\n")
+        place = len(text[:place].encode())
     except UnicodeDecodeError as error:
-        named = f"{what} {path}".lstrip()
-        raise ValueError(
-            f"{named} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}\n"
-            f"Fix: convert it, such as by iconv -f latin1 -t utf-8"
-        ) from error
+        place = error.start
+    fact = f"byte {content[place]:#04x} at offset {place}"
+    if content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        encoding = "utf-32" if content[2:4] == b"\0\0" else "utf-16"
+        fact = f"it begins as {encoding.upper()} does, with bytes {content[:2].hex(' ')}"
+    raise ValueError(
+        f"{f'{what} {path}'.lstrip()} is not UTF-8 text: {fact}\n"
+        f"Fix: convert it from the encoding that it has: iconv -f {encoding} -t utf-8"
+    )
 
 
 def check_file(path: str | os.PathLike[str]) -> int:

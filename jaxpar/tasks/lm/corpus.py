@@ -6,7 +6,7 @@ Nothing is downloaded. Two texts come with every Python and have names; all othe
     python-source   the standard library, in characters
     a folder        ptb.{train,valid,test}.txt, wiki.{train,valid,test}.tokens or
                     {train,valid,test}.txt
-    a file          one plain text, its lines split 90 / 5 / 5 in their order
+    a file          one plain text, its lines split 90 / 5 / 5 in their order; one long line between words
 
 A text is a sequence of lines, and every line ends with the token `<eos>` (in characters it stands
 for the newline), as in the language models of the Penn Treebank (PTB).
@@ -38,6 +38,7 @@ Level = Literal["auto", "word", "char", "subword"]
 NAMES = ("python-docs", "python-source")
 LAYOUTS = ("ptb.{}.txt", "wiki.{}.tokens", "{}.txt")  # the first that a folder has is taken
 SOURCE_CHARS = 2_000_000
+LEAST_LETTERS = 200  # of one line that is split between words
 LEAST_VOCAB = 3  # <unk>, <eos> and a word
 LEAST_SUBWORDS = 258  # <unk>, <eos> and the 256 bytes, of which all is made
 
@@ -158,16 +159,23 @@ def _user_texts(name: str) -> dict[str, str]:
         raise FileNotFoundError(f"no corpus {name!r}: it is {known}.\nFix: {hint}")
     if path.is_dir():
         return {split: _read_text(file) for split, file in _split_files(path).items()}
-    lines = [f"{line}\n" for line in _read_text(path).removesuffix("\n").split("\n")]
-    num_lines = len(lines)
+    text = _read_text(path).removesuffix("\n")
+    lines = [f"{line}\n" for line in text.split("\n")]
+    num_lines, is_line = len(lines), len(lines) < 3 and len(text) >= LEAST_LETTERS
     require(
-        num_lines >= 3,
+        num_lines >= 3 or is_line,
         f"{path} is too short: {num_lines} lines do not split into train, valid and test.\n"
         f"Fix: give 3 lines or more (better 20), or a folder with {', '.join(map('{}.txt'.format, SPLITS))}.",
     )
-    held_out = max(1, num_lines // 20)
-    ends = itertools.pairwise([0, num_lines - 2 * held_out, num_lines - held_out, num_lines])
-    texts = {split: "".join(lines[a:b]) for split, (a, b) in zip(SPLITS, ends, strict=True)}
+    size = len(text) if is_line else num_lines
+    held_out = max(1, size // 20)
+    ends = [0, size - 2 * held_out, size - held_out, size]
+    if is_line:  # such as text8: between words
+        ends[1:3] = (text.rfind(" ", 0, end) + 1 or end for end in ends[1:3])
+        parts = [text[a:b].strip() + "\n" for a, b in itertools.pairwise(ends)]
+    else:
+        parts = ["".join(lines[a:b]) for a, b in itertools.pairwise(ends)]
+    texts = dict(zip(SPLITS, parts, strict=True))
     if empty := [split for split in SPLITS if not texts[split].strip()]:
         raise ValueError(
             f"{path} leaves {empty[0]} empty: of {num_lines} lines, the last {held_out} are for test, and "
