@@ -1,4 +1,4 @@
-"""Layers of `jaxpar.nn`, by themselves and in each other, trained and frozen, are differentiated on any mesh."""
+"""Layers of `jaxpar.nn`, alone and in each other, trained and frozen, are differentiated on any mesh."""
 
 import dataclasses
 
