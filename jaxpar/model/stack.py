@@ -239,10 +239,19 @@ class _Look(NamedTuple):
 
 def _look_at(make: Maker) -> _Look:
     """Traces it, twice; nothing is drawn."""
+    before = dict[str, Any]()
 
     def layer(key: jax.Array) -> Module:
         module, use = made(make, key), "an nnx.Module; return it from the function"
         require_instance("what a maker of a Stack returns", module, nnx.Module, use)
+        own = {".".join(map(str, path)): v for path, v in nnx.iter_graph(module) if is_variable(v)}
+        for name, variable in own.items():
+            require(
+                before.get(name) is not variable,
+                f"a maker of a Stack gives {type(module).__name__}s that share {name}, but each layer may run elsewhere."
+                f"\nFix: make it in the function that makes a layer, or use it several times in one layer.",
+            )
+        before.update(own)
         return module
 
     module, program = module_of("layer", layer)
