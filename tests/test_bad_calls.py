@@ -22,6 +22,7 @@ from jaxpar import (
     Stack,
     TrainConfig,
 )
+from jaxpar.nn import Stateless
 from jaxpar.pipeline import make_schedule
 from jaxpar.planning import plan
 from jaxpar.step.functions import make_eval_step
@@ -58,6 +59,7 @@ class Made:
         self.eval = make_eval_step(TASK, MESH)
         self.grad = jaxpar.value_and_grad(TASK, MESH)
         self.rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(8, 8, rngs=self.rngs)
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +159,12 @@ CALLS = {
     "a stack of a number": (lambda m: Stack(3, rngs=m.rngs), "makers=3 .*: must be a list of functions"),
     "a stack of numbers": (lambda m: Stack([3], rngs=m.rngs), "a maker of a Stack=3 .*: must be a list"),
     "a stack without random numbers": (lambda m: Stack([nnx.Linear], rngs=0), r"rngs=0 .*: must be"),
+    "a stack of one layer": (
+        lambda m: Stack([lambda rngs: m.linear] * 2, rngs=m.rngs), "gives Linears that share bias, but each",
+    ),
+    "a stack of layers with one part": (
+        lambda m: Stack([lambda rngs: Stateless(m.linear)] * 2, rngs=m.rngs), r"share module\.bias.*\nFix: m",
+    ),
     "batches of a list": (lambda m: ArrayBatches([1, 2], 2), r"arrays=\[1, 2\] .*: must be a dict of arrays"),
     "batches of nothing": (lambda m: ArrayBatches({}, 2), "arrays of {} rows"),
     "batches of a number": (lambda m: ArrayBatches({"x": 3}, 2), r"arrays\['x'\]=3 has no rows"),

@@ -12,7 +12,7 @@ from flax import nnx
 import jaxpar
 from jaxpar import ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task
 from jaxpar.base.at import LayerContext
-from jaxpar.model.row_streams import STREAMS, draw_by_rows
+from jaxpar.model.row_streams import STREAMS, as_run
 from jaxpar.partition.by_layer import by_layer
 from jaxpar.step.setup import Setup
 
@@ -101,7 +101,7 @@ def test_masks_are_the_same_on_every_mesh(mesh, time_major):
 
 
 def test_a_row_at_a_time_step_is_as_plain_flax_draws_it():
-    layer = draw_by_rows(Layer(nnx.Rngs(0)), ["__call__"])
+    layer = as_run(Layer(nnx.Rngs(0)), ["__call__"])
     x = jnp.asarray(ARRAYS["x"][:ROWS]).swapaxes(0, 1)
     at = LayerContext(*map(jnp.int32, (2, 3, 5)), key=jax.random.key(7), batch={"x": x})
     _, y = layer((), x, at)
@@ -117,7 +117,7 @@ def test_a_row_at_a_time_step_is_as_plain_flax_draws_it():
 
 
 def test_nothing_is_drawn_in_evaluation():
-    layer = draw_by_rows(Layer(nnx.Rngs(0)), ["__call__"])
+    layer = as_run(Layer(nnx.Rngs(0)), ["__call__"])
     x = jnp.asarray(ARRAYS["x"])
     _, y = layer((), x, LayerContext(*map(jnp.int32, (0, 0, 0)), batch={"x": x}))
     plain = Layer(nnx.Rngs(0))

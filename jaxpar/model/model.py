@@ -244,7 +244,9 @@ class Model(nnx.Module):
 def overrides(model: Module, name: str) -> bool:
     """Whether a model has an optional method: not that of `Model`."""
     method = getattr(model, name, None)
-    return method is not None and getattr(method, "__func__", None) is not getattr(Model, name)
+    return method is not None and getattr(method, "__func__", None) is not getattr(
+        Model, name, None
+    )
 
 
 def run_layer(

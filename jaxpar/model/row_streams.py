@@ -1,18 +1,23 @@
-"""Flax modules that draw random numbers, in the layer form: each row has keys of its own.
+"""Flax modules with random streams and plain arrays, in the layer form: each row has keys of its own.
 
 `nnx.Dropout` and others have a random stream, whose key and count are variables that a call changes. Here
 such streams have no variables. A layer or a model that has one is traced with keys as inputs. What it draws,
 such as a mask, is then drawn for each row, and for each time step where blocks are [time, rows, ...]. Its key
 is of the seed, the step, the layer, the time step, the row and the number of the stream. In evaluation,
 modules are as after `eval()`.
+
+Plain arrays of a module are no variables for Flax. Here they are, so that they are stored, stacked and laid
+out as others that are not trained.
 """
 
+import contextlib
 import contextvars
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxpar.base.at import LayerContext, anywhere
@@ -53,35 +58,63 @@ class RowStream(nnx.RngStream):
         return key
 
 
-def draw_by_rows(module: Module, methods: Iterable[str]) -> Module:
-    """A module whose random streams are those of rows; as it is if it has none.
+class Constant(nnx.Variable[jax.Array]):
+    """An array that a module has as it is: a variable for jaxpar, and in the module's methods the array."""
+
+
+def as_run(module: Module, methods: Iterable[str]) -> Module:
+    """A module as jaxpar runs it: its random streams are those of rows, its plain arrays are variables.
 
     Args:
-      methods: those that are called with a `LayerContext` as their last argument.
+      methods: in which it has arrays; those but `initial_carry` take a `LayerContext` as their last argument.
     """
-    streams = dict[int, RowStream]()
+    streams, has_constants = dict[int, RowStream](), False
     for _, node in [*nnx.iter_graph(module)]:
         for name, value in [*vars(node).items()] if isinstance(node, nnx.Pytree) else ():
             if isinstance(value, nnx.RngStream) and not isinstance(value, RowStream):
                 stream = streams.setdefault(id(value), RowStream(len(streams), value.tag))
                 setattr(node, name, stream)
+            elif isinstance(value, jax.Array | np.ndarray):
+                setattr(node, name, nnx.data(Constant(jnp.asarray(value))))
+                has_constants = True
     if streams:
         module.num_streams = len(streams)
+    if streams or has_constants:
         own = tuple(name for name in methods if overrides(module, name))
-        module.__class__ = _drawing(type(module), own)
+        module.__class__ = _as_run(type(module), own)
     return module
 
 
+@contextlib.contextmanager
+def _with_arrays(module: Module) -> Iterator[None]:
+    """The module has arrays in the place of its constants."""
+    nodes = [vars(node) for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]
+    own = [(node, [*node.items()]) for node in nodes]
+    found = [
+        (node, *item) for node, items in own for item in items if isinstance(item[1], Constant)
+    ]
+    for node, name, variable in found:
+        node[name] = variable.get_value()
+    try:
+        yield
+    finally:
+        for node, name, variable in found:
+            node[name] = variable
+
+
 @functools.cache
-def _drawing(of: type, methods: tuple[str, ...]) -> type:
+def _as_run(of: type, methods: tuple[str, ...]) -> type:
     def method(name: str):
         @functools.wraps(getattr(of, name))
         def run(self: Module, *args: Tree) -> Tree:
-            *given, at = args
-            if at.key is None:
+            with _with_arrays(self):
+                if name == "initial_carry" or not hasattr(self, "num_streams"):
+                    return getattr(of, name)(self, *args)
+                *given, at = args
+                if at.key is not None:
+                    return _with_draws(self, name, given, at)
                 self.eval()
-                return getattr(of, name)(self, *given, at)
-            return _with_draws(self, name, given, at)
+                return getattr(of, name)(self, *args)
 
         return run
 

@@ -15,7 +15,7 @@ from jaxpar.base.checks import check_takes, require, require_instance
 from jaxpar.base.keys import is_key, same_under_vmap
 from jaxpar.base.types import Activations, Arrays, Carry, Function, Module, Shapes, Tree
 from jaxpar.model.model import Sums, check_variables, run_layer
-from jaxpar.model.row_streams import draw_by_rows
+from jaxpar.model.row_streams import as_run
 from jaxpar.model.tracing import Maker, made, module_of
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.sharding import is_variable
@@ -61,7 +61,7 @@ class Stack(nnx.Module):
             require_instance("a maker of a Stack", maker, Callable, use)
             check_takes(maker, ("rngs",), "a maker of a Stack", f"use {use}")
         require_instance("rngs", rngs, nnx.Rngs, "nnx.Rngs(seed)")
-        makers = _drawing_by_rows(makers)
+        makers = _makers_as_run(makers)
         self._source, self.unroll = _Source(makers, same_under_vmap(rngs.params())), unroll
         structures = [self._source.looks[id(maker)].structure for maker in makers]
         kinds = [kind for n, kind in enumerate(structures) if kind not in structures[:n]]
@@ -190,13 +190,13 @@ def wrap_like(tree: Tree, like: Tree) -> Tree:
     return jax.tree.map(lambda old, value: old.replace(value), like, tree, is_leaf=is_variable)
 
 
-def _drawing_by_rows(makers: Sequence[Maker]) -> tuple[Maker, ...]:
-    """The makers, of layers whose random streams are those of rows."""
+def _makers_as_run(makers: Sequence[Maker]) -> tuple[Maker, ...]:
+    """The makers, of layers as `as_run` gives them."""
 
-    def by_rows(make: Maker) -> Maker:
-        return lambda rngs: draw_by_rows(make(rngs), ("__call__",))
+    def of(make: Maker) -> Maker:
+        return lambda rngs: as_run(make(rngs), ("__call__", "initial_carry"))
 
-    own = {id(make): by_rows(make) for make in makers}
+    own = {id(make): of(make) for make in makers}
     return tuple(own[id(make)] for make in makers)
 
 
@@ -239,10 +239,19 @@ class _Look(NamedTuple):
 
 def _look_at(make: Maker) -> _Look:
     """Traces it, twice; nothing is drawn."""
+    before = dict[str, Any]()
 
     def layer(key: jax.Array) -> Module:
         module, use = made(make, key), "an nnx.Module; return it from the function"
         require_instance("what a maker of a Stack returns", module, nnx.Module, use)
+        own = {".".join(map(str, path)): v for path, v in nnx.iter_graph(module) if is_variable(v)}
+        for name, variable in own.items():
+            require(
+                before.get(name) is not variable,
+                f"a maker of a Stack gives {type(module).__name__}s that share {name}, but each layer may run elsewhere."
+                f"\nFix: make it in the function that makes a layer, or use it several times in one layer.",
+            )
+        before.update(own)
         return module
 
     module, program = module_of("layer", layer)

@@ -35,7 +35,7 @@ from jaxpar.model.model import (
     run_layer,
 )
 from jaxpar.model.outer import STACK
-from jaxpar.model.row_streams import draw_by_rows
+from jaxpar.model.row_streams import as_run
 from jaxpar.model.stack import Stack, check_rows_of_carry
 from jaxpar.model.task import Task
 from jaxpar.model.tracing import flatten, made, module_of, program_of, shapes_and_program, shapes_of
@@ -133,7 +133,7 @@ class TracedModel:
         if self.cut_model is not None:
             return adopted(self.cut_model, seed)
         model = made(self.task.make_model, seed)
-        return draw_by_rows(model, ("first", "last", "predict", "last_part", "predict_part"))
+        return as_run(model, ("first", "last", "predict", "last_part", "predict_part"))
 
     def split(self, model: Module) -> tuple[Any, nnx.State, nnx.State]:
         """Structure, what is trained, and all other variables of a model."""

@@ -112,7 +112,8 @@ def _run_at_once(parts: Parts, mesh, layers, predicts, params, frozen, carry, ba
     def run_shard(params, frozen, carry, batch, key):
         group = sum(lax.axis_index(axis) for axis in axes)
         with jax.named_scope("gradients"):
-            params = vary_like(params, group)
+            # What is frozen, too: backward passes give all that they are given one type.
+            params, frozen = vary_like((params, frozen), group)
         shape = mesh.shape
         num_rows = facts.batch_size // math.prod(shape[axis] for axis in (DATA, *facts.row_axes))
         first_row, time = lax.axis_index((DATA, *facts.row_axes)) * num_rows, 0
@@ -138,7 +139,7 @@ def _run_at_once(parts: Parts, mesh, layers, predicts, params, frozen, carry, ba
     return jax.shard_map(
         run_shard,
         mesh=mesh,
-        axis_names={*axes},
+        axis_names={STAGE, *axes},  # `jax.debug.print` takes one axis that is left
         in_specs=(
             parts.partition.specs(params),
             parts.partition.specs(frozen),

@@ -1,0 +1,43 @@
+"""What `jax.debug.print` in a model says, on any mesh."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+from lib.laws import on_devices, slow
+from lib.models import Regress, Regression
+
+from jaxpar import Parallel
+from jaxpar.data.batches import place_batch
+from jaxpar.step.functions import init_state
+from jaxpar.step.setup import Setup
+from jaxpar.step.step import batch_sharding, make_loss_and_grad
+
+
+class Talks(Regression):
+    def first(self, batch, at):
+        jax.debug.print("sum {} of row {}", batch["x"].sum(), at.row)
+        return super().first(batch, at)
+
+
+@dataclasses.dataclass(frozen=True)
+class Talking(Regress):
+    kinds: tuple[str, ...] = ("dense",) * 2
+
+    def make_model(self, rngs):
+        return Talks(self.kinds, rngs=rngs)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), slow((2, 1, 2)), slow((2, 2, 2))])
+def test_each_group_prints_what_its_rows_are(mesh, capfd):
+    setup = Setup.of(Talking(), Parallel(on_devices(mesh)))
+    batch = setup.task.make_batches("train", 0).batch(0)
+    placed = place_batch(setup.task.make_batches("train", 0), 0, batch_sharding(setup))
+    jax.block_until_ready(jax.jit(make_loss_and_grad(setup))(init_state(setup), placed))
+    jax.effects_barrier()
+    said = dict(re.findall(r"sum (\S+) of row (\d+)", capfd.readouterr().out))
+    found = {int(row): float(total) for total, row in said.items()}
+    assert found == pytest.approx(
+        {row: batch["x"][row : row + 8].sum() for row in (0, 8)}, rel=1e-5
+    )
