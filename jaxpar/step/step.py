@@ -94,12 +94,14 @@ class CompiledStep:
             parallel = self._parts.partition.parallel
             if self._backward:
                 self._parts.facts.warn_of_resets()
-            if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
+            mesh = parallel.mesh
+            splits = any(size > 1 for size in (mesh.data, *dict(mesh.axes).values()))
+            if self._backward and (splits or parallel.runs_in_units):
                 check_rows_alone(self._parts)
                 check_custom_backward(self._parts)
             # Stages, and groups that take fewer rows, are not all in a unit's work at the same time.
-            is_apart = parallel.mesh.stage > 1 or not parallel.has_equal_shares
-            if parallel.mesh.tensor > 1 and is_apart:
+            is_apart = mesh.stage > 1 or not parallel.has_equal_shares
+            if mesh.tensor > 1 and is_apart:
                 # The call finds it compiled.
                 check_program(self._jitted.lower(*arguments).compile())
             release_freed_memory()
