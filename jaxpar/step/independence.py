@@ -232,11 +232,12 @@ class IndependenceCheck(Trial):
 
     def exchanges(self, part: Part) -> bool:
         """Whether a part has a collective along an axis of the task's own."""
-        args = part.variables, part.draw(), 0, 0, self.key
+        jitted: Any = self.jitted(part.run)
+        program = jitted.trace(part.variables, part.draw(), 0, 0, self.key).jaxpr.jaxpr
         axes = {*self.parts.facts.task.axes}
         return bool(axes) and any(
             axes & {*np.ravel(eqn.params.get("axes", eqn.params.get("axis_name", ())))}
-            for eqn in equations_in(self.jitted(part.run).trace(*args).jaxpr.jaxpr)
+            for eqn in equations_in(program)
         )
 
     def check_chunks(self, part: Part, length: int) -> None:

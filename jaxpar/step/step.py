@@ -32,6 +32,7 @@ from jaxpar.step.per_layer import without_empty_rows
 from jaxpar.step.resolved import Resolved
 from jaxpar.step.state import TrainState, abstract_state, state_shardings
 from jaxpar.trace.source_lines import source_line_of_instruction
+from jaxpar.trace.surprises import tell_of_optimizer
 
 # A collective-permute in a unit's work (a branch of the loop over ticks, or a loop of one turn or none), and
 # where in the model it comes from.
@@ -284,6 +285,8 @@ def train_step(setup: Resolved, *_: Any) -> CompiledStep:
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
     target = abstract_state(setup)
+    make = setup.task.make_optimizer
+    tell_of_optimizer(make, optimizer.update, target.params, target.opt_state)
     states, replicated = state_shardings(target, mesh), NamedSharding(mesh, P())
     if setup.parallel.update == "host":
         split = shardings(target.params, mesh, target.opt_rules)
