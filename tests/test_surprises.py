@@ -6,6 +6,7 @@ else: change the row of docs/surprises.md.
 
 import dataclasses
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,9 @@ from jaxpar import ArrayBatches, Parallel, PipelineConfig, Stack, Sums
 from jaxpar.step.functions import init_state, value_and_grad
 from jaxpar.step.setup import Setup
 from jaxpar.trace import surprises
+from jaxpar.trace.jaxprs import equations_in, programs_in
 
+ROOT = Path(__file__).parents[1]
 LOW = jnp.bfloat16
 
 
@@ -125,6 +128,22 @@ def test_jax_gradient_through_a_long_loop_in_bfloat16():
         return jnp.sum(outs.astype(jnp.float32))
 
     assert jax.grad(loss)(jnp.ones((), LOW)) == 256
+
+
+@pytest.mark.parametrize(("cast", "num_sums"), [(False, 1), (True, 0)])
+def test_jax_sums_a_recurrent_gradient_at_every_step(cast, num_sums):
+    """Guess: devices add up the gradient of a weight once. They do at each step, unless it is cast before."""
+
+    def loss(w, x):
+        w = lax.pcast(w, "data", to="varying") if cast else w
+        h, _ = lax.scan(lambda h, x: (jnp.tanh(h * w + x), None), x[0] * 0, x)
+        return lax.psum(jnp.sum(h), "data")
+
+    run = jax.shard_map(loss, mesh=mesh_of(8), in_specs=(P(), P(None, "data")), out_specs=P())
+    program = jax.make_jaxpr(jax.grad(run))(jnp.ones(()), jnp.ones((5, 8)))
+    loops = [eqn for eqn in equations_in(program.jaxpr) if eqn.primitive.name == "scan"]
+    inside = [eqn for loop in loops for part in programs_in(loop) for eqn in equations_in(part)]
+    assert sum(eqn.primitive.name.startswith("psum") for eqn in inside) == num_sums
 
 
 @pytest.mark.parametrize("part", ["RNN", "Embed", "ctc_loss"])
@@ -399,6 +418,24 @@ def test_numpy_sorts_bfloat16_with_a_nan_wrongly():
     np.testing.assert_array_equal(np.float32(np.sort(numbers))[:2], [3, np.nan])
     assert np.median(numbers) == 1
     assert np.isnan(np.sort(np.float32(numbers))[-1])
+
+
+# ---- the page ----
+
+
+def test_the_page_names_what_is_there():
+    """Each row has a source, and each test and each script of the page exists."""
+    page = (ROOT / "docs" / "surprises.md").read_text()
+    rows = [
+        line for line in page.splitlines() if line.startswith("| ") and "| source |" not in line
+    ]
+    for row in rows:
+        assert re.search(r"test_\w+|\w+\.sh|#\d+|the same script", row.split(" | ")[-2]), row
+    for script in set(re.findall(r"`(\w+\.sh)`", page)):
+        assert (ROOT / "findings" / script).is_file()
+    for file, name in set(re.findall(r"`(?:(test_\w+)\.py::)?(test_\w+)`", page)):
+        text = (ROOT / "tests" / f"{file or Path(__file__).stem}.py").read_text()
+        assert f"def {name}(" in text, (file, name)
 
 
 # ---- what jaxpar says before a run ----
