@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -303,6 +304,52 @@ class Mistyped(Context):
 def test_what_cannot_be_is_refused_before_the_run(task, mesh, message):
     with pytest.raises(ValueError, match=message):
         init_state(task, laid_out(mesh))
+
+
+class Cumulative(nnx.Module):
+    def __call__(self, carry, x, at: LayerContext):
+        return carry, jnp.cumsum(x, 0)
+
+
+class Over(Parted):
+    """A part of it runs over all time steps that it is given."""
+
+    def __init__(self, place, *, rngs):
+        super().__init__(("dense",), rngs=rngs)
+        self.place = place
+        if place == "layer":
+            self.layers = Stack([lambda rngs: Cumulative()], rngs=rngs)
+
+    def first(self, batch, at: LayerContext):
+        x = super().first(batch, at)
+        return jnp.cumsum(x, 0) if self.place == "first" else x
+
+    def last(self, y, batch, at: LayerContext):
+        if self.place != "last":
+            return super().last(y, batch, at)
+        y, labels = y.swapaxes(0, 1), jnp.ones((y.shape[1], 2), jnp.int32)
+        losses = optax.ctc_loss(y, jnp.zeros(y.shape[:2]), labels, jnp.zeros(labels.shape))
+        return Sums(jnp.sum(losses), jnp.float32(len(losses)))
+
+
+@dataclasses.dataclass(frozen=True)
+class OverTime(Context):
+    place: str = "last"
+
+    def make_model(self, rngs):
+        return Over(self.place, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("place", "what"), [("last", "`last`"), slow("first", "`first`"), ("layer", "layer cumulative")]
+)
+def test_what_runs_over_time_is_refused_where_an_axis_splits_it(place, what):
+    task, parallel = OverTime(place=place), laid_out("context2")
+    step, state = jaxpar.value_and_grad(task, parallel), init_state(task, parallel)
+    with pytest.raises(
+        ValueError, match=rf"^{what} gives .* 2 chunks of time: .*\nFix: gather the"
+    ):
+        step(state, task.make_batches("train", 0).batch(0))
 
 
 def test_chunks_of_time_and_unequal_shares_are_refused():

@@ -491,7 +491,18 @@ class Frozen(Toy):
     frozen = nnx.PathContains("embedding")
 
 
-Biased.__name__ = Frozen.__name__ = "Toy"  # as if the file of the task had changed
+class Halved(Toy):
+    """Its embedding has half of the bits."""
+
+    def make_model(self, rngs):
+        model = super().make_model(rngs)
+        model.embedding = jax.tree.map(lambda a: a.astype(jnp.bfloat16), model.embedding)
+        return model
+
+
+Biased.__name__ = Frozen.__name__ = Halved.__name__ = (
+    "Toy"  # as if the file of the task had changed
+)
 
 
 @pytest.mark.parametrize(
@@ -500,6 +511,7 @@ Biased.__name__ = Frozen.__name__ = "Toy"  # as if the file of the task had chan
         (Other, "must be of the task Other, got Toy"),
         (Biased, r"params/more must be float32\[3\], got nothing\nFix: set model"),
         (Frozen, "frozen/embedding/table must be float32.*, got nothing"),
+        (Halved, "params/embedding/table must be bfloat16.*, got float32"),
     ],
 )
 def test_another_model_of_the_same_fields_is_named(stored, kind, message):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr
 
 from jaxpar.base.keys import new_key
@@ -13,8 +14,9 @@ from jaxpar.base.types import Arrays, Function, Leaves, Module, Shapes, Tree
 from jaxpar.sharding import named_leaves
 from jaxpar.trace.again import difference, same_value
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call
-from jaxpar.trace.mistakes import check_equations, why_refused
+from jaxpar.trace.mistakes import check_equations, check_no_refs, has_ref, why_refused
 from jaxpar.trace.source_lines import source_line_of_error
+from jaxpar.trace.surprises import tell_of_model
 
 Maker = Callable[[nnx.Rngs], Module]
 
@@ -39,7 +41,13 @@ def module_of(what: str, make: Callable[[jax.Array], Module]) -> tuple[Module, C
 
         def draw(key: jax.Array) -> Any:
             nonlocal graphdef
-            graphdef, state = nnx.split(make(key))
+            module = make(key)
+            graphdef, state = nnx.split(module)
+            for path, leaf in jax.tree.leaves_with_path(state):
+                if not isinstance(jax.typeof(leaf), ShapedArray):
+                    name = jax.tree_util.keystr(path, simple=True, separator=".")
+                    owner = f"{what} {type(module).__name__}"
+                    raise ValueError(has_ref(owner, f"{name.removesuffix('.value')}, a Ref"))
             return state
 
         program, state = jax.make_jaxpr(draw, return_shape=True)(new_key(0))
@@ -62,6 +70,7 @@ def module_of(what: str, make: Callable[[jax.Array], Module]) -> tuple[Module, C
             f"{what}{place}: {[*shapes][found.outputs[0]]} begins with other numbers each time it is made.\n"
             f"Fix: draw it from rngs, such as jax.random.normal(rngs.params(), shape)."
         )
+    tell_of_model(what, program.jaxpr)
     return module, program
 
 
@@ -106,6 +115,8 @@ def shapes_and_program(
 
     program, (out, after) = program_of(what, run, state, *args, has_key=has_key)
     check_equations(what, equations_in(program.jaxpr))
+    check_no_refs(what, program.jaxpr)
+    tell_of_model(what, program.jaxpr)
     jaxpr = inlined(program, is_call).jaxpr
     names, names_after = (flatten(tree)[0] for tree in (state, after))
     before = dict(zip(names, jaxpr.invars[: len(names)], strict=True))

@@ -15,7 +15,7 @@ themselves, in three ways:
 
 Each is done with a key, as in training. Where something is wrong and without a key it is not, random numbers
 are to blame, and the error says so. Those that depend on how time is cut are looked for only in runs with
-chunks of time, also when a run is resumed with them: without chunks they are the same on any mesh.
+chunks of time, or with an axis that splits it, along which the part exchanges nothing.
 
 A layer whose state goes on where the batch says that another sequence begins (`resets`) is warned of.
 """
@@ -34,6 +34,7 @@ from jaxpar.base.parts import LENGTHS, PARTS, RESETS, part_of, with_part
 from jaxpar.base.types import Arrays
 from jaxpar.step.parts import Parts
 from jaxpar.step.trial import NOWHERE, Part, Tree, Trial, name_of
+from jaxpar.trace.jaxprs import equations_in
 
 _log = logging.getLogger(__name__)
 
@@ -76,11 +77,13 @@ def check_rows_alone(parts: Parts, *, predicts: bool = False) -> None:
     """
     num_rows = min(ROWS, parts.facts.batch_size) // 2 * 2
     chunks = 1 if predicts else parts.partition.parallel.num_chunks
-    if num_rows and ("rows", predicts, chunks) not in parts.facts.checked:
+    sizes = parts.partition.parallel.mesh.sizes
+    key = "rows", predicts, chunks, *(sizes[axis] for axis in parts.facts.time_axes)
+    if num_rows and key not in parts.facts.checked:
         trial = IndependenceCheck(parts, num_rows, chunks, predicts=predicts)
         for make in trial.makers.values():
             trial.check(make())
-        parts.facts.checked.add(("rows", predicts, chunks))
+        parts.facts.checked.add(key)
 
 
 class IndependenceCheck(Trial):
@@ -99,9 +102,10 @@ class IndependenceCheck(Trial):
         lengths_B = part_of(self.batch, LENGTHS)
         if steps and lengths_B is not None and (lengths_B < steps).any():
             self.check_padding(part, np.arange(steps) < np.asarray(lengths_B)[:, None])
-        if steps and self.num_chunks > 1:
-            self.check_chunks(part, steps // self.num_chunks)
-        if self.splits_time and self.key is not None:
+        pieces = max(self.num_chunks, self.time_parts)  # one of both is 1
+        if steps and pieces > 1 and not self.exchanges(part):
+            self.check_chunks(part, steps // pieces)
+        if self.time_parts > 1 and self.key is not None:
             # What reads other steps changes in any case: only what is drawn can be judged.
             moved = functools.partial(self.moved, part, part.draw(), "time", same=_same)
             if moved(self.key) and not moved(None):
@@ -226,6 +230,16 @@ class IndependenceCheck(Trial):
             "from at.lengths on, by jaxpar.nn.mask_padding(x, at) or by a weight of 0",
         )
 
+    def exchanges(self, part: Part) -> bool:
+        """Whether a part has a collective along an axis of the task's own."""
+        jitted: Any = self.jitted(part.run)
+        program = jitted.trace(part.variables, part.draw(), 0, 0, self.key).jaxpr.jaxpr
+        axes = {*self.parts.facts.task.axes}
+        return bool(axes) and any(
+            axes & {*np.ravel(eqn.params.get("axes", eqn.params.get("axis_name", ())))}
+            for eqn in equations_in(program)
+        )
+
     def check_chunks(self, part: Part, length: int) -> None:
         """Compares what a part gives for a window with what it gives for its chunks.
 
@@ -245,19 +259,22 @@ class IndependenceCheck(Trial):
             return _not_added(whole, *pieces, of=("the window", "its chunks"))
 
         model, line = self.parts.facts.cut_model, ""
+        pieces = self.sizes["time"] // length
         use = (
             "keep what lasts in a layer's carry and count steps from at.time, or use num_chunks=1, and say "
             "whole_window = True in the layer"
         )
+        if self.time_parts > 1:
+            use = "gather the window along the axis that splits time, or let no rule split it"
         if model is not None:
             kind = part.what.removeprefix("layer ")
             kind = kind if kind in model.kind_names else None
-            line = model.line_across_time(kind, self.num_chunks)
+            line = model.line_across_time(kind, pieces)
             use = "treat each time step by itself outside of nnx.RNN, or use num_chunks=1"
         self.refuse(
             part,
             chunks,
-            f"{{what}}{line} gives something else where its window is cut into {self.num_chunks} chunks of "
+            f"{{what}}{line} gives something else where its window is cut into {pieces} chunks of "
             f"time: {{wrong}}.\nFix: {use}.",
         )
 

@@ -32,6 +32,7 @@ from jaxpar.step.per_layer import without_empty_rows
 from jaxpar.step.resolved import Resolved
 from jaxpar.step.state import TrainState, abstract_state, state_shardings
 from jaxpar.trace.source_lines import source_line_of_instruction
+from jaxpar.trace.surprises import tell_of_optimizer
 
 # A collective-permute in a unit's work (a branch of the loop over ticks, or a loop of one turn or none), and
 # where in the model it comes from.
@@ -94,12 +95,14 @@ class CompiledStep:
             parallel = self._parts.partition.parallel
             if self._backward:
                 self._parts.facts.warn_of_resets()
-            if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
+            mesh = parallel.mesh
+            splits = any(size > 1 for size in (mesh.data, *dict(mesh.axes).values()))
+            if self._backward and (splits or parallel.runs_in_units):
                 check_rows_alone(self._parts)
                 check_custom_backward(self._parts)
             # Stages, and groups that take fewer rows, are not all in a unit's work at the same time.
-            is_apart = parallel.mesh.stage > 1 or not parallel.has_equal_shares
-            if parallel.mesh.tensor > 1 and is_apart:
+            is_apart = mesh.stage > 1 or not parallel.has_equal_shares
+            if mesh.tensor > 1 and is_apart:
                 # The call finds it compiled.
                 check_program(self._jitted.lower(*arguments).compile())
             release_freed_memory()
@@ -282,6 +285,8 @@ def train_step(setup: Resolved, *_: Any) -> CompiledStep:
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
     target = abstract_state(setup)
+    make = setup.task.make_optimizer
+    tell_of_optimizer(make, optimizer.update, target.params, target.opt_state)
     states, replicated = state_shardings(target, mesh), NamedSharding(mesh, P())
     if setup.parallel.update == "host":
         split = shardings(target.params, mesh, target.opt_rules)

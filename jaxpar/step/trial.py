@@ -1,6 +1,7 @@
 """Parts of a model on few rows: `first`, each kind of layer, and `last` or `predict`, each run alone."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ class Trial:
       makers: of each part by its name, in the order in which the model runs them.
       batch, special: see `_rows_of`.
       sizes: how many rows and time steps there are.
-      splits_time: whether axes of the task's own do.
+      time_parts: how many parts of each window axes of the task's own make.
       key: of random numbers in training; None for predictions.
     """
 
@@ -85,7 +86,7 @@ class Trial:
         self.jitted = functools.cache(functools.partial(quick_jit, parts))
         facts, sizes = parts.facts, parts.partition.parallel.mesh.sizes
         self.sizes = {"row": num_rows, "time": facts.num_steps or 0}
-        self.splits_time = any(sizes[axis] > 1 for axis in facts.time_axes)
+        self.time_parts = math.prod(sizes[axis] for axis in facts.time_axes)
         self.key = None if predicts else new_key(0)
         self.outer = Outer(parts, parts.abstract_model(), predicts=predicts)
         self.rng = np.random.default_rng(0)

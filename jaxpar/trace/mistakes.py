@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterable
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.ref import AbstractRef
 
 from jaxpar.base.axes import MESH_AXES, TENSOR
 from jaxpar.trace.source_lines import source_line_of_equation, source_line_of_error
@@ -64,6 +65,22 @@ def why_refused(what: str, error: Exception, *, has_key: bool) -> str | None:
             f"Fix: use jaxpar.nn.dropout(x, rate, at), or at.draw(...) only if at.key is not None."
         )
     return None
+
+
+def check_no_refs(what: str, program: Jaxpr) -> None:
+    """Raises a ValueError for a Ref that a program reads or writes, and that was there before it."""
+    for v in program.constvars:
+        if isinstance(v.aval, AbstractRef):
+            users = (source_line_of_equation(eqn) for eqn in program.eqns if v in eqn.invars)
+            raise ValueError(has_ref(_at(what, next(users, "")), "a Ref from outside"))
+
+
+def has_ref(where: str, ref: str) -> str:
+    """Of a part of a model that has a Ref."""
+    return (
+        f"{where} has {ref}: with remat it is read again after it was written, so gradients are wrong\n"
+        f"Fix: keep numbers that change in a layer's carry, and others in a plain nnx.Variable."
+    )
 
 
 def check_equations(what: str, eqns: Iterable[JaxprEqn]) -> None:

@@ -28,6 +28,7 @@ from jaxpar.base.trees import shape_of, zeros
 from jaxpar.base.types import Leaves, Module, Shapes, Tree, Value
 from jaxpar.sharding import array_of, named_leaves
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call, programs_in
+from jaxpar.trace.mistakes import check_no_refs
 from jaxpar.trace.source_lines import source_line_here
 
 Changes = dict[str, jax.Array]
@@ -302,8 +303,9 @@ def without_changes(what: str, closed: ClosedJaxpr, changed: Changes) -> ClosedJ
     """A program without the outputs of variables that may be changed.
 
     Raises:
-      ValueError: one is changed, and that would be lost.
+      ValueError: one is changed, and that would be lost; or it has a Ref.
     """
+    check_no_refs(what, closed.jaxpr)
     count = len(jax.tree.leaves(changed))
     jaxpr = inlined(closed, is_call).jaxpr
     pairs = zip(changed, jaxpr.outvars[len(jaxpr.outvars) - count :], strict=True)
