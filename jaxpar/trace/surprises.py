@@ -115,8 +115,9 @@ def _looks_up(eqn: JaxprEqn) -> bool:
 
 def _selects_carry(eqn: JaxprEqn) -> bool:
     """The last real step of each row, as `nnx.RNN` finds it."""
-    found = eqn.source_info.traceback if eqn.primitive.name == "gather" else None
-    frames = found.frames if found else ()
+    frames = (
+        getattr(eqn.source_info.traceback, "frames", ()) if eqn.primitive.name == "gather" else ()
+    )
     return any(frame.function_name == "_select_last_carry" for frame in frames)
 
 
@@ -124,12 +125,12 @@ def _decays(program: Jaxpr, state: Sequence[Var]) -> bool:
     """Multiplies a state by a factor that is too near to 1 for its type."""
     of_state = {*state} | made_of(program, state, lambda eqn: eqn.primitive.name in _MOVES)
     for eqn in program.eqns:
-        reads = [v in of_state for v in eqn.invars if isinstance(v, Var)]
+        given = [v if isinstance(v, Var) and v in of_state else None for v in eqn.invars]
         for inner in programs_in(eqn):  # of a choice: all but the index
-            pairs = zip(reversed(inner.invars), reversed(eqn.invars), strict=False)
-            if _decays(inner, [v for v, given in pairs if given in of_state]):
+            pairs = zip(reversed(inner.invars), reversed(given), strict=False)
+            if _decays(inner, [v for v, outer in pairs if outer]):
                 return True
-        if any(reads) and eqn.primitive.name == "mul" and _is_low(eqn.outvars[0]):
+        if any(given) and eqn.primitive.name == "mul" and _is_low(eqn.outvars[0]):
             factors = [float(v.val) for v in eqn.invars if isinstance(v, Literal)]
             if any(1 - _DECAY_EPS * _eps(eqn) < factor <= 1 for factor in factors):
                 return True
@@ -146,8 +147,7 @@ def _adds_norms(program: Jaxpr) -> bool:
             return True
         if name == "add" and len(given) == 2 and is_of_sums and _is_low(eqn.outvars[0]):
             return True
-        moves = is_of_sums and name in ("add", "convert_element_type", "copy")
-        if name == "reduce_sum" or moves:
+        if name == "reduce_sum" or (is_of_sums and name in ("add", "convert_element_type", "copy")):
             sums |= {*eqn.outvars}
     return False
 
@@ -171,9 +171,7 @@ _OF_MODELS: tuple[tuple[Callable[[JaxprEqn], bool], str], ...] = (
 )
 _LESS = "Fix: keep parameters in float32 and compute in {dtype}, or use a jaxpar.OptimizerConfig"
 _MEAN = f"keeps a mean over steps in {{dtype}}, which stops far from its value. {_LESS}"
-_HYPERPARAMS = (
-    f"rounds its hyperparameters to {{dtype}}, a decay of 0.999 or an eps of 1e-8. {_LESS}"
-)
+_HYPERPARAMS = f"rounds its hyperparameters to {{dtype}}, a decay of 0.999 as well. {_LESS}"
 _NORM = (
     "adds up a norm of all arrays in {dtype}, which is too small, or infinite. "
     "Fix: set TrainConfig.clip_norm instead, or convert gradients to float32 before it"
