@@ -18,6 +18,7 @@ from jaxpar import Parallel, SeriesBatches, Stack, Sums, Task, nn
 from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.step import per_layer as module
 from jaxpar.step.functions import init_state, make_train_step
+from jaxpar.step.optimizer import given_loss
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 
@@ -142,6 +143,10 @@ MAPPED = {
     "prodigy": contrib.prodigy(),
     "momentum": then(momentum()),
     "prints": then(optax.stateless(print_step)),
+    # The loss scales their updates.
+    "plateau": optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau(0.5, patience=1)),
+    "polyak": optax.polyak_sgd(0.1),
+    "momo": contrib.momo(1e-2),
 }
 # One program for each layer.
 SEPARATE = {
@@ -208,8 +213,8 @@ def run(optimizer, params, all_grads):
     with jax.numpy_dtype_promotion("standard"):
         state, made = jax.jit(optimizer.init)(params), []
         update = jax.jit(optimizer.update)
-        for grads in all_grads:
-            updates, state = update(grads, state, params)
+        for number, grads in enumerate(all_grads):
+            updates, state = update(grads, state, params, np.float32(number / 4 + 1))
             params = optax.apply_updates(params, updates)
             made.append(updates)
     return made, state
@@ -218,7 +223,7 @@ def run(optimizer, params, all_grads):
 def assert_same_as_optax(name, layout):
     setup = setup_of(name, layout)
     (plain, *grads), (stacks, *of_stacks) = zip(*(drawn(setup, n) for n in range(3)), strict=True)
-    expected, _ = run(Own.made[name], plain, grads)
+    expected, _ = run(given_loss(Own.made[name], name), plain, grads)
     found, state = run(setup.optimizer, stacks, of_stacks)
     tolerance = 1e-3 if name == "muon" else 1e-5
     for wanted, updates in zip(expected, found, strict=True):
@@ -242,7 +247,8 @@ def traced(setup):
     """The program of an update."""
     state = abstract_state(setup)
     with jax.numpy_dtype_promotion("standard"):
-        return jax.eval_shape(setup.optimizer.update, state.params, state.opt_state, state.params)
+        trees = state.params, state.opt_state, state.params
+        return jax.eval_shape(setup.optimizer.update, *trees, np.float32(1))
 
 
 @pytest.mark.rows(3)
@@ -271,7 +277,7 @@ def test_state_of_layers_is_split_over_stages(name):
     """It is also where it has other shapes than the parameters."""
     state = abstract_state(setup_of(name, "two kinds")).opt_state
     stacks = [v for _, v in named_leaves(state) if is_variable(v) and v.get_metadata("kind", None)]
-    assert len(stacks) > 5
+    assert len(stacks) >= 5
     assert {v.get_value().sharding.spec[0] for v in stacks} == {"stage"}
 
 
@@ -362,7 +368,21 @@ def test_the_host_refuses_what_parts_of_arrays_do_not_tell(name, why):
         abstract_state(setup_of(name, "empty row", update="host"))
 
 
-def test_an_optimizer_that_needs_the_loss_says_so_itself():
-    Own.made["plateau"] = contrib.reduce_on_plateau(patience=2)
-    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'value'"):
-        traced(setup_of("plateau", "dp1"))
+@pytest.mark.parametrize("update", ["host", slow("sharded")])
+def test_a_step_hands_its_loss_on(update):
+    """A plateau is reached at once: the next step's rate is half as high."""
+    Own.made["reached"] = optax.chain(
+        optax.sgd(0.1), contrib.reduce_on_plateau(0.5, patience=1, atol=1e9, rtol=0)
+    )
+    setup = Setup.of(Own(("dense",), "reached"), Parallel(on_devices((2, 1, 1)), update=update))
+    found, state = losses(setup)
+    plateau = state.opt_state[1]
+    assert float(plateau.scale) == 0.5 ** (len(found) - 1)
+    assert float(plateau.best_value) in found
+
+
+def test_an_optimizer_that_calls_the_loss_is_refused():
+    Own.made["lbfgs"] = optax.lbfgs()
+    message = r"optimizer of task lbfgs wants 'value_fn', but .*\nFix: .* a loop of your own"
+    with pytest.raises(ValueError, match=message):
+        abstract_state(setup_of("lbfgs", "dp1"))

@@ -43,7 +43,7 @@ from jaxpar.sharding import (
     split_over_data,
 )
 from jaxpar.step.functions import init_state, make_train_step
-from jaxpar.step.optimizer import clip_scale, update
+from jaxpar.step.optimizer import clip_scale, given_loss, update
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import _initial_state, abstract_state, audit
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
@@ -341,7 +341,8 @@ def freeze_by_hand(settings, num_steps=2):
         batch = make_batch(settings, mesh, seed=number, starts=number == 0)
         (loss, (carry, _)), grads = run(state, batch)
         grads["embedding"] = jax.tree.map(jnp.zeros_like, grads["embedding"])
-        params, opt_state = update(optimizer, state.params, grads, state.opt_state, jnp.array(True))
+        old = state.params, grads, state.opt_state
+        params, opt_state = update(given_loss(optimizer, "it"), *old, jnp.array(True))
         state = dataclasses.replace(
             state, step=state.step + 1, params=params, opt_state=opt_state, carry=carry
         )

@@ -40,6 +40,32 @@ def clip_scale(norm: jax.Array, clip_norm: float) -> jax.Array | None:
     return jnp.where(norm < clip_norm, jnp.ones_like(norm), clip_norm / norm)
 
 
+def given_loss(optimizer: optax.GradientTransformation, what: str) -> optax.GradientTransformation:
+    """An optimizer whose `update` takes the loss as one more argument, for those that want it (`value`).
+
+    Args:
+      what: it is, in messages.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+
+    def update(
+        updates: Params, state: OptState, params: Params = None, value: Any = None
+    ) -> tuple[Params, OptState]:
+        try:
+            return inner.update(updates, state, params, value=value, grad=updates)
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            wanted = str(error).rpartition(": ")[2]
+            refused = ValueError(
+                f"{what} wants {wanted}, but a step has only the loss (value) and its gradient (grad).\n"
+                f"Fix: use one without a line search, or write a loop of your own with value_and_grad."
+            )
+            raise refused.with_traceback(error.__traceback__) from None
+
+    return optax.GradientTransformation(inner.init, update)
+
+
 def update(
     optimizer: optax.GradientTransformation,
     params: Params,
@@ -48,10 +74,12 @@ def update(
     applies: jax.Array,
     scale: jax.Array | None = None,
     rate: jax.Array | None = None,
+    loss: jax.Array | None = None,
 ) -> tuple[Any, optax.OptState]:
     """Parameters and state after a step; as they were if `applies`, a truth value, is false.
 
     Args:
+      optimizer: as of `given_loss`.
       scale: as `clip_scale` gives it.
       rate: what the learning rate is multiplied by; None is 1.
     """
@@ -62,17 +90,17 @@ def update(
         return jax.tree.map(lambda a: (a * factor).astype(a.dtype), tree)
 
     def run(
-        params: Params, grads: Cotangents, opt_state: OptState, scale: Any, rate: Any
+        params: Params, grads: Cotangents, opt_state: OptState, scale: Any, rate: Any, loss: Any
     ) -> tuple[Arrays, Arrays]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
-            updates, opt_state = optimizer.update(times(grads, scale), opt_state, params)
+            updates, opt_state = optimizer.update(times(grads, scale), opt_state, params, loss)
             return optax.apply_updates(params, times(updates, rate)), opt_state
 
     def keep(params: Params, _: Any, opt_state: OptState, *others: Tree) -> tuple[Arrays, Arrays]:
         return params, opt_state
 
     # A choice between old and new arrays would hold both of them.
-    return lax.cond(applies, run, keep, params, grads, opt_state, scale, rate)
+    return lax.cond(applies, run, keep, params, grads, opt_state, scale, rate, loss)
 
 
 class HostOptimizer:
@@ -112,7 +140,7 @@ class HostOptimizer:
 
         Args:
           params, grads: arrays on devices, laid out as the state is.
-          how: `applies`, `scale` and `rate` as of the function, on every device.
+          how: `applies`, `scale`, `rate` and `loss` as of the function, on every device.
         """
         return self._run(self._update, (params, grads, opt_state, *how), (params, opt_state))
 

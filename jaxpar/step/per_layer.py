@@ -49,7 +49,7 @@ def per_layer(
     with fewer rows, as with `update="host"`. Then no row counts as empty; see `without_empty_rows`.
 
     Args:
-      optimizer: any of optax.
+      optimizer: any of optax, as of `given_loss`.
       rows_of: by kind, the layer in each row of its stack; -1 in empty rows.
     """
     rows_of = {kind: places_in_order(rows) for kind, rows in rows_of.items()}
@@ -57,10 +57,12 @@ def per_layer(
     def init(params: Params) -> OptState:
         return _apply(optimizer.init, rows_of, (_own(params, rows_of), params))
 
-    def update(updates: Params, state: OptState, params: Params = None) -> tuple[Params, OptState]:
+    def update(
+        updates: Params, state: OptState, params: Params = None, loss: Any = None
+    ) -> tuple[Params, OptState]:
         own = _own(updates, rows_of)
         kept = jax.eval_shape(optimizer.init, own)
-        trees = (own, updates), (kept, state), (_own(params, rows_of), params)
+        trees = (own, updates), (kept, state), (_own(params, rows_of), params), (loss, loss)
         return _apply(optimizer.update, rows_of, *trees)
 
     return optax.GradientTransformation(init, update)
@@ -156,9 +158,14 @@ def _places(tree: Tree) -> Places:
     return found
 
 
-def _with_stacks(tree: Tree, arrays: Sequence[jax.Array]) -> Arrays:
-    """A tree with these arrays in order, and in the place of `Own` stacks: variables of their kind."""
-    left = iter(arrays)
+def _with_stacks(tree: Tree, arrays: Sequence[jax.Array], params: Params) -> Arrays:
+    """A tree with these arrays in order, and in the place of `Own` stacks: variables of their kind.
+
+    Args:
+      params: with stacks, or parts of them; what has the shape of one is a variable of the same type.
+    """
+    left, variables = iter(arrays), jax.tree.leaves(params, is_leaf=is_variable)
+    shapes = {(v.get_metadata(PARAM_SHAPE, v.shape), v.shape) for v in variables}
 
     def of(node: Tree) -> Arrays:
         if not _is_own(node):
@@ -171,7 +178,8 @@ def _with_stacks(tree: Tree, arrays: Sequence[jax.Array]) -> Arrays:
         array = array_of(stack)
         if not hasattr(array, "shape"):
             return stack  # such as a list, which is refused
-        if is_variable(stack) and stack.get_metadata(PARAM_SHAPE, array.shape) == array.shape:
+        shape = array.shape
+        if is_variable(stack) and (stack.get_metadata(PARAM_SHAPE, shape), shape) in shapes:
             return stack
         dims = (LAYERS, *[None] * (stack.ndim - 1))
         metadata: dict[str, Arrays] = {"out_sharding": dims, KIND: kind, "eager_sharding": False}
@@ -199,7 +207,7 @@ def _apply(function: Callable[..., Tree], rows_of: RowsOf, *trees: tuple[Shapes,
         results = jaxpr_as_fun(jax.make_jaxpr(run)(*arrays))(*arrays)
     except _Mixed:
         results = _one_by_one(program, rows_of, inputs, outputs, *arrays)
-    return _with_stacks(made, results)
+    return _with_stacks(made, results, trees[0][1])
 
 
 def _one_by_one(

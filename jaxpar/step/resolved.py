@@ -17,6 +17,7 @@ from jaxpar.model.model import describe_value
 from jaxpar.model.task import Settings, Task
 from jaxpar.partition.partition import Partition
 from jaxpar.partition.storage import Storage
+from jaxpar.step.optimizer import given_loss
 from jaxpar.step.parts import Parts
 from jaxpar.step.per_layer import per_layer
 from jaxpar.step.user_tree import in_user_tree
@@ -88,12 +89,12 @@ class Resolved:
             f"make_optimizer of task {self.task.name} returns {describe_value(made)}.\n"
             f"Fix: return an optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer is none.",
         )
-        has_own, rows_of = self.task.has_own_optimizer, self.partition.rows_of
-        if not has_own:
+        made = given_loss(made, f"the optimizer of task {self.task.name}")
+        if not self.task.has_own_optimizer:
             return made
         if self.facts.cut_model is not None:
             made = in_user_tree(made)
-        return _of_stored(per_layer(made, rows_of), self.storage, self.mesh)
+        return _of_stored(per_layer(made, self.partition.rows_of), self.storage, self.mesh)
 
     def replace(self, **changes: Tree) -> Self:
         """With other fields of `train`."""
@@ -120,8 +121,10 @@ def _of_stored(
     def init(params: Params) -> OptState:
         return storage.packed(optimizer.init(storage.unpacked(params, mesh)), mesh)
 
-    def update(updates: Params, state: OptState, params: Params = None) -> tuple[Params, OptState]:
+    def update(
+        updates: Params, state: OptState, params: Params = None, *loss: Any
+    ) -> tuple[Params, OptState]:
         trees = (storage.unpacked(tree, mesh) for tree in (updates, state, params))
-        return storage.packed(optimizer.update(*trees), mesh)
+        return storage.packed(optimizer.update(*trees, *loss), mesh)
 
     return optax.GradientTransformation(init, update)

@@ -272,7 +272,8 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
     if not task.has_optimizer:
         return
     with jax.numpy_dtype_promotion("standard"):
-        args = setup.optimizer.update, state.params, state.opt_state, state.params
+        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        args = setup.optimizer.update, state.params, state.opt_state, state.params, loss
         if setup.parallel.update != "host":
             if task.has_own_optimizer:
                 jax.eval_shape(*args)  # mistakes in it are reported now

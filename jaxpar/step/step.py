@@ -245,7 +245,9 @@ class _HostStep(_GradientStep):
 
     def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         split, grads, *how, metrics = super().run(state, batch)
-        params, opt_state = self._host.update(split.params, grads, state.opt_state, *how)
+        params, opt_state = self._host.update(
+            split.params, grads, state.opt_state, *how, metrics.loss
+        )
         params = self._gather(state.params, params)
         return dataclasses.replace(split, params=params, opt_state=opt_state), metrics
 
@@ -280,7 +282,8 @@ def train_step(setup: Resolved, *_: Any) -> CompiledStep:
         state, grads, applies, scale, rate, metrics = gradients(state, batch, table)
         with jax.named_scope("update"):
             old = state.params, state.opt_state
-            params, opt_state = update(optimizer, old[0], grads, old[1], applies, scale, rate)
+            how = applies, scale, rate, metrics.loss
+            params, opt_state = update(optimizer, old[0], grads, old[1], *how)
             params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 

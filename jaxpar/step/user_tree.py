@@ -27,9 +27,11 @@ def in_user_tree(optimizer: optax.GradientTransformation) -> optax.GradientTrans
         tree = _UserTree(params)
         return tree.stored(optimizer.init(tree.shown(params)))
 
-    def update(updates: Params, state: OptState, params: Params = None) -> tuple[Params, OptState]:
+    def update(
+        updates: Params, state: OptState, params: Params = None, *loss: Any
+    ) -> tuple[Params, OptState]:
         tree = _UserTree(updates)
-        return tree.stored(optimizer.update(*map(tree.shown, (updates, state, params))))
+        return tree.stored(optimizer.update(*map(tree.shown, (updates, state, params)), *loss))
 
     return optax.GradientTransformation(init, update)
 

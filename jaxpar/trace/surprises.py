@@ -5,10 +5,9 @@ docs/surprises.md says more about each.
 
 import functools
 import inspect
-import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpar.base.types import Atom, Function, Shapes
-from jaxpar.trace.jaxprs import aval_of, equations_in, inlined, is_call, made_of, programs_in
+from jaxpar.trace.jaxprs import aval_of, inlined, is_call, made_of, programs_in
 from jaxpar.trace.source_lines import source_line_of_equation
 
 _log = logging.getLogger(__name__)
@@ -34,12 +33,11 @@ _MOVES = {
 
 def tell_of_model(what: str, program: Jaxpr) -> None:
     """Warns of what a part of a model does, with its line; once in a process."""
-    for eqn in program.eqns:
-        for inner in (eqn, *itertools.chain(*map(equations_in, programs_in(eqn)))):
-            for does, text in _OF_MODELS:
-                if does(inner):  # JAX keeps programs of calls with the lines of the first one
-                    place = source_line_of_equation(eqn) or what
-                    tell(f"{place} {text.format(dtype=aval_of(inner.outvars[0]).dtype)}")
+    for path in _paths(program):
+        for does, text in _OF_MODELS:
+            if does(path[-1]):  # JAX keeps programs of calls, with the lines of the first one
+                place = next(filter(None, map(source_line_of_equation, path)), "")
+                _tell(text.format(dtype=aval_of(path[-1].outvars[0]).dtype), place, what)
 
 
 def tell_of_optimizer(make: Function, update: Function, params: Shapes, state: Shapes) -> None:
@@ -66,14 +64,29 @@ def tell_of_optimizer(make: Function, update: Function, params: Shapes, state: S
     place = f"{make.__qualname__} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
     for does, text in found:
         if does:
-            tell(f"{place} {text.format(dtype=low[0])}")
+            _tell(text.format(dtype=low[0]), place)
 
 
 @functools.cache
-def tell(text: str) -> None:
-    """Warns; of each text once in a process."""
-    if jax.process_index() == 0:
-        _log.warning(text)
+def told_at(text: str) -> set[str]:
+    """The places that were told of, in this process."""
+    return set()
+
+
+def _tell(text: str, place: str, what: str = "") -> None:
+    """Warns; of a part without a place only if nothing has the same text."""
+    told = told_at(text)
+    if place not in told and (place or not told) and jax.process_index() == 0:
+        _log.warning("%s %s", place or what, text)
+    told.add(place)
+
+
+def _paths(program: Jaxpr) -> Iterator[tuple[JaxprEqn, ...]]:
+    """Each equation, after the loops and calls that it is in."""
+    for eqn in program.eqns:
+        yield (eqn,)
+        for part in programs_in(eqn):
+            yield from ((eqn, *path) for path in _paths(part))
 
 
 def _is_low(v: Any) -> bool:
@@ -92,18 +105,19 @@ def _draws(eqn: JaxprEqn) -> bool:
 
 
 def _looks_up(eqn: JaxprEqn) -> bool:
-    """Rows of a table, for more ids than ones that can be added up in its type."""
+    """Rows of a table, for more ids than ones that can be added up in its type; not for a range of places."""
     if eqn.primitive.name != "gather" or not _is_low(eqn.outvars[0]):
         return False
-    table, ids = (aval_of(v).shape for v in eqn.invars)
+    table, (*ids, _) = (aval_of(v).shape for v in eqn.invars)
     is_row = len(table) == 2 and tuple(eqn.params["slice_sizes"]) == (1, table[1])
-    return is_row and math.prod(ids[:-1]) > 2 / _eps(eqn)
+    return is_row and math.prod(ids) > max(2 / _eps(eqn), *ids)
 
 
 def _selects_carry(eqn: JaxprEqn) -> bool:
     """The last real step of each row, as `nnx.RNN` finds it."""
-    found = eqn.source_info.traceback if eqn.primitive.name == "gather" else None
-    frames = found.frames if found else ()
+    frames = (
+        getattr(eqn.source_info.traceback, "frames", ()) if eqn.primitive.name == "gather" else ()
+    )
     return any(frame.function_name == "_select_last_carry" for frame in frames)
 
 
@@ -111,12 +125,12 @@ def _decays(program: Jaxpr, state: Sequence[Var]) -> bool:
     """Multiplies a state by a factor that is too near to 1 for its type."""
     of_state = {*state} | made_of(program, state, lambda eqn: eqn.primitive.name in _MOVES)
     for eqn in program.eqns:
-        reads = [v in of_state for v in eqn.invars if isinstance(v, Var)]
+        given = [v if isinstance(v, Var) and v in of_state else None for v in eqn.invars]
         for inner in programs_in(eqn):  # of a choice: all but the index
-            pairs = zip(reversed(inner.invars), reversed(eqn.invars), strict=False)
-            if _decays(inner, [v for v, given in pairs if given in of_state]):
+            pairs = zip(reversed(inner.invars), reversed(given), strict=False)
+            if _decays(inner, [v for v, outer in pairs if outer]):
                 return True
-        if any(reads) and eqn.primitive.name == "mul" and _is_low(eqn.outvars[0]):
+        if any(given) and eqn.primitive.name == "mul" and _is_low(eqn.outvars[0]):
             factors = [float(v.val) for v in eqn.invars if isinstance(v, Literal)]
             if any(1 - _DECAY_EPS * _eps(eqn) < factor <= 1 for factor in factors):
                 return True
@@ -133,8 +147,7 @@ def _adds_norms(program: Jaxpr) -> bool:
             return True
         if name == "add" and len(given) == 2 and is_of_sums and _is_low(eqn.outvars[0]):
             return True
-        moves = is_of_sums and name in ("add", "convert_element_type", "copy")
-        if name == "reduce_sum" or moves:
+        if name == "reduce_sum" or (is_of_sums and name in ("add", "convert_element_type", "copy")):
             sums |= {*eqn.outvars}
     return False
 
@@ -158,9 +171,7 @@ _OF_MODELS: tuple[tuple[Callable[[JaxprEqn], bool], str], ...] = (
 )
 _LESS = "Fix: keep parameters in float32 and compute in {dtype}, or use a jaxpar.OptimizerConfig"
 _MEAN = f"keeps a mean over steps in {{dtype}}, which stops far from its value. {_LESS}"
-_HYPERPARAMS = (
-    f"rounds its hyperparameters to {{dtype}}, a decay of 0.999 or an eps of 1e-8. {_LESS}"
-)
+_HYPERPARAMS = f"rounds its hyperparameters to {{dtype}}, a decay of 0.999 as well. {_LESS}"
 _NORM = (
     "adds up a norm of all arrays in {dtype}, which is too small, or infinite. "
     "Fix: set TrainConfig.clip_norm instead, or convert gradients to float32 before it"

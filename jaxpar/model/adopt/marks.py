@@ -30,6 +30,7 @@ from jaxpar.sharding import array_of, named_leaves
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call, programs_in
 from jaxpar.trace.mistakes import check_no_refs
 from jaxpar.trace.source_lines import source_line_here
+from jaxpar.trace.surprises import tell_of_model
 
 Changes = dict[str, jax.Array]
 
@@ -306,6 +307,7 @@ def without_changes(what: str, closed: ClosedJaxpr, changed: Changes) -> ClosedJ
       ValueError: one is changed, and that would be lost; or it has a Ref.
     """
     check_no_refs(what, closed.jaxpr)
+    tell_of_model(what, closed.jaxpr)
     count = len(jax.tree.leaves(changed))
     jaxpr = inlined(closed, is_call).jaxpr
     pairs = zip(changed, jaxpr.outvars[len(jaxpr.outvars) - count :], strict=True)
