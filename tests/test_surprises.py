@@ -91,7 +91,7 @@ def test_jax_shares_buffers_that_begin_at_64_bytes(offset, shared):
 
 
 def test_jax_draws_in_bfloat16():
-    """Guess: a mean of 0. A million normal numbers have 128 values and a mean of -0.012."""
+    """Guess: a mean of 0. A million normal numbers have 128 values and a mean of -0.012, initial ones too."""
     low, full = (
         np.float32(jax.random.normal(jax.random.key(0), (1 << 20,), dtype))
         for dtype in (LOW, jnp.float32)
@@ -99,6 +99,8 @@ def test_jax_draws_in_bfloat16():
     assert len(np.unique(low)) == 128
     assert -0.014 < low.mean() < -0.010
     assert abs(full.mean()) < 0.003
+    kernel = nnx.initializers.lecun_normal()(jax.random.key(0), (4096, 64), LOW)
+    assert np.float32(kernel).sum(0).mean() < -0.8  # what ones give; 0 +- 0.1 is right
 
 
 def test_jax_categorical_in_bfloat16():
