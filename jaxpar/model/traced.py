@@ -19,7 +19,7 @@ from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
 from jaxpar.base.trees import check_floats, check_same, shape_of, whole_bytes
 from jaxpar.base.types import Activations, Arrays, Batch, Function, Module, Params, Shapes
-from jaxpar.data.batches import check_numbers
+from jaxpar.data.batches import check_numbers, owned
 from jaxpar.data.order import DrawnBatches
 from jaxpar.model.adopt.adopted import adopted
 from jaxpar.model.adopt.cut_model import CutModel
@@ -402,7 +402,7 @@ def _example_of(task: Task) -> Batch:
     """A batch, as users have it."""
     _check_method(f"task {task.name}", task, "make_model", "rngs")
     _check_method(f"task {task.name}", task, "make_batches", "split", "seed")
-    batch = task.example_batch()
+    batch = owned(task.example_batch())
     for path, leaf in jax.tree.leaves_with_path(batch):
         dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
         if getattr(dtype, "kind", None) in {*"OSUMm"}:  # objects, texts, dates
