@@ -160,6 +160,10 @@ CRAFTED = {
         weights({"embedding.weight": tensor("F8_E4M3", 4, 4, size=16)}, 16), START,
         r"w: embedding\.weight has the type F8_E4M3, which NumPy lacks\. Fix: convert it to F32 or BF16",
     ),
+    "a shard of torch's": (
+        weights(EMBEDDING, 4, DCP_SHARDING_INFO="{}"), START,
+        r"w is one shard of a distributed checkpoint of torch.* Fix: .*enable_consolidation=True",
+    ),
     "weights that are cut": (weights(EMBEDDING, 3), START, "w is not a whole safetensors file"),
     "a header without end": (
         write("w", struct.pack("<Q", 2**60) + b"{}"), START, "w is not a whole safetensors file",

@@ -13,6 +13,7 @@ import jaxpar
 from jaxpar import ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task
 from jaxpar.base.at import LayerContext
 from jaxpar.model.row_streams import STREAMS, as_run
+from jaxpar.nn import Stateless
 from jaxpar.partition.by_layer import by_layer
 from jaxpar.step.setup import Setup
 
@@ -125,6 +126,18 @@ def test_nothing_is_drawn_in_evaluation():
     np.testing.assert_array_equal(y, plain((), x, None)[1])
 
 
+@pytest.mark.parametrize("draws", [True, False])
+def test_streams_that_nothing_depends_on_are_read(draws):
+    """By `nnx.RNN`, for a state of zeros."""
+    rnn = nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(0)), time_major=True, rngs=nnx.Rngs(1))
+    x = jnp.asarray(ARRAYS["x"][:ROWS]).swapaxes(0, 1)
+    with jax.numpy_rank_promotion("allow"):
+        wanted, layer = rnn(x), as_run(Stateless(rnn), ["__call__"])
+        key = jax.random.key(7) if draws else None
+        at = LayerContext(*map(jnp.int32, (0, 0, 0)), key=key, batch={"x": x})
+        np.testing.assert_allclose(layer((), x, at)[1], wanted, rtol=1e-6)
+
+
 class Noisy(Layer):
     """Draws in a loop."""
 
@@ -155,7 +168,7 @@ KINDS = {"layer": Layer, "noisy": Noisy, "shared": Shared, "always": Always}
 REFUSED = {
     "noisy": "draws random numbers within a loop",
     "shared": "of a shape without time steps and rows first",
-    "always": "a random stream is read in evaluation",
+    "always": "draws random numbers in evaluation",
 }
 
 

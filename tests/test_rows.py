@@ -122,6 +122,16 @@ def test_a_norm_over_the_batch_is_refused_before_a_file_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_module_that_takes_rows_first_is_told_of_the_dims():
+    def make(rngs):
+        return Stateless(nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs))
+
+    setup = Setup.of(task_of(make=make), ONE)
+    refused = r"layer stateless mixes the rows .*\nFix: .* blocks are \[time, rows, \.\.\.\], so swap these"
+    with pytest.raises(ValueError, match=refused):
+        check_rows_alone(setup.parts)
+
+
 def gradients(task, parallel, mesh):
     return value_and_grad(task, parallel, mesh=mesh)
 

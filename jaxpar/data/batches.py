@@ -60,9 +60,14 @@ def windows(batches: Batches) -> Iterator[int]:
 def owned(tree: Arrays) -> Arrays:
     """A copy of the NumPy arrays of a batch: the caller may fill its own arrays again at once.
 
-    JAX makes no copy of some arrays on CPU, or copies them after the call that takes them has returned.
+    JAX makes no copy of some arrays on CPU, or copies them after the call that takes them has returned. Files
+    may have numbers in another order of bytes; copies have the machine's.
     """
-    return jax.tree.map(lambda a: np.array(a) if isinstance(a, np.ndarray) else a, tree)
+
+    def copy(a: np.ndarray) -> np.ndarray:
+        return np.array(a, a.dtype.newbyteorder("="))
+
+    return jax.tree.map(lambda a: copy(a) if isinstance(a, np.ndarray) else a, tree)
 
 
 def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Batch:

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxpar.base.checks import require, require_instance
@@ -32,7 +33,8 @@ class DrawnBatches:
     """Batches of arrays in memory.
 
     Attributes:
-      arrays: [length, ...] each, rows or steps; may be memory maps, batches read what they need.
+      arrays: [length, ...] each, rows or steps; may be memory maps, or of `h5py` and the like: batches read
+        what they need.
       batch_size: B, over all processes.
       seed: of what is drawn; None for evaluation, in plain order.
       num_windows: batches in an epoch.
@@ -68,7 +70,7 @@ class DrawnBatches:
         With time, a batch also has `lengths`.
         """
         at, inside, marks = self.indices(step, rows)
-        batch = {name: array[at] for name, array in self.arrays.items()}
+        batch = {name: _read(array, at) for name, array in self.arrays.items()}
         weight = np.asarray(batch.get(WEIGHT, inside), np.float32)
         counts = inside.reshape(*inside.shape, *[1] * (weight.ndim - inside.ndim))
         if RESETS in marks and RESETS in batch:  # sequences begin within sequences
@@ -97,6 +99,16 @@ class DrawnBatches:
         """Of an epoch of training."""
         assert self.seed is not None
         return np.random.default_rng([self.seed, epoch, *more])
+
+
+def _read(array: Any, at: np.ndarray) -> np.ndarray:
+    """Rows of an array; those of a file (HDF5, Zarr) in slices of neighbors."""
+    if isinstance(array, np.ndarray | jax.Array):
+        return np.asarray(array[at])
+    rows, order = np.unique(at % len(array), return_inverse=True)
+    ends = np.flatnonzero(np.diff(rows) > 1) + 1
+    parts = [np.asarray(array[part[0] : part[-1] + 1]) for part in np.split(rows, ends)]
+    return np.concatenate(parts)[order.reshape(at.shape)]
 
 
 def checked_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,13 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import jaxpr_as_fun
 
 from jaxpar.base.at import LayerContext, anywhere
+from jaxpar.base.keys import new_key
 from jaxpar.base.types import Arrays, Index, Leaves, Module, Tree
 from jaxpar.model.model import overrides
 from jaxpar.trace import varying
+from jaxpar.trace.counts import used_inputs
 from jaxpar.trace.draws import draws_apart
-from jaxpar.trace.jaxprs import reads_of
+from jaxpar.trace.jaxprs import pruned
 
 _KEYS: contextvars.ContextVar[Leaves | None] = contextvars.ContextVar("_KEYS", default=None)
 _TRACED = "layer", "time", "row", "key", "batch"  # what a context has of arrays
@@ -43,17 +46,9 @@ class RowStream(nnx.RngStream):
         self.number, self.tag = number, tag
 
     def __call__(self) -> jax.Array:
-        """The next key.
-
-        Raises:
-          ValueError: it is asked for in evaluation.
-        """
+        """The next key."""
         keys = _KEYS.get()
-        if keys is None:
-            raise ValueError(
-                "a random stream is read in evaluation.\n"
-                "Fix: draw in training alone, as nnx.Dropout does by its attribute deterministic."
-            )
+        assert keys is not None
         keys[self.number], key = jax.random.split(keys[self.number])
         return key
 
@@ -111,10 +106,9 @@ def _as_run(of: type, methods: tuple[str, ...]) -> type:
                 if name == "initial_carry" or not hasattr(self, "num_streams"):
                     return getattr(of, name)(self, *args)
                 *given, at = args
-                if at.key is not None:
-                    return _with_draws(self, name, given, at)
-                self.eval()
-                return getattr(of, name)(self, *args)
+                if at.key is None:
+                    self.eval()
+                return _with_draws(self, name, given, at)
 
         return run
 
@@ -122,7 +116,11 @@ def _as_run(of: type, methods: tuple[str, ...]) -> type:
 
 
 def _with_draws(module: Module, name: str, given: list[Tree], at: LayerContext) -> Tree:
-    """Calls a method of a module with keys for each row."""
+    """Calls a method of a module with keys for each row.
+
+    Raises:
+      ValueError: it draws in evaluation; or in a loop.
+    """
     graphdef, state = nnx.split(module)
     of = type(module).__mro__[1]  # without these keys
     context = [getattr(at, field) for field in _TRACED]
@@ -146,14 +144,22 @@ def _with_draws(module: Module, name: str, given: list[Tree], at: LayerContext) 
     dims = len(time_and_row)
 
     def keys_of(*places: Index) -> Leaves:
-        assert at.key is not None
-        key = functools.reduce(jax.random.fold_in, (at.layer, *places), at.key)
+        key = new_key(0) if at.key is None else at.key  # which is not used in evaluation
+        key = functools.reduce(jax.random.fold_in, (at.layer, *places), key)
         return [jax.random.fold_in(key, STREAMS + n) for n in range(module.num_streams)]
 
     keys = keys_of(*time_and_row)
     whole, out = jax.make_jaxpr(run, return_shape=True)(keys, arrays)
-    if reads_of(whole.jaxpr.eqns).keys().isdisjoint(whole.jaxpr.invars[: len(keys)]):
+    needed = pruned(jaxpr_as_fun(whole), *keys, *arrays)
+    if not any(
+        used_inputs(needed, *keys, *arrays)[: len(keys)]
+    ):  # as of `nnx.RNN`: its state is zeros
         return run(keys, arrays)
+    if at.key is None:
+        raise ValueError(
+            f"{of.__name__}.{name} draws random numbers in evaluation.\n"
+            f"Fix: draw in training alone, as nnx.Dropout does by its attribute deterministic."
+        )
     carries = [1 if (name, n) == ("__call__", 0) else dims for n in range(len(given))]
     one = state, [_one(a, count) for a, count in zip(given, carries, strict=True)]
     one = jax.tree.leaves((*one, _one(context, dims)))

@@ -248,8 +248,8 @@ def _look_at(make: Maker) -> _Look:
         for name, variable in own.items():
             require(
                 before.get(name) is not variable,
-                f"a maker of a Stack gives {type(module).__name__}s that share {name}, but each layer may run elsewhere."
-                f"\nFix: make it in the function that makes a layer, or use it several times in one layer.",
+                f"a maker of a Stack gives {type(module).__name__}s that share {name}, but each layer may "
+                f"run elsewhere.\nFix: make it in the function, or call it several times in one layer.",
             )
         before.update(own)
         return module

@@ -19,7 +19,7 @@ from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
 from jaxpar.base.trees import check_floats, check_same, shape_of, whole_bytes
 from jaxpar.base.types import Activations, Arrays, Batch, Function, Module, Params, Shapes
-from jaxpar.data.batches import check_numbers
+from jaxpar.data.batches import check_numbers, owned
 from jaxpar.data.order import DrawnBatches
 from jaxpar.model.adopt.adopted import adopted
 from jaxpar.model.adopt.cut_model import CutModel
@@ -420,6 +420,7 @@ def _example_of(task: Task) -> Batch:
         if fix:
             name = f"batch{jax.tree_util.keystr(path)} of task {task.name}"
             raise ValueError(f"{name} is {what}.\nFix: {fix}.")
+    batch = owned(batch)
     check_numbers(batch)
     check_parts(batch, f"of task {task.name}")
     return batch

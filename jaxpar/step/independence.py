@@ -61,6 +61,9 @@ _ALONE = (
     "(rows_together = 8)",
     "return sums over rows, no means over the rows or places that count",
 )
+_ROWS_FIRST = (
+    "; blocks are [time, rows, ...], so swap these dims around a module that wants rows first"
+)
 
 
 def check_rows_alone(parts: Parts, *, predicts: bool = False) -> None:
@@ -138,6 +141,8 @@ class IndependenceCheck(Trial):
                 raise ValueError(
                     f"{part.what} mixes the rows of a batch: where row {row} of its input is replaced, "
                     f"its {name} changes in others, too.\nFix: {_ALONE[name == 'gradient']}"
+                    + _ROWS_FIRST
+                    * (name != "gradient" and self.parts.facts.time_major)
                 )
 
         moved = functools.partial(self.moved, part, inputs, "row")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.keys import new_key
 from jaxpar.base.parts import LENGTHS, PARTS, part_of
 from jaxpar.base.types import Arrays, Batch, Function
-from jaxpar.data.batches import EndOfStreamError
+from jaxpar.data.batches import EndOfStreamError, owned
 from jaxpar.model.model import checked_sums
 from jaxpar.model.task import Task
 from jaxpar.model.tracing import made, naming_errors
@@ -332,7 +332,7 @@ def _first_batches(batches: Any) -> Iterator[Any]:
             batch = batches.batch(step)  # rows with padding may come later
         except EndOfStreamError:
             return
-        yield jax.tree.map(np.array, batch)
+        yield jax.tree.map(np.asarray, owned(batch))
 
 
 def _padded_first(batch: Batch) -> Arrays:

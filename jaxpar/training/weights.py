@@ -444,6 +444,11 @@ def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
     texts, tensors = header.pop("__metadata__", None) or {}, {}
+    require(
+        "DCP_SHARDING_INFO" not in texts,
+        f"{path} is one shard of a distributed checkpoint of torch: it has parts of tensors.\n"
+        f"Fix: save it with HuggingFaceStorageWriter(..., enable_consolidation=True).",
+    )
     for name, entry in header.items():
         require(
             entry["dtype"] in _DTYPES,
