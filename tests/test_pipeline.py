@@ -208,7 +208,7 @@ def test_all_lengths_are_one_program_on_stages_and_equal_plain(
 @pytest.mark.parametrize(
     ("length", "num_buckets", "message"),
     [
-        (3, 4, "3 time steps is not made of 1 to 4 chunks of 2"),
+        (3, 4, "makes chunks of 2 time steps, and a batch has 3"),
         (12, 4, "12 time steps, those of task LM have 8 at most"),
         (12, 0, r"12 time steps, those of task LM have 8( at most)?\.\nFix: change the length"),
         (4, 0, r"4 time steps, those of task LM have 8( at most)?\.\nFix: change the length"),
