@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.base.parts import LENGTHS, RESETS, part_of
-from jaxpar.base.trees import has_time, time_steps
+from jaxpar.base.trees import time_steps, timed_leaves
 from jaxpar.base.types import Activations, Batch, Function, Index
 
 # Added to the number of a draw, so that no dropout has the same key.
@@ -134,8 +134,7 @@ def draw_rows(
 
 def _check_rows(shape: Sequence[int], at: LayerContext) -> None:
     dim = int(at.time_major)
-    pairs = zip(jax.tree.leaves(at.batch), jax.tree.leaves(has_time(at.batch)), strict=True)
-    rows = {leaf.shape[dim * timed] for leaf, timed in pairs if jnp.ndim(leaf)}
+    rows = {leaf.shape[dim * timed] for leaf, timed in timed_leaves(at.batch) if jnp.ndim(leaf)}
     wanted = rows if len(rows) == 1 else {*shape[dim : dim + 1]}
     if len(shape) <= dim or {shape[dim]} != wanted:
         dims = "time, rows, ..." if at.time_major else "rows, ..."

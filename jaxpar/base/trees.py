@@ -1,7 +1,7 @@
 """Trees of arrays: added up, zero, as shapes, compared, and cast to differ over the axes of a `shard_map`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +26,21 @@ def has_time(batch: Batch) -> Arrays:
     return with_part(found, STATIC, jax.tree.map(lambda _: False, static))
 
 
+def timed_leaves(batch: Batch) -> Iterator[tuple[Value, bool]]:
+    """Each array of a batch, and whether it has time."""
+    return zip(jax.tree.leaves(batch), jax.tree.leaves(has_time(batch)), strict=True)
+
+
 def time_steps(batch: Batch, dim: int) -> dict[str, int]:
     """By name, the sizes of this dim of arrays with time; without those of one step, which all steps share.
 
     Args:
       dim: of time, 1 of a batch as users have it, 0 as a model sees it.
     """
-    leaves = jax.tree.leaves_with_path(batch)
-    pairs = zip(leaves, jax.tree.leaves(has_time(batch)), strict=True)
+    paths = (path for path, _ in jax.tree.leaves_with_path(batch))
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): a.shape[dim]
-        for (path, a), timed in pairs
+        for path, (a, timed) in zip(paths, timed_leaves(batch), strict=True)
         if timed and a.shape[dim] > 1
     }
 

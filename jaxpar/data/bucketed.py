@@ -174,7 +174,7 @@ class BucketedBatches(SequenceBatches):
 
     @property
     def longest(self) -> int:
-        """See `DrawnBatches`."""
+        """The step of a batch that no other one is longer than, for `Task.example_batch`."""
         return int(self._bucket_P[self._drawn(0).max(axis=1)].argmax())
 
     def draw(self, epoch: int) -> np.ndarray:

@@ -39,7 +39,6 @@ class DrawnBatches:
       num_windows: batches in an epoch.
       lookahead: steps after its own that a step reads, 0 or 1: so many at the end are read by others alone.
       index_dims: of `BatchIndices.at`: 1 where arrays are of rows, 2 where they are of steps.
-      longest: the step of a batch that no other one is longer than.
     """
 
     lookahead: ClassVar[int] = 0
@@ -68,11 +67,6 @@ class DrawnBatches:
         check_at_least(0, seed=0 if seed is None else seed)
         self.batch_size, self.seed = batch_size, seed
         self._drawn = functools.lru_cache(maxsize=2)(self.draw)
-
-    @property
-    def longest(self) -> int:
-        """See the class."""
-        return 0
 
     def batch(self, step: int, rows: slice = slice(None)) -> Any:
         """See `Batches`; `weight` float32 [B] or [B, T] is 1, or what the arrays say, and 0 for padding.

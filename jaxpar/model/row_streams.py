@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.base.at import LayerContext, anywhere
-from jaxpar.base.trees import has_time
+from jaxpar.base.trees import has_time, timed_leaves
 from jaxpar.base.types import Arrays, Index, Leaves, Module, Tree
 from jaxpar.model.model import overrides
 from jaxpar.trace import varying
@@ -128,8 +128,7 @@ def _with_draws(module: Module, name: str, given: list[Tree], at: LayerContext) 
     one = [a for a, fixed in zip(one, is_shape, strict=True) if not fixed]
     of_one = functools.partial(run, at=at._replace(layout=anywhere))
     block = given[-1] if name == "__call__" else at.batch  # x of a layer, or the batch
-    pairs = zip(jax.tree.leaves(block), jax.tree.leaves(has_time(block)), strict=True)
-    shapes = [jnp.shape(a) for a, timed in pairs if timed or not at.time_major]
+    shapes = [jnp.shape(a) for a, timed in timed_leaves(block) if timed or not at.time_major]
     sizes = max(shapes, key=len, default=())[:dims]
     single = jax.make_jaxpr(of_one)(keys, one)
     drawn = draws_apart(whole, single, range(len(keys)), sizes, lambda eqn: False)

@@ -33,6 +33,7 @@ from jaxpar.base.trees import (
     same_along,
     summed,
     time_steps,
+    timed_leaves,
     zeros,
 )
 from jaxpar.base.types import Arrays, Batch, Carry, Cotangents, Index, Specs, Tree
@@ -309,10 +310,9 @@ class Pipeline(Spec):
         for leaf in jax.tree.leaves(carry):
             assert jnp.issubdtype(leaf.dtype, jnp.floating)
             _expect("dim 1 of a carry", leaf.shape[1], num_rows, "give it the rows of the batch")
-        leaves = zip(jax.tree.leaves(batch), jax.tree.leaves(has_time(batch)), strict=True)
-        for leaf, timed in leaves:
-            rows = leaf.shape[self.rows_dim * timed :][:1] or (num_rows,)
-            _expect("rows of a batch", *rows, num_rows, "change microbatch_rows, or the batch")
+        for leaf, timed in timed_leaves(batch):
+            rows = leaf.shape[self.rows_dim * timed] if jnp.ndim(leaf) else num_rows
+            _expect("rows of a batch", rows, num_rows, "change microbatch_rows, or the batch")
         lengths = {*time_steps(batch, 0).values()}
         if (K := table.max_chunks * self.num_segments) > 1 and lengths:
             fix = f"change chunk_len={self.chunk_len}, or the {K} chunks of the table"

@@ -108,18 +108,16 @@ class Trial:
         self.x, x_of_twice = map(shape_of_x, (batch, twice))
         rows, steps = jax.tree.map(_dim_of_rows, self.x, x_of_twice), parts.facts.num_steps
 
-        def of_time(dim: int, a: Any) -> int:
-            return dim if steps and np.shape(a)[dim : dim + 1] == (steps,) else NOWHERE
-
-        def of_batch(a: Any, timed: bool) -> int:
-            return of_time(1, a) if timed else NOWHERE
+        def of_time(dim: int, a: Any, timed: bool = True) -> int:
+            has_steps = steps and np.shape(a)[dim : dim + 1] == (steps,)
+            return dim if timed and has_steps else NOWHERE
 
         times = jax.tree.map(functools.partial(of_time, 0), self.x)
         self.dims = {
             "row": dict.fromkeys(("x", "output", "gradient"), rows)
             | {"batch": jax.tree.map(lambda a: 0 if np.ndim(a) else NOWHERE, batch)},
             "time": dict.fromkeys(("x", "output", "gradient"), times)
-            | {"batch": jax.tree.map(of_batch, batch, has_time(batch))},
+            | {"batch": jax.tree.map(functools.partial(of_time, 1), batch, has_time(batch))},
         }
         inputs = {"batch": batch}
         part = Part(facts.ends[0], run, variables, lambda: inputs, self.dims, run)
