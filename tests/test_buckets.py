@@ -6,16 +6,21 @@ import math
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from lib.models import Regress
+from lib.models import SGD, Regress
 
 import jaxpar
+from jaxpar import Stack, Sums
 from jaxpar.data.batches import place_batch
 from jaxpar.data.bucketed import BucketedBatches, choose_edges
 from jaxpar.mesh import ONE_DEVICE
+from jaxpar.nn import GRU, Bidirectional
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding
 from jaxpar.tasks.lm.corpus import load_corpus
@@ -485,3 +490,89 @@ def test_buckets_that_are_no_whole_chunks_are_refused():
     ):
         task.check(PARALLEL)
     task.check(jaxpar.Parallel())  # no chunks, no matter
+
+
+# A task of one's own.
+
+
+class Centred(nnx.Module):
+    """It takes the mean of two rows' real steps away."""
+
+    rows_together = 2
+
+    def __call__(self, carry, x, at):
+        weight = at.batch["weight"][..., None]
+        mean = jnp.sum(x * weight, 1, keepdims=True) / jnp.maximum(weight.sum(1, keepdims=True), 1)
+        return carry, x - 0.1 * mean
+
+
+class Tagger(nnx.Module):
+    """A class for each sequence, by the mean of its steps, read both ways."""
+
+    def __init__(self, rngs):
+        self.out = nnx.Linear(4, 3, rngs=rngs)
+        both = [lambda rngs: Bidirectional(GRU(4, rngs=rngs), GRU(4, rngs=rngs))]
+        self.layers = Stack([*both, lambda rngs: Centred(), *both], rngs=rngs)
+
+    def first(self, batch, at):
+        return batch["x"]
+
+    def last(self, y, batch, at):
+        weight = batch["weight"]
+        mean_BE = jnp.sum(y * weight[..., None], 0) / jnp.maximum(weight.sum(0), 1)[:, None]
+        labels_B, is_real_B = batch["static"]["label"], weight[0]
+        losses = optax.softmax_cross_entropy_with_integer_labels(self.out(mean_BE), labels_B)
+        return Sums(jnp.sum(losses * is_real_B), jnp.sum(is_real_B))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tags(jaxpar.Task):
+    edges: tuple[int, ...] = (4, 8)
+    optimizer = SGD
+    variable_length = True
+
+    def make_model(self, rngs):
+        return Tagger(rngs)
+
+    def make_batches(self, split, seed=None):
+        rng = np.random.default_rng(0)
+        lengths = rng.integers(1, 9, 24)
+        arrays = {"x": rng.normal(size=(lengths.sum(), 4)).astype(np.float32)}
+        arrays["static"] = {"label": rng.integers(0, 3, 24).astype(np.int32)}
+        return BucketedBatches(arrays, lengths, 4, self.edges, seed)
+
+
+class Steps(Tagger):
+    """It counts each step by itself, and its layers read forward alone."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.layers = Stack([lambda rngs: GRU(4, rngs=rngs)], rngs=rngs)
+
+    def last(self, y, batch, at):
+        return Sums(jnp.sum(y.mean(-1) * batch["weight"]), jnp.sum(batch["weight"]))
+
+
+class Forgetful(Tags):
+    variable_length = False
+
+
+class Plain(Tags):
+    def make_model(self, rngs):
+        return Steps(rngs)
+
+
+def test_layers_of_whole_windows_and_mixed_rows_read_buckets_on_stages():
+    train = jaxpar.TrainConfig(num_steps=6)
+    one, stages = (jaxpar.fit(Tags(), mesh, train, quiet=True).losses for mesh in ("dp1", "pp2"))
+    np.testing.assert_allclose(one, stages, rtol=SAME_LOSS)
+
+
+def test_buckets_that_do_not_fit_are_refused_before_a_run(tmp_path):
+    train = jaxpar.TrainConfig(num_steps=2, out_dir=str(tmp_path / "run"))
+    chunks = jaxpar.Parallel("pp2", jaxpar.PipelineConfig(num_chunks=2))
+    with pytest.raises(ValueError, match=r"chunks of 4 time steps, and batches have \[6\]"):
+        jaxpar.fit(Plain((4, 6, 8)), chunks, train, quiet=True)
+    with pytest.raises(ValueError, match=r"have 2 lengths.*\nFix: write variable_length = True"):
+        jaxpar.fit(Forgetful(), "dp1", train, quiet=True)
+    assert not [*tmp_path.iterdir()]

@@ -13,7 +13,7 @@ import pytest
 from lib.any_model import Calm, assert_same
 from lib.laws import slow
 from lib.layers import Attention, Balanced, Ends, Experts, Join, Map, Norm, Penalized
-from lib.models import MAKERS, WIDTH
+from lib.models import MAKERS, WIDTH, Series, WithStatic
 
 from jaxpar import RULES, MeshConfig, Parallel, PipelineConfig, Stack, nn
 from jaxpar.base.stage_names import NamedPlacement
@@ -54,7 +54,13 @@ class Any(Ends):
         if "tied" in self.how:
             table = self.marks[0].embedding[...]
             y = y + jnp.tanh(y @ table.T) @ table / len(table)
+        if "static" in batch:
+            y = y * (1 + batch["static"]["first"])[:, :1]
         return super().last(y, batch, at)
+
+    def first(self, batch, at):
+        x = super().first(batch, at)
+        return x + batch["static"]["first"].sum(1)[:, None] if "static" in batch else x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +70,12 @@ class Drawn(Calm):
     how: tuple[str, ...] = ()
     own_axes: tuple[str, ...] = ()
     is_large: bool = False
+    is_static: bool = False
+
+    def make_batches(self, split, seed=None):
+        batches = super().make_batches(split, seed)
+        batches.__class__ = WithStatic if self.is_static else Series
+        return batches
 
     @property
     def axes(self):
@@ -143,7 +155,7 @@ def draw(pick):
         is_large=pick(True, False),
     )
     freeze = pick(None, None, None, "scale", "words", "up", *ModelFacts.of(task).kinds)
-    return dataclasses.replace(task, freeze=freeze), parallel
+    return dataclasses.replace(task, freeze=freeze, is_static=pick(True, False)), parallel
 
 
 LARGE = {

@@ -428,7 +428,7 @@ def test_rows_are_those_of_several_batches_and_a_short_stream_is_enough():
             def make_batches(self, split, seed=None, num=num):
                 return IteratorBatches(lambda: read(num), 8)
 
-        batch, special = trial._rows_of(Streamed(), 4)
+        batch, special = trial._rows_of(task := Streamed(), task.example_batch(), 4)
         np.testing.assert_array_equal(batch["id"][:, 0], expected)
         np.testing.assert_array_equal(special["id"], [-1, 0, max(expected)])
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.base.parts import LENGTHS, RESETS, part_of
+from jaxpar.base.trees import time_steps, timed_leaves
 from jaxpar.base.types import Activations, Batch, Function, Index
 
 # Added to the number of a draw, so that no dropout has the same key.
@@ -28,7 +29,7 @@ class LayerContext(NamedTuple):
       row: of its first row, within the global batch; int32.
       key: of this training step, the same for all layers and blocks; None in evaluation. Draw random numbers
         by `draw`, or by `nn.dropout`.
-      batch: the block's part of the batch.
+      batch: the block's part of the batch; what has no time (`static`) is [rows, ...], whole in every block.
       layout: lays activations out by the names of their dims, `at.layout(x, "batch", None, "heads")`.
       time_major: whether blocks are [time, rows, ...]; else [rows, ...].
       platform: of the devices that compute, as JAX calls it; None is that of JAX's default devices.
@@ -83,8 +84,7 @@ class LayerContext(NamedTuple):
         lengths = part_of(self.batch, LENGTHS)
         if lengths is None:
             return None
-        dim = 0 if self.time_major else 1
-        steps = max(leaf.shape[dim] for leaf in jax.tree.leaves(self.batch) if jnp.ndim(leaf) > 1)
+        steps = max(time_steps(self.batch, int(not self.time_major)).values(), default=1)
         return jnp.clip(lengths.astype(jnp.int32) - self.time, 0, steps)
 
     def draw(self, sample: Function, shape: Sequence[int], number: int = 0) -> jax.Array:
@@ -134,8 +134,7 @@ def draw_rows(
 
 def _check_rows(shape: Sequence[int], at: LayerContext) -> None:
     dim = int(at.time_major)
-    sized = [leaf for leaf in jax.tree.leaves(at.batch) if jnp.ndim(leaf)]
-    rows = {leaf.shape[dim if leaf.ndim > 1 else 0] for leaf in sized}
+    rows = {leaf.shape[dim * timed] for leaf, timed in timed_leaves(at.batch) if jnp.ndim(leaf)}
     wanted = rows if len(rows) == 1 else {*shape[dim : dim + 1]}
     if len(shape) <= dim or {shape[dim]} != wanted:
         dims = "time, rows, ..." if at.time_major else "rows, ..."

@@ -16,6 +16,7 @@ RESETS = "resets"  # in which rows and at which time steps it does within a wind
 LENGTHS = "lengths"  # how many steps of each row are real; those after them are padding
 RATE = "rate"  # what the learning rate of its step is multiplied by
 WEIGHT = "weight"  # how much each place counts; 0 is padding
+STATIC = "static"  # arrays [rows, ...] without time: one, or a dict of them
 
 
 class Part(NamedTuple):

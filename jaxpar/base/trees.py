@@ -1,7 +1,7 @@
 """Trees of arrays: added up, zero, as shapes, compared, and cast to differ over the axes of a `shard_map`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,49 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.types import Arrays, Shapes, Specs, Value
+from jaxpar.base.parts import STATIC, part_of, with_part
+from jaxpar.base.types import Arrays, Batch, Shapes, Specs, Value
 
 
 def add(totals: Arrays, parts: Arrays) -> Arrays:
     """Adds two trees, in the dtypes of the first."""
     return jax.tree.map(lambda total, part: total + part.astype(total.dtype), totals, parts)
+
+
+def has_time(batch: Batch) -> Arrays:
+    """Of each array of a batch, whether it has time: those [rows], and all under `static`, have none."""
+    found = jax.tree.map(lambda a: np.ndim(a) > 1, batch)
+    if (static := part_of(batch, STATIC)) is None:
+        return found
+    return with_part(found, STATIC, jax.tree.map(lambda _: False, static))
+
+
+def timed_leaves(batch: Batch) -> Iterator[tuple[Value, bool]]:
+    """Each array of a batch, and whether it has time."""
+    return zip(jax.tree.leaves(batch), jax.tree.leaves(has_time(batch)), strict=True)
+
+
+def time_steps(batch: Batch, dim: int) -> dict[str, int]:
+    """By name, the sizes of this dim of arrays with time; without those of one step, which all steps share.
+
+    Args:
+      dim: of time, 1 of a batch as users have it, 0 as a model sees it.
+    """
+    paths = (path for path, _ in jax.tree.leaves_with_path(batch))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): a.shape[dim]
+        for path, (a, timed) in zip(paths, timed_leaves(batch), strict=True)
+        if timed and a.shape[dim] > 1
+    }
+
+
+def uneven(batch: Batch) -> str:
+    """That arrays of a batch have other numbers of time steps, in words; "" if all have as many."""
+    steps = time_steps(batch, 1)
+    if len({*steps.values()}) < 2:
+        return ""
+    each = " and ".join(f"{size} time steps ({name})" for name, size in steps.items())
+    return f"arrays of a batch have {each}; those without time belong under {STATIC!r}"
 
 
 def in_float32(tree: Arrays) -> Arrays:

@@ -19,7 +19,8 @@ class ArrayBatches(DrawnBatches):
     every row once, the last batch padded with copies of row 0 whose weight is 0.
 
     Args:
-      arrays: [N, ...] each. A `weight` [N] or [N, T] of yours multiplies that of the batch.
+      arrays: [N, ...] each, and those without time in a dict, `static`. A `weight` [N] or [N, T] of yours
+        multiplies that of the batch.
       batch_size: B.
       seed: None for evaluation.
     Raises:

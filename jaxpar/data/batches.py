@@ -37,9 +37,10 @@ class Batches(Protocol):
 
         Returns:
           a pytree of NumPy arrays [rows, ...] and scalars, which are copied before the next call: the same
-          arrays may be filled again. Fields or keys of some names mean something (`base.parts.PARTS`):
-          `starts` says whether carried state begins anew; without it, it does so with every batch. Where rows
-          end with padding, `lengths` [rows] gives the number of real time steps of each.
+          arrays may be filled again. Arrays under `static` have no time. Fields or keys of other names mean
+          something, too (`base.parts.PARTS`): `starts` says whether carried state begins anew; without it, it
+          does so with every batch. Where rows end with padding, `lengths` [rows] has the number of real time
+          steps of each.
         """
         ...
 

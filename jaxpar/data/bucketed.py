@@ -9,8 +9,8 @@ Each bucket pads its sequences to its own length, its edge. Buckets of 3 and 5 s
     bucket of 5 steps  c d e f g
                        m n o p _
 
-A pipeline needs edges that are multiples of its chunks, the longest edge / num_chunks. A task with such
-batches says `variable_length`, and its `example_batch` is one of the longest: the last one of an evaluation.
+Chunks of time need edges that are multiples of a chunk, the longest edge / num_chunks. A task with such
+batches says `variable_length = True`.
 
 Dims: S sequences, P pieces of sequences, B batch rows, T time steps, N batches of an epoch.
 """
@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.base.checks import check_divides, require
-from jaxpar.base.parts import LENGTHS, STARTS
-from jaxpar.data.order import BatchIndices, check_at_least
+from jaxpar.base.parts import LENGTHS, STARTS, STATIC
+from jaxpar.data.order import BatchIndices, check_at_least, checked_arrays, map_arrays
 from jaxpar.data.sequences import SequenceBatches, check_lengths
 
 
@@ -98,7 +98,8 @@ class BucketedBatches(SequenceBatches):
     the state of what came before.
 
     Args:
-      arrays: [steps, ...] each, such as inputs and targets of every step.
+      arrays: [steps, ...] each, such as inputs and targets of every step; and `static`, an array or a dict of
+        arrays [sequences, ...] without time, such as a label for each sequence.
       lengths: the steps of each sequence; empty ones are left out.
       batch_size: B, over all processes.
       edges: the time steps of each bucket, increasing; see `choose_edges`.
@@ -126,14 +127,20 @@ class BucketedBatches(SequenceBatches):
         *,
         starts: Sequence[int] | np.ndarray | None = None,
     ):
+        static = {}
+        if isinstance(arrays, Mapping) and STATIC in arrays:
+            static = {STATIC: arrays[STATIC]}
+            arrays = {name: own for name, own in arrays.items() if name != STATIC}
         super().__init__(arrays, lengths, batch_size, seed, starts)
+        self._static = checked_arrays({**static, LENGTHS: self.lengths_S})
+        del self._static[LENGTHS]
         edges = tuple(edges)
         increase = bool(edges) and edges[0] >= 1 and all(np.diff(edges) >= 1)
         message = f"edges={edges} do not increase from 1 or more.\nFix: use choose_edges."
         require(increase, message)
         self.edges = edges
-        sequence_P, first_P, self._lengths_P = _cut(self.lengths_S, edges[-1])
-        self._starts_P = self.starts_S[sequence_P] + first_P
+        self._sequence_P, first_P, self._lengths_P = _cut(self.lengths_S, edges[-1])
+        self._starts_P = self.starts_S[self._sequence_P] + first_P
         self._bucket_P = np.searchsorted(edges, self._lengths_P)
         self.num_cut = int(np.count_nonzero(self.lengths_S > edges[-1]))
         self.num_left_out = int(np.count_nonzero(self.lengths_S == 0))
@@ -162,7 +169,13 @@ class BucketedBatches(SequenceBatches):
         lengths_B = np.where(pieces_B < 0, 0, self._lengths_P[pieces_B]).astype(np.int32)
         inside_BT = times < lengths_B[:, None]
         index_BT = np.where(inside_BT, self._starts_P[pieces_B, None] + times, 0)
-        return BatchIndices(index_BT, inside_BT, {STARTS: True, LENGTHS: lengths_B})
+        static = map_arrays(lambda name, own: own[self._sequence_P[pieces_B]], self._static)
+        return BatchIndices(index_BT, inside_BT, {STARTS: True, LENGTHS: lengths_B, **static})
+
+    @property
+    def longest(self) -> int:
+        """The step of a batch that no other one is longer than, for `Task.example_batch`."""
+        return int(self._bucket_P[self._drawn(0).max(axis=1)].argmax())
 
     def draw(self, epoch: int) -> np.ndarray:
         """The piece in each row of each batch of an epoch; -1 for none."""

@@ -17,7 +17,7 @@ import numpy as np
 from jaxpar.base.checks import require
 from jaxpar.base.parts import WEIGHT, check_parts
 from jaxpar.data.batches import EndOfStreamError
-from jaxpar.data.order import check_at_least
+from jaxpar.data.order import check_at_least, flat, map_arrays
 
 _USE = "give a function that opens the stream anew, such as lambda: read(seed)."
 
@@ -74,7 +74,7 @@ class IteratorBatches:
                     "read %d batches of a stream in %.1f s to come to batch %d, counted from 0",
                     *(step - first, time.perf_counter() - began, step),
                 )
-        return {n: leaf[rows] if leaf.ndim else leaf for n, leaf in self._kept[step].items()}
+        return map_arrays(lambda _, leaf: leaf[rows] if leaf.ndim else leaf, self._kept[step])
 
     def keep_from(self, step: int) -> None:
         """Keeps this batch and those after it, which may be asked for again, instead of the last alone."""
@@ -155,19 +155,18 @@ class IteratorBatches:
             f"batch {number} of the stream is a {type(batch).__name__}.\n"
             f'Fix: give a dict of arrays, such as {{"x": x, "label": label}}.',
         )
-        arrays = {str(name): np.array(leaf) for name, leaf in batch.items()}
-        for name, array in arrays.items():
+        arrays = map_arrays(lambda _, leaf: np.array(leaf), {str(n): a for n, a in batch.items()})
+        for name, array in flat(arrays).items():
             fact = f"batch[{name!r}] of the stream has the type {array.dtype}."
-            fact = f"{fact}"
             is_valid = array.dtype.kind not in "OSUM"
             require(is_valid, f"{fact}\nFix: leave out what is no array of numbers.")
         check_parts(arrays, "of the stream")
-        sizes = {len(array) for array in arrays.values() if array.ndim}
+        sizes = {len(array) for array in flat(arrays).values() if array.ndim}
         if len(sizes) != 1 or not 0 < (size := max(sizes)) <= B:
             fact = f"batch {number} of the stream has {sorted(sizes)} rows, and batch_size={B}."
             raise ValueError(f"{fact}\nFix: give all of its arrays {B} rows.")
         arrays.setdefault(WEIGHT, np.ones(size, np.float32))
-        kinds = {name: f"{a.dtype}{list(a.shape[1:])}" for name, a in arrays.items()}
+        kinds = {name: f"{a.dtype}{list(a.shape[1:])}" for name, a in flat(arrays).items()}
         self._kinds = self._kinds or kinds
         fact = f"batch {number} of the stream has rows of {kinds}, the first had {self._kinds}."
         require(kinds == self._kinds, f"{fact}\nFix: give all batches the same arrays.")
@@ -178,7 +177,7 @@ class IteratorBatches:
             f"batch {number} of the stream has {size} rows, and batch_size={B}, and is not the last.\n"
             f"Fix: leave out smaller batches (drop_remainder, drop_last).",
         )
-        return {name: self._padded(name, a) if a.ndim else a for name, a in arrays.items()}
+        return map_arrays(lambda name, a: self._padded(name, a) if a.ndim else a, arrays)
 
     def _padded(self, name: str, array: np.ndarray) -> np.ndarray:
         more = np.repeat(array[:1], self.batch_size - len(array), 0)

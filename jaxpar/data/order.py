@@ -5,14 +5,14 @@ process reads only its own rows. Dims: B batch rows, T time steps.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxpar.base.checks import require, require_instance
-from jaxpar.base.parts import PARTS, RESETS, WEIGHT, check_part
+from jaxpar.base.parts import PARTS, RESETS, STATIC, WEIGHT, check_part
 
 
 class BatchIndices(NamedTuple):
@@ -34,7 +34,7 @@ class DrawnBatches:
 
     Attributes:
       arrays: [length, ...] each, rows or steps; may be memory maps, or of `h5py` and the like: batches read
-        what they need.
+        what they need. Of rows, `static` may be a dict of them.
       batch_size: B, over all processes.
       seed: of what is drawn; None for evaluation, in plain order.
       num_windows: batches in an epoch.
@@ -54,11 +54,16 @@ class DrawnBatches:
             has a name that means something else in a batch (`base.parts`).
         """
         self.arrays = checked_arrays(arrays)
+        require(
+            self.index_dims == 1 or STATIC not in self.arrays,
+            f"{type(self).__name__} has arrays of steps, and {STATIC!r} has no time.\n"
+            f"Fix: give its numbers for each step, under another name.",
+        )
         for name in PARTS.keys() & self.arrays.keys():
             array = self.arrays[name]
             dims = self.index_dims + np.ndim(array) - 1
             check_part(name, dims, array.dtype, f"arrays[{name!r}], in a batch,")
-        self.length = len(next(iter(self.arrays.values())))
+        self.length = len(next(iter(flat(self.arrays).values())))
         check_at_least(1, batch_size=batch_size)
         check_at_least(0, seed=0 if seed is None else seed)
         self.batch_size, self.seed = batch_size, seed
@@ -70,7 +75,7 @@ class DrawnBatches:
         With time, a batch also has `lengths`.
         """
         at, inside, marks = self.indices(step, rows)
-        batch = {name: _read(array, at) for name, array in self.arrays.items()}
+        batch = map_arrays(lambda name, array: _read(array, at), self.arrays)
         weight = np.asarray(batch.get(WEIGHT, inside), np.float32)
         counts = inside.reshape(*inside.shape, *[1] * (weight.ndim - inside.ndim))
         if RESETS in marks and RESETS in batch:  # sequences begin within sequences
@@ -119,10 +124,28 @@ def checked_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """
     use = 'a dict of arrays by name, such as {"x": x, "y": y}'
     require_instance("arrays", arrays, Mapping, use)
-    found = {name: _as_array(name, array) for name, array in arrays.items()}
-    lengths = {name: len(array) for name, array in found.items()}
+    found = map_arrays(_as_array, arrays)
+    lengths = {name: len(array) for name, array in flat(found).items()}
     are_alike = len(set(lengths.values())) == 1
     require(are_alike, f"arrays of {lengths} rows.\nFix: give arrays of as many rows each.")
+    return found
+
+
+def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """A changed batch, or data of one: `change` takes the name of an array, and the array."""
+
+    def of(name: str, array: Any) -> Any:
+        if name == STATIC and isinstance(array, Mapping):
+            return {key: change(f"{STATIC}.{key}", own) for key, own in array.items()}
+        return change(name, array)
+
+    return {name: of(name, array) for name, array in arrays.items()}
+
+
+def flat(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """All arrays of a batch, or of data, by their names, such as "static.label"."""
+    found = dict[str, Any]()
+    map_arrays(found.__setitem__, arrays)
     return found
 
 

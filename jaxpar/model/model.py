@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxpar.base.at import LayerContext
 from jaxpar.base.checks import require
+from jaxpar.base.trees import has_time
 from jaxpar.base.types import Activations, Batch, Carry, Dims, Module, Number, Outputs, Tree, Value
 
 # Variables that a call changes: a layer is run many times, in an order that the schedule decides.
@@ -273,14 +274,10 @@ def run_layer(
     if size is None:
         return run(carry, x, at)
 
-    def groups(tree: Tree, dim: int) -> Tree:  # [..., rows, ...] -> [groups, ..., size, ...]
-        def of(a: Value) -> Value:
-            own = min(dim, jnp.ndim(a) - 1)  # arrays [rows] have no time
-            if own < 0:
-                return a
-            return jnp.moveaxis(a.reshape(*a.shape[:own], -1, size, *a.shape[own + 1 :]), own, 0)
-
-        return jax.tree.map(of, tree)
+    def groups(dim: int, a: Value) -> Value:  # [..., rows, ...] -> [groups, ..., size, ...]
+        if not jnp.ndim(a):
+            return a
+        return jnp.moveaxis(a.reshape(*a.shape[:dim], -1, size, *a.shape[dim + 1 :]), dim, 0)
 
     def rows(tree: Tree, dim: int) -> Tree:  # and back
         def of(a: jax.Array) -> jax.Array:
@@ -304,7 +301,10 @@ def run_layer(
     first_rows = at.row + jnp.arange(0, jax.tree.leaves(x)[0].shape[time], size)
     has_rows = jax.tree.map(lambda a: 0 if jnp.ndim(a) else None, at.batch)
     after, y, *sums = jax.vmap(of_group, (0, 0, has_rows, 0))(
-        groups(carry, 0), groups(x, time), groups(at.batch, time), first_rows
+        jax.tree.map(functools.partial(groups, 0), carry),
+        jax.tree.map(lambda a: groups(min(time, jnp.ndim(a) - 1), a), x),
+        jax.tree.map(lambda timed, a: groups(time * timed, a), has_time(at.batch), at.batch),
+        first_rows,
     )
     sums = jax.tree.map(functools.partial(jnp.sum, axis=0), sums)
     return rows(after, 0), rows(y, time), *sums

@@ -23,6 +23,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxpar.base.at import LayerContext, anywhere
 from jaxpar.base.keys import new_key
+from jaxpar.base.trees import has_time, timed_leaves
 from jaxpar.base.types import Arrays, Index, Leaves, Module, Tree
 from jaxpar.model.model import overrides
 from jaxpar.trace import varying
@@ -162,11 +163,12 @@ def _with_draws(module: Module, name: str, given: list[Tree], at: LayerContext) 
         )
     carries = [1 if (name, n) == ("__call__", 0) else dims for n in range(len(given))]
     one = state, [_one(a, count) for a, count in zip(given, carries, strict=True)]
-    one = jax.tree.leaves((*one, _one(context, dims)))
+    one = jax.tree.leaves((*one, [_one(each, dims) for each in context]))
     one = [a for a, fixed in zip(one, is_shape, strict=True) if not fixed]
     of_one = functools.partial(run, at=at._replace(layout=anywhere))
     block = given[-1] if name == "__call__" else at.batch  # x of a layer, or the batch
-    sizes = jnp.shape(max(jax.tree.leaves(block), key=jnp.ndim))[:dims]
+    shapes = [jnp.shape(a) for a, timed in timed_leaves(block) if timed or not at.time_major]
+    sizes = max(shapes, key=len, default=())[:dims]
     single = jax.make_jaxpr(of_one)(keys, one)
     drawn = draws_apart(whole, single, range(len(keys)), sizes, lambda eqn: False)
     if drawn is None:
@@ -182,9 +184,9 @@ def _with_draws(module: Module, name: str, given: list[Tree], at: LayerContext) 
 def _one(tree: Arrays, dims: int) -> Arrays:
     """Shapes of arrays for one row, or one time step of one row."""
 
-    def of(a: jax.Array) -> jax.ShapeDtypeStruct:
+    def of(a: jax.Array, timed: bool) -> jax.ShapeDtypeStruct:
         shape = jnp.shape(a)
-        count = dims if len(shape) >= dims else min(len(shape), 1)
+        count = dims if timed else min(len(shape), 1)
         return jax.ShapeDtypeStruct((*[1] * count, *shape[count:]), jnp.result_type(a))
 
-    return jax.tree.map(of, tree)
+    return jax.tree.map(of, tree, has_time(tree))

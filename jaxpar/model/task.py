@@ -197,14 +197,14 @@ class Task:
         return params
 
     def example_batch(self) -> Any:
-        """A batch of training on the host; all others have its shapes."""
+        """A batch of training on the host; others have its shapes, or fewer steps (`variable_length`)."""
         batches = self.make_batches("train", 0)
         require(
             hasattr(batches, "batch"),
             f"make_batches of task {self.name} returns a {type(batches).__name__}.\n"
             f"Fix: return batches, such as jaxpar.ArrayBatches(arrays, batch_size, seed).",
         )
-        return batches.batch(0)
+        return batches.batch(getattr(batches, "longest", 0))
 
     def resolve(self) -> "Task":
         """The task with the sizes that its data tell filled in."""

@@ -17,7 +17,15 @@ from jaxpar.base.display import format_names
 from jaxpar.base.keys import new_key
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
-from jaxpar.base.trees import check_floats, check_same, shape_of, whole_bytes
+from jaxpar.base.trees import (
+    check_floats,
+    check_same,
+    has_time,
+    shape_of,
+    time_steps,
+    uneven,
+    whole_bytes,
+)
 from jaxpar.base.types import Activations, Arrays, Batch, Function, Module, Params, Shapes
 from jaxpar.data.batches import check_numbers, owned
 from jaxpar.data.order import DrawnBatches
@@ -80,7 +88,7 @@ class TracedModel:
       task: whose model it is, resolved.
       platform: that computes, which layers may ask (`LayerContext.on_cpu`).
       batch: `ShapeDtypeStruct`s of a batch, as users have it; `batch_size` its rows, `num_steps` its time
-        steps (None if the model has no time).
+        steps (None if the model has no time, or arrays of several lengths).
       time_major: of the model.
       model: of shapes, as the task makes it, its layers not yet in their slots.
       kinds: names of the kinds of layers; `kind_of` the number of each layer's kind; `unroll` of the stack.
@@ -109,7 +117,9 @@ class TracedModel:
         _check_frozen(task, self.model)
         _check_trained(task, self.params)
         self.time_major = bool(getattr(self.model, "time_major", True))
-        self.batch_size, self.num_steps = _sizes_of(task, self.batch, self.time_major)
+        self.batch_size, steps = _rows_of(task, self.batch), time_steps(self.batch, 1).values()
+        is_one = self.time_major and len({*steps}) < 2
+        self.num_steps = next(iter(steps), 1) if is_one else None
         stack = self.model.layers
         self.kinds, self.kind_of, self.unroll = stack.kinds, stack.kind_of, stack.unroll
         self.block = jax.eval_shape(self.to_block, self.batch)
@@ -163,10 +173,10 @@ class TracedModel:
     def to_block(self, batch: Batch) -> Batch:
         """A batch as the model sees it: time before rows."""
 
-        def to_block(a):
-            return a.swapaxes(0, 1) if self.time_major and jnp.ndim(a) > 1 else jnp.asarray(a)
+        def to_block(a, timed):
+            return a.swapaxes(0, 1) if self.time_major and timed else jnp.asarray(a)
 
-        return jax.tree.map(to_block, batch)
+        return jax.tree.map(to_block, batch, has_time(batch))
 
     def at(self, batch: Batch, *, draws: bool = True) -> LayerContext:
         """Of a whole batch, for tracing; with a key as in training, or without one."""
@@ -248,6 +258,20 @@ class TracedModel:
         return tuple(name for name, layer in pairs if getattr(layer, "whole_window", False))
 
     @functools.cached_property
+    def why_whole(self) -> str:
+        """Why time cannot be cut, into chunks or over axes, as far as shapes tell; "" if it can."""
+        if self.cut_model is not None and self.cut_model.why_whole:
+            return f"in the model {self.cut_model.name} {self.cut_model.why_whole}"
+        if not self.time_major:
+            return "the model has no time dim (time_major = False)"
+        steps = {leaf.shape[0] for leaf in jax.tree.leaves(self.traces.x) if leaf.ndim}
+        if self.num_steps is None or self.num_steps in steps:
+            return uneven(self.batch)
+        return (
+            f"`first` gives {' and '.join(map(str, sorted(steps)))} of {self.num_steps} time steps"
+        )
+
+    @functools.cached_property
     def rows_together(self) -> dict[str, int]:
         """How many rows a layer mixes, of the kinds that do."""
         pairs = zip(self.kinds, self._layers, strict=True)
@@ -285,7 +309,9 @@ class TracedModel:
             first_of_kind = f"that of layer {self.kind_of.index(kind)}"
             check_same(same, shapes[-1], first_of_kind, layers[kind][1][2], WHY_SAME)
             shapes.append(layers[kind][2])
-        dims = ("time", self.num_steps or 1), ("rows", self.batch_size)
+        own = [leaf.shape[0] for leaf in jax.tree.leaves(x) if leaf.ndim]
+        steps = self.num_steps if self.num_steps in own else next(iter(own), 1)
+        dims = ("time", steps or 1), ("rows", self.batch_size)
         padding = Padding(shapes, dict(dims[not self.time_major :]))
 
         def last(model, y, batch, **draws):
@@ -357,13 +383,12 @@ class TracedModel:
             return checked_outputs(model.predict(y, batch, self.at(batch, **draws)), name)
 
         found = shapes_of("predict", predict, self.model, self.traces.y, self.block)
-        sizes = [self.num_steps, self.batch_size] if self.time_major else [self.batch_size]
         for key, output in found.items():
-            if list(output.shape[: len(sizes)]) != sizes:
+            if output.shape[self.time_major :][:1] != (self.batch_size,):
                 dims = "[time, rows, ...]" if self.time_major else "[rows, ...]"
                 raise ValueError(
-                    f"`predict` of {name} returns an array of shape {list(output.shape)} as {key!r} for a "
-                    f"block of {sizes}.\nFix: return arrays {dims}."
+                    f"`predict` of {name} returns an array of shape {list(output.shape)} as {key!r} for "
+                    f"{self.batch_size} rows.\nFix: return arrays {dims}."
                 )
         return found
 
@@ -466,8 +491,8 @@ def _check_trained(task: Task, params: nnx.State) -> None:
         )
 
 
-def _sizes_of(task: Task, batch: Batch, time_major: bool) -> tuple[int, int | None]:
-    """Rows, and time steps, of a batch."""
+def _rows_of(task: Task, batch: Batch) -> int:
+    """Rows of a batch."""
     sized = [leaf for leaf in jax.tree.leaves(batch) if len(leaf.shape)]
     rows = {leaf.shape[0] for leaf in sized}
     if len(rows) != 1:
@@ -475,7 +500,4 @@ def _sizes_of(task: Task, batch: Batch, time_major: bool) -> tuple[int, int | No
             f"the arrays of a batch of task {task.name} have {sorted(rows) or 'no'} rows.\n"
             f"Fix: make the batch's rows the first dim of each; only {STARTS!r} is a scalar."
         )
-    steps = {leaf.shape[1] for leaf in sized if len(leaf.shape) > 1 and leaf.shape[1] > 1}
-    if not time_major:
-        return rows.pop(), None
-    return rows.pop(), max(steps, default=1)
+    return rows.pop()

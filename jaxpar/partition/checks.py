@@ -6,6 +6,7 @@ import jax
 
 from jaxpar.base.axes import BATCH, DATA
 from jaxpar.base.checks import check_divides
+from jaxpar.base.trees import uneven
 from jaxpar.config import Parallel
 from jaxpar.model.facts import ModelFacts
 
@@ -17,15 +18,20 @@ def check_fit(facts: ModelFacts, parallel: Parallel) -> None:
       ValueError: they do not fit.
     """
     task, stages = facts.task, parallel.mesh.stage
-    if parallel.num_chunks > 1 and facts.cut_model is not None and facts.cut_model.why_whole:
+    if parallel.num_chunks > 1 and facts.why_whole:
         raise ValueError(
-            f"num_chunks={parallel.num_chunks} cuts windows of time, but in the model {facts.cut_model.name} "
-            f"{facts.cut_model.why_whole}.\nFix: use num_chunks=1, and more microbatches."
+            f"num_chunks={parallel.num_chunks} cuts windows of time, but {facts.why_whole}.\n"
+            f"Fix: use num_chunks=1, and more microbatches."
         )
     parallel.check(facts.batch_size, facts.num_steps)
     if task.axes:
         _check_own_axes(facts, parallel)
     task.check(parallel)
+    if task.variable_length and (steps := uneven(facts.batch)):
+        raise ValueError(
+            f"batches of task {task.name} have any length (variable_length), but {steps}.\n"
+            f"Fix: give arrays of one length in each batch."
+        )
     if parallel.num_segments > 1 and task.variable_length:
         raise ValueError(
             f"remat_keeps='carries' needs batches of one length, those of task {task.name} have any.\n"
@@ -72,6 +78,11 @@ def _check_own_axes(facts: ModelFacts, parallel: Parallel) -> None:
         )
     if not times or math.prod(times.values()) == 1:
         return
+    if facts.why_whole:
+        raise ValueError(
+            f"the rules split time over {', '.join(times)}, but {facts.why_whole}.\n"
+            f"Fix: leave time whole."
+        )
     check_divides("seq_len", facts.num_steps or 1, times)
     if parallel.num_chunks > 1 or facts.task.variable_length:
         raise ValueError(

@@ -255,8 +255,8 @@ class Partition:
     def chunk_len(self) -> int | None:
         """Time steps of a chunk on a device; None if the model has no time."""
         parts = math.prod(self.parallel.mesh.sizes[axis] for axis in self.facts.time_axes)
-        steps = self.facts.num_steps
-        return steps // self.parallel.num_chunks // parts if steps else None
+        steps = self.facts.num_steps or 1  # one chunk has all steps, however many
+        return steps // self.parallel.num_chunks // parts if self.facts.time_major else None
 
     def specs(self, tree: Tree, *axes: str) -> Arrays:
         """Partition specs over these axes and those of one's own, of a tree of variables."""

@@ -26,7 +26,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import DATA, STAGE
-from jaxpar.base.trees import add, axes_in, same_along, summed, zeros
+from jaxpar.base.trees import (
+    add,
+    axes_in,
+    has_time,
+    same_along,
+    summed,
+    time_steps,
+    timed_leaves,
+    zeros,
+)
 from jaxpar.base.types import Arrays, Batch, Carry, Cotangents, Index, Specs, Tree
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.loop import BACKWARD, Loop, State, run_segments
@@ -141,7 +150,7 @@ class Pipeline(Spec):
             (params, specs),
             (frozen, of_frozen),
             (carry, self.carry_specs),
-            (batch, jax.tree.map(self._batch_spec, batch)),
+            (batch, jax.tree.map(self._batch_spec, batch, has_time(batch))),
             (SlotArrays(*(jnp.asarray(part, jnp.int32) for part in slots)), P(STAGE)),
             (rows, P(STAGE)),
             (stored, P(STAGE)),
@@ -257,15 +266,15 @@ class Pipeline(Spec):
         """The sum over devices."""
         return lax.psum(tree, axes) if self.has_axes else tree
 
-    def _batch_spec(self, leaf: Any) -> P:
+    def _batch_spec(self, leaf: Any, timed: bool) -> P:
         if not jnp.ndim(leaf):
             return P()
-        return self._spec_of_rows(has_time=jnp.ndim(leaf) > 1, splits_time=jnp.shape(leaf)[0] > 1)
+        return self._spec_of_rows(timed=timed, splits_time=jnp.shape(leaf)[0] > 1)
 
-    def _spec_of_rows(self, *, has_time: bool = True, splits_time: bool = True) -> P:
+    def _spec_of_rows(self, *, timed: bool = True, splits_time: bool = True) -> P:
         """Of arrays [time, rows, ...], or [rows, ...] without time."""
         rows = (DATA, *self.row_axes) if self.row_axes else DATA
-        if not (self.rows_dim and has_time):
+        if not (self.rows_dim and timed):
             return P(rows)
         return P(self.time_axes or None if splits_time else None, rows)
 
@@ -301,15 +310,14 @@ class Pipeline(Spec):
         for leaf in jax.tree.leaves(carry):
             assert jnp.issubdtype(leaf.dtype, jnp.floating)
             _expect("dim 1 of a carry", leaf.shape[1], num_rows, "give it the rows of the batch")
-        sized = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
-        for leaf in sized:
-            rows = leaf.shape[min(self.rows_dim, leaf.ndim - 1)]
+        for leaf, timed in timed_leaves(batch):
+            rows = leaf.shape[self.rows_dim * timed] if jnp.ndim(leaf) else num_rows
             _expect("rows of a batch", rows, num_rows, "change microbatch_rows, or the batch")
-        lengths = {leaf.shape[0] for leaf in sized if leaf.ndim > 1}
+        lengths = {*time_steps(batch, 0).values()}
         if (K := table.max_chunks * self.num_segments) > 1 and lengths:
             fix = f"change chunk_len={self.chunk_len}, or the {K} chunks of the table"
             wanted = [K * (self.chunk_len or 0)]
-            _expect("time steps of a batch", sorted(lengths - {1}), wanted, fix)
+            _expect("time steps of a batch", sorted(lengths), wanted, fix)
 
 
 def _expect(what: str, found: Any, wanted: Any, fix: str) -> None:

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import DATA, STAGE, TENSOR
-from jaxpar.base.trees import add, vary_like, zeros
+from jaxpar.base.trees import add, has_time, time_steps, vary_like, zeros
 from jaxpar.base.types import (
     Activations,
     Arrays,
@@ -141,7 +141,7 @@ class Stage:
             first_row = first_row + lax.axis_index(spec.row_axes) * num_rows
         first_step = 0
         if spec.time_axes:
-            steps = max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
+            steps = max(time_steps(batch, 0).values(), default=1)
             first_step = lax.axis_index(spec.time_axes) * steps
         sizes = table.num_chunks, table.max_chunks, table.route.num_groups, num_rows
         own = spec, params, frozen, *batches, slots, rows, stores, key
@@ -309,10 +309,10 @@ class Stage:
         time, row = self.place(unit)
         K = self.max_chunks * self.spec.num_segments
 
-        def cut(a):
+        def cut(a, timed):
             if not jnp.ndim(a):
                 return a
-            if self.spec.chunk_len is None or a.ndim == 1:
+            if self.spec.chunk_len is None or not timed:
                 return lax.dynamic_slice_in_dim(a, row, b, 0)
             # What has one step is the same for all chunks, and one chunk has all steps, however many.
             is_cut = K > 1 and a.shape[0] > 1
@@ -320,7 +320,8 @@ class Stage:
             start = time if steps != a.shape[0] else 0
             return lax.dynamic_slice(a, corner(a, start, row), (steps, b, *a.shape[2:]))
 
-        batch = jax.tree.map(cut, self.batch_on_all if on_all else self.batch)
+        batch = self.batch_on_all if on_all else self.batch
+        batch = jax.tree.map(cut, batch, has_time(batch))
         return LayerContext(
             layer=0,
             time=self.first_step + time,

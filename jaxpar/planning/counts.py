@@ -12,7 +12,7 @@ import jax
 
 from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import LAYERS
-from jaxpar.base.trees import shape_of, whole_bytes
+from jaxpar.base.trees import has_time, shape_of, whole_bytes
 from jaxpar.base.types import Shapes
 from jaxpar.config import Parallel
 from jaxpar.internal.split import SplitLayer
@@ -64,7 +64,7 @@ class Unit(NamedTuple):
     """What a unit takes.
 
     Attributes:
-      steps: t; 1 if the model has no time.
+      steps: of x; 1 if the model has no time.
       x: bytes of what goes from layer to layer.
       kinds: of each kind, one layer.
       first, last: before the layers, without gradients; after them, with gradients.
@@ -127,7 +127,7 @@ class Counts:
         def of_rows(t: int | None) -> Unit:
             return _between(self._traced(t, fewer), self._traced(t, rows), fewer, rows, b)
 
-        if t is None or whole is None or self.facts.whole_window:
+        if t is None or whole is None or self.facts.whole_window or self.facts.why_whole:
             return of_rows(t)
         shorter = whole // least_factor(whole)
         return _between(of_rows(shorter), of_rows(whole), shorter, whole, t)
@@ -136,14 +136,14 @@ class Counts:
     def _trace(self, t: int | None, b: int) -> Unit:
         facts, outer = self.facts, self._outer
 
-        def cut(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def cut(leaf: jax.ShapeDtypeStruct, timed: bool) -> jax.ShapeDtypeStruct:
             """A unit's part of an array of the batch, as the model sees it."""
             shape = [b, *leaf.shape[1:]][: len(leaf.shape)]
-            if facts.time_major and len(shape) > 1:
-                shape[:2] = t if leaf.shape[0] > 1 else 1, b
+            if facts.time_major and timed:
+                shape[:2] = t if leaf.shape[0] == facts.num_steps else leaf.shape[0], b
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
-        batch = jax.tree.map(cut, facts.block)
+        batch = jax.tree.map(cut, facts.block, has_time(facts.block))
 
         def first(leaves, frozen, batch):
             return outer.run_first(leaves, frozen, facts.at(batch))
@@ -168,7 +168,8 @@ class Counts:
             x_and_sums = x, self._parts.no_sums
             kinds.append(_count_layer(function, params, frozen, carry, x_and_sums, facts.at(batch)))
         ends = amount(first, *of_first, batch), amount(last, *of_last, x, batch)
-        return Unit(t or 1, whole_bytes(x), tuple(kinds), *ends)
+        sized = (leaf.shape[0] for leaf in jax.tree.leaves(x) if leaf.ndim and facts.time_major)
+        return Unit(next(sized, 1), whole_bytes(x), tuple(kinds), *ends)
 
 
 def _count_layer(

@@ -95,7 +95,7 @@ def _cuts_of(counts: Counts, given: Parallel, num_devices: int) -> Iterator[Para
             continue
         for M, K, head in itertools.product(
             cuts(rows) if facts.divides_by_hand else [1],
-            cuts(facts.num_steps or 1) if stages > 1 else [1],
+            cuts(facts.num_steps or 1) if stages > 1 and not facts.why_whole else [1],
             heads if stages > 1 else ("auto",),
         ):
             if _UNITS_PER_STAGE * stages >= M * K:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.parts import starts_of
-from jaxpar.base.trees import same_along, vary_like
+from jaxpar.base.trees import has_time, same_along, vary_like
 from jaxpar.base.types import Activations, Arrays, Batch, Carry, Function, Index, Outputs
 from jaxpar.config import Parallel
 from jaxpar.model.model import Sums, mean_loss, overrides
@@ -129,12 +129,12 @@ def _run_at_once(parts: Parts, mesh, layers, predicts, params, frozen, carry, ba
 
     rows, times = (DATA, *facts.row_axes) if facts.row_axes else DATA, facts.time_axes or None
 
-    def spec_of(a):
-        splits_time = facts.time_major and jnp.ndim(a) > 1 and jnp.shape(a)[1] > 1
+    def spec_of(a, timed):
+        splits_time = facts.time_major and timed and jnp.shape(a)[1] > 1
         return P(*(rows, times if splits_time else None)[: jnp.ndim(a)])
 
     of_carry = _carry_specs(parts, carry, DATA)
-    of_batch = jax.tree.map(spec_of, batch)
+    of_batch = jax.tree.map(spec_of, batch, has_time(batch))
     of_block = P(times, rows) if facts.time_major else P(rows)
     return jax.shard_map(
         run_shard,

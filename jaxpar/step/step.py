@@ -11,11 +11,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import BATCH, TENSOR
-from jaxpar.base.checks import require_instance
+from jaxpar.base.checks import require, require_instance
 from jaxpar.base.compiler import compiler_options
 from jaxpar.base.jax_private import num_programs
 from jaxpar.base.keys import new_key
 from jaxpar.base.parts import RATE, part_of
+from jaxpar.base.trees import has_time
 from jaxpar.base.types import Arrays, Batch, Carry, Function, Tree
 from jaxpar.data.batches import check_numbers, owned
 from jaxpar.mesh import release_freed_memory
@@ -137,10 +138,9 @@ class CompiledStep:
     def _with_table(self, batch: Batch) -> tuple[Any, TickTable | None]:
         parts, parallel = self._parts, self._parts.partition.parallel
         length = check_batch_shape(parts.facts, batch)
-        is_whole = parallel.mesh.stage == 1 and parallel.num_chunks == 1
-        if is_whole or parts.facts.num_steps is None or parallel.num_segments > 1:
-            return batch, self.full_table
-        whole, K = parts.facts.num_steps, parallel.num_chunks
+        if parallel.num_chunks == 1 or parallel.num_segments > 1:
+            return batch, self.full_table  # one chunk has all steps, however many
+        whole, K = parts.facts.num_steps or 1, parallel.num_chunks
         chunk_len = whole // K
         if length % chunk_len:
             raise ValueError(
@@ -149,13 +149,13 @@ class CompiledStep:
             )
         if length < whole:
 
-            def pad(leaf):
-                if jnp.ndim(leaf) < 2 or leaf.shape[1] != length:
+            def pad(leaf, timed):
+                if not timed or leaf.shape[1] != length:
                     return leaf
                 # No unit looks at what is added.
                 return jnp.pad(leaf, ((0, 0), (0, whole - length), *[(0, 0)] * (leaf.ndim - 2)))
 
-            batch = jax.tree.map(pad, batch)
+            batch = jax.tree.map(pad, batch, has_time(batch))
         return batch, table_of(parallel, length // chunk_len, self._backward)
 
 
@@ -168,12 +168,13 @@ def check_batch_shape(facts: ModelFacts, batch: Batch) -> int:
     example, whole, name = facts.batch, facts.num_steps, facts.task.name
     check_arrays(facts, batch)
     lengths = set()
-    for (path, leaf), wanted in zip(
-        jax.tree.leaves_with_path(batch), jax.tree.leaves(example), strict=True
+    of_example = jax.tree.leaves(example), jax.tree.leaves(has_time(example))
+    for (path, leaf), wanted, timed in zip(
+        jax.tree.leaves_with_path(batch), *of_example, strict=True
     ):
         shape, expected = list(np.shape(leaf)), list(wanted.shape)
-        has_time = facts.time_major and len(expected) > 1 and expected[1] == whole
-        if has_time and len(shape) == len(expected):
+        may_differ = facts.time_major and timed and expected[1] == whole
+        if may_differ and len(shape) == len(expected):
             lengths.add(shape[1])
             shape[1] = whole
         dtype = getattr(leaf, "dtype", None) or jax.dtypes.result_type(leaf)
@@ -406,6 +407,14 @@ def eval_step(setup: Resolved) -> CompiledStep:
 def predict_step(setup: Resolved) -> CompiledStep:
     """What the model predicts; see `functions.make_predict_step`."""
     forward = make_forward(setup.parts, setup.mesh, predicts=True)
+    facts, parallel = setup.facts, setup.parallel
+    cuts = parallel.num_chunks > 1 or any(parallel.mesh.sizes[a] > 1 for a in facts.time_axes)
+    for name, output in facts.outputs.items() if cuts else ():
+        require(
+            output.shape[0] == facts.num_steps,
+            f"`predict` gives {output.shape[0]} time steps as {name!r} for a window of {facts.num_steps}, "
+            f"which is cut into parts.\nFix: predict with num_chunks=1, on a mesh that leaves time whole.",
+        )
     check_rows_alone(setup.parts, predicts=True)
 
     def step(state: TrainState, batch: Batch, table: TickTable | None):

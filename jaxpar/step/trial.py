@@ -1,6 +1,7 @@
 """Parts of a model on few rows: `first`, each kind of layer, and `last` or `predict`, each run alone."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.keys import new_key
 from jaxpar.base.parts import LENGTHS, PARTS, part_of
-from jaxpar.base.types import Arrays, Batch, Function
+from jaxpar.base.trees import has_time, time_steps
+from jaxpar.base.types import Arrays, Batch, Function, Shapes
 from jaxpar.data.batches import EndOfStreamError, owned
 from jaxpar.model.model import checked_sums
 from jaxpar.model.task import Task
@@ -82,7 +84,9 @@ class Trial:
     def __init__(self, parts: Parts, num_rows: int, num_chunks: int, *, predicts: bool = False):
         """Looks at `first`, which tells the shapes of x."""
         self.parts, self.num_rows, self.num_chunks = parts, num_rows, num_chunks
-        self.batch, self.special = batch, _ = _rows_of(parts.facts.task, num_rows)
+        self.batch, self.special = batch, _ = _rows_of(
+            parts.facts.task, parts.facts.batch, num_rows
+        )
         self.jitted = functools.cache(functools.partial(quick_jit, parts))
         facts, sizes = parts.facts, parts.partition.parallel.mesh.sizes
         self.sizes = {"row": num_rows, "time": facts.num_steps or 0}
@@ -105,15 +109,16 @@ class Trial:
         self.x, x_of_twice = map(shape_of_x, (batch, twice))
         rows, steps = jax.tree.map(_dim_of_rows, self.x, x_of_twice), parts.facts.num_steps
 
-        def of_time(dim: int, a: Any) -> int:
-            return dim if steps and np.shape(a)[dim : dim + 1] == (steps,) else NOWHERE
+        def of_time(dim: int, a: Any, timed: bool = True) -> int:
+            has_steps = steps and np.shape(a)[dim : dim + 1] == (steps,)
+            return dim if timed and has_steps else NOWHERE
 
         times = jax.tree.map(functools.partial(of_time, 0), self.x)
         self.dims = {
             "row": dict.fromkeys(("x", "output", "gradient"), rows)
             | {"batch": jax.tree.map(lambda a: 0 if np.ndim(a) else NOWHERE, batch)},
             "time": dict.fromkeys(("x", "output", "gradient"), times)
-            | {"batch": jax.tree.map(functools.partial(of_time, 1), batch)},
+            | {"batch": jax.tree.map(functools.partial(of_time, 1), batch, has_time(batch))},
         }
         inputs = {"batch": batch}
         part = Part(facts.ends[0], run, variables, lambda: inputs, self.dims, run)
@@ -199,7 +204,9 @@ class Trial:
 
         variables, run = draw_outer(self.parts, self.outer.last), self.placed(predict)
         rows = dict.fromkeys(names, int(self.parts.facts.time_major))
-        times = dict.fromkeys(names, 0 if self.parts.facts.num_steps else NOWHERE)
+        steps, outputs = self.parts.facts.num_steps, self.parts.facts.outputs
+        has_steps = {shown: steps == outputs[name].shape[0] for shown, name in names.items()}
+        times = {shown: 0 if has else NOWHERE for shown, has in has_steps.items()}
         dims = {"row": self.dims["row"] | rows, "time": self.dims["time"] | times}
         return Part("`predict`", run, variables, self.draw_y, dims, run)
 
@@ -289,7 +296,7 @@ def draw_outer(parts: Parts, numbers: Sequence[Sequence[int]]) -> Arrays:
     return quick_jit(parts, draw)()
 
 
-def _rows_of(task: Task, num_rows: int) -> tuple[Arrays, Arrays]:
+def _rows_of(task: Task, example: Shapes, num_rows: int) -> tuple[Arrays, Arrays]:
     """So many rows, one after the other from the first batches of training; and special whole numbers.
 
     A task that makes its own example is not asked for its data.
@@ -298,13 +305,12 @@ def _rows_of(task: Task, num_rows: int) -> tuple[Arrays, Arrays]:
       a batch; and a tree as that, of whole numbers that may say that a place does not count: -1, 0, and the
       smallest and the largest that was seen. There are none of other arrays, and of those that jaxpar reads.
     """
+    found = []
     if type(task).example_batch is Task.example_batch:
-        found = [*_first_batches(task.make_batches("train", 0))]
-    else:
-        found = [task.example_batch()]
-    found = [_padded_first(batch) for batch in found]
-    shapes = [jax.tree.map(lambda a: np.shape(a)[1:], batch) for batch in found]
-    found = [own for own, shape in zip(found, shapes, strict=True) if shape == shapes[0]]
+        found = [*map(_padded_first, _first_batches(task.make_batches("train", 0)))]
+    wanted = jax.tree.map(lambda a: np.shape(a)[1:], example)
+    is_like = [jax.tree.map(lambda a: np.shape(a)[1:], batch) == wanted for batch in found]
+    found = [*itertools.compress(found, is_like)] or [_padded_first(task.example_batch())]
 
     def rows(*arrays: Arrays) -> Arrays:
         if not np.ndim(arrays[0]):
@@ -341,7 +347,7 @@ def _padded_first(batch: Batch) -> Arrays:
     if lengths_B is None:
         return batch
     lengths_B = np.asarray(lengths_B)
-    steps = max((a.shape[1] for a in jax.tree.leaves(batch) if np.ndim(a) > 1), default=0)
+    steps = max(time_steps(batch, 1).values(), default=0)
     order = np.argsort((lengths_B == 0) | (lengths_B >= steps), kind="stable")
     return jax.tree.map(lambda a: np.asarray(a)[order] if np.ndim(a) else a, batch)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -170,6 +170,7 @@ class CheckedBatches:
     def __init__(self, setup: Setup, batches: Batches):
         self._setup, self._batches = setup, batches
         self.batch_size = batches.batch_size
+        _check_edges(setup, getattr(batches, "edges", ()))
 
     @property
     def num_windows(self) -> int | None:
@@ -186,6 +187,22 @@ class CheckedBatches:
         check_arrays(self._setup.facts, batch)
         self._setup.task.check_batch(batch)
         return batch
+
+
+def _check_edges(setup: Setup, edges: Sequence[int]) -> None:
+    """Raises a ValueError if lengths of buckets do not fit the task and its chunks of time."""
+    name, chunk_len = setup.task.name, setup.partition.chunk_len or 1
+    require(
+        len(edges) < 2 or setup.task.variable_length,
+        f"batches of task {name} have {len(edges)} lengths, of edges={edges}.\n"
+        f"Fix: write variable_length = True in the task.",
+    )
+    bad = [edge for edge in edges if setup.parallel.num_chunks > 1 and edge % chunk_len]
+    require(
+        not bad,
+        f"num_chunks={setup.parallel.num_chunks} makes chunks of {chunk_len} time steps, and batches have "
+        f"{bad[:1]}, of edges={edges}.\nFix: use edges that are multiples of {chunk_len}, or num_chunks=1.",
+    )
 
 
 def do_not_run_ahead(mesh: Mesh, outputs: Arrays) -> None:

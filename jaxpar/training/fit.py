@@ -26,6 +26,7 @@ from jaxpar.hosts.agree import agree, in_process_0
 from jaxpar.hosts.distributed import program_facts
 from jaxpar.hosts.stopping import Stop
 from jaxpar.mesh import MeshConfig, short_name
+from jaxpar.model.model import overrides
 from jaxpar.model.task import Task, check_task
 from jaxpar.partition.by_layer import abstract_by_layer
 from jaxpar.step.custom_backward import check_custom_backward
@@ -308,6 +309,9 @@ def _check_model(setup: Setup, target: TrainState) -> None:
     )
     _ = setup.optimizer  # raises an error if there is none
     facts.check_gradient()
+    own = facts.cut_model.has_own_predict if facts.cut_model else overrides(facts.model, "predict")
+    if own:
+        _ = facts.outputs  # what is wrong with them is said before the training
     metrics: Mapping[str, float] = {}
     with contextlib.suppress(ArithmeticError, ValueError):  # these numbers may make no sense
         metrics = task.metrics(0.5, dict.fromkeys(facts.traces.sums.metrics, 0.5))

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.keys import is_key, key_as
 from jaxpar.base.parts import starts_of
-from jaxpar.base.trees import add, in_float32, vary_like
+from jaxpar.base.trees import add, has_time, in_float32, vary_like
 from jaxpar.base.types import Activations, Arrays, Batch, Carry, Cotangents, Index, Params
 from jaxpar.model.model import Sums, mean_loss, overrides
 from jaxpar.model.stack import values
@@ -326,13 +326,13 @@ class _Repeat:
         apart = tuple(axis for axis in axes if axis not in (*facts.row_axes, *facts.time_axes))
         of_time = (times,) if facts.time_major else ()
 
-        def of_batch(a: jax.Array) -> P:
-            if a.ndim < 2 or not facts.time_major:
+        def of_batch(a: jax.Array, timed: bool) -> P:
+            if not timed or not facts.time_major:
                 return P(*(rows,)[: a.ndim])
             return P(times if len(a) > 1 else None, rows)
 
         of_x = P(apart or None, *of_time, rows)
-        of_block = jax.tree.map(of_batch, inputs[4])
+        of_block = jax.tree.map(of_batch, inputs[4], has_time(inputs[4]))
         return jax.shard_map(
             run,
             mesh=self._setup.mesh,

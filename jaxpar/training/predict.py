@@ -189,6 +189,13 @@ class _Data:
 
         self._step, self._sharding = make_predict_step(setup).run, batch_sharding(setup)
         self._last = _NO_BATCH
+        for name, output in sorted(facts.outputs.items()):
+            require(
+                not self.has_steps or output.shape[0] == facts.num_steps,
+                f"`predict` gives {output.shape[0]} time steps as {name!r}, and {type(batches).__name__} has "
+                f"predictions for each of {facts.num_steps}.\n"
+                f"Fix: return one for each step, or predict rows of jaxpar.ArrayBatches.",
+            )
         self.shapes = {name: whole(output) for name, output in sorted(facts.outputs.items())}
 
     def places(self, number: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
@@ -242,8 +249,10 @@ class _Data:
                     continue
                 at, inside = self.places(number, shard.index[0])
                 values = np.asarray(shard.data).astype(self.shapes[name].dtype)
-                if self.has_steps:
-                    values = values[:, :length]
-                elif self.setup.facts.time_major:
-                    values[:, length:] = self.fill(name)
+                if self.setup.facts.time_major:  # a number of steps of the model's own is kept
+                    is_window = values.shape[1] == self.setup.facts.num_steps
+                    values = values[:, : length if is_window else None]
+                if self.setup.facts.time_major and not self.has_steps:
+                    real, values = values, self.empty(name, len(values))
+                    values[:, : real.shape[1]] = real
                 write(name, at[inside], values[inside])

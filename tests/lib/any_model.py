@@ -42,14 +42,22 @@ def plainly(task):
     )()
     key, block = jax.random.fold_in(jax.random.key(0), 0), batch_of(task)
     time = int(getattr(nnx.merge(graphdef, state), "time_major", True))
-    block = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1) if time and np.ndim(a) > 1 else a, block)
+    block = {
+        name: jnp.swapaxes(a, 0, 1) if time and name != "static" and np.ndim(a) > 1 else a
+        for name, a in block.items()
+    }
 
-    def rows(tree, begin, number):
+    def rows(tree, begin, number, time=time):
         def of(a):
             dim = time if jnp.ndim(a) > 1 else 0
             return jax.lax.slice_in_dim(a, begin, begin + number, axis=dim) if jnp.ndim(a) else a
 
         return jax.tree.map(of, tree)
+
+    def rows_of_block(block, begin, number):
+        return {
+            name: rows(a, begin, number, time * (name != "static")) for name, a in block.items()
+        }
 
     def joined(dim, *parts):
         return jax.tree.map(lambda *a: jnp.concatenate(a, dim), *parts)
@@ -63,7 +71,7 @@ def plainly(task):
             number, parts = getattr(layer, "rows_together", None) or size, []
             for begin in range(0, size, number):
                 own = at._replace(
-                    layer=layer_number, row=begin, batch=rows(at.batch, begin, number)
+                    layer=layer_number, row=begin, batch=rows_of_block(at.batch, begin, number)
                 )
                 before = jax.tree.map(lambda a, b=begin, n=number: a[b : b + n], carry)
                 parts.append(layer(before, rows(x, begin, number), own))

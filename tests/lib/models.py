@@ -147,6 +147,15 @@ class Series(SeriesBatches):
         return {**batch, "level": level.astype(np.float32), "weight": weight}
 
 
+class WithStatic(Series):
+    """With arrays without time: the first numbers of each row, and their signs."""
+
+    def batch(self, step, rows=slice(None)):
+        batch = super().batch(step, rows)
+        first = batch["x"][:, 0]
+        return {**batch, "static": {"first": first, "sign": np.sign(first)}}
+
+
 @dataclasses.dataclass(frozen=True)
 class Regress(jaxpar.Task):
     """A random walk, each step foretold from those before."""

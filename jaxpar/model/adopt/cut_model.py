@@ -1,7 +1,7 @@
 """A user's model, cut: its blocks, its parameters by their names, and the parts of its programs."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import jax
@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxpar.base.checks import require
 from jaxpar.base.display import format_names
-from jaxpar.base.trees import shape_of
+from jaxpar.base.trees import has_time, shape_of, time_steps, uneven
 from jaxpar.base.types import Batch, Leaves, Module, Shapes, Tree
 from jaxpar.model.adopt.drawing import Drawing
 from jaxpar.model.adopt.finding import check_sharing, check_state, find_blocks, possible_layers
@@ -214,6 +214,8 @@ class CutModel:
         """Why windows cannot be cut into chunks of time; "" if they can, as far as shapes tell."""
         if not any(self.carries):
             return "no block has an nnx.RNN, which carries state from chunk to chunk"
+        if why := uneven(self.batch):
+            return why
         try:
             grows = self._dims_that_grow(program, 1)
         except Exception as error:  # a table of positions has an end
@@ -235,10 +237,8 @@ class CutModel:
         """
         part = "first" if kind is None else self.first_of[self.kind_names.index(kind)]
 
-        def shorter(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return _with_sizes(a, (*a.shape[:1], *(size // num_chunks for size in a.shape[1:2])))
-
-        batches = self.batch, jax.tree.map(shorter, self.batch)
+        shorter = _resized(self.batch, lambda dim, size: size // num_chunks if dim else size)
+        batches = self.batch, shorter
         programs = (self.program("loss", own, trains=True).part(part).closed for own in batches)
         window, chunk = (
             inlined(closed, lambda e: is_block(e) or is_call(e)) for closed in programs
@@ -257,7 +257,7 @@ class CutModel:
             jax.sharding.get_abstract_mesh(),
         )
         if key not in self._drawn:
-            one = jax.tree.map(lambda a: _with_sizes(a, (1,) * len(sizes)), batch)
+            one = _resized(batch, lambda dim, size: 1 if dim < len(sizes) else size)
             programs = (self.program(what, own, trains=True) for own in (batch, one))
             whole, single = (program.part(part) for program in programs)
             closed = whole.closed, single.closed
@@ -266,11 +266,8 @@ class CutModel:
 
     def _dims_that_grow(self, program: Program, dim: int) -> list[list[bool]]:
         """Of each array of each x, whether this dim is that of the batch's rows, or time steps."""
-
-        def twice(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return _with_sizes(a, (*a.shape[:dim], *(2 * size for size in a.shape[dim : dim + 1])))
-
-        more = self.program("loss", jax.tree.map(twice, self.batch), trains=True)
+        twice = _resized(self.batch, lambda own, size: size * (1 + (own == dim)))
+        more = self.program("loss", twice, trains=True)
         return [
             [
                 aval_of(a).shape[dim : dim + 1] != aval_of(b).shape[dim : dim + 1]
@@ -284,10 +281,20 @@ def sizes_of(batch: Batch) -> tuple[int, int]:
     """Rows and time steps."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     rows = next(shape[0] for shape in shapes if shape)
-    return rows, max((shape[1] for shape in shapes if len(shape) > 1), default=1)
+    return rows, max(time_steps(batch, 1).values(), default=1)
 
 
-def _with_sizes(a: jax.Array | jax.ShapeDtypeStruct, sizes: Sequence[int]) -> jax.ShapeDtypeStruct:
-    """The shape of an array with other sizes of its first dims."""
-    sizes = sizes[: len(a.shape)]
-    return jax.ShapeDtypeStruct((*sizes, *a.shape[len(sizes) :]), a.dtype)
+def _resized(batch: Batch, change: Callable[[int, int], int]) -> Shapes:
+    """Shapes of a batch with other sizes of the dims of rows, 0, and time, 1.
+
+    Args:
+      change: (dim, size) -> size.
+    """
+
+    def of(a: jax.Array, timed: bool) -> jax.ShapeDtypeStruct:
+        sizes = list(jnp.shape(a))
+        for dim in range(min(1 + timed, len(sizes))):
+            sizes[dim] = change(dim, sizes[dim]) if dim == 0 or sizes[dim] > 1 else 1
+        return jax.ShapeDtypeStruct(tuple(sizes), jnp.result_type(a))
+
+    return jax.tree.map(of, batch, has_time(batch))

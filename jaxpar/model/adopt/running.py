@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxpar.base.at import LayerContext
 from jaxpar.base.checks import require
 from jaxpar.base.keys import new_key
+from jaxpar.base.trees import has_time
 from jaxpar.base.types import Batch, Index, Leaves, Module, Tree
 from jaxpar.model.adopt.cut_model import CutModel, sizes_of
 from jaxpar.model.adopt.marks import block_p, outer_p
@@ -58,10 +59,11 @@ def run_part(place: Place, carry: Leaves, x: Sequence[jax.Array], at: LayerConte
     """What a part gives: the next x and the carry after it; or what the user's code returns."""
     trains, model = at.key is not None, place.model
 
-    def swapped(a: jax.Array) -> jax.Array:
-        return a.swapaxes(0, 1) if at.time_major and jnp.ndim(a) > 1 else jnp.asarray(a)
+    def swapped(a: jax.Array, timed: bool = True) -> jax.Array:
+        is_swapped = at.time_major and timed and jnp.ndim(a) > 1
+        return a.swapaxes(0, 1) if is_swapped else jnp.asarray(a)
 
-    batch, x = jax.tree.map(swapped, at.batch), [*map(swapped, x)]
+    batch, x = jax.tree.map(swapped, at.batch, has_time(at.batch)), [*map(swapped, x)]
     program = model.program(place.what, batch, trains=trains)
     part = program.part(place.part)
     before = program.xs[-1 if place.part == "last" else place.number] if x else []

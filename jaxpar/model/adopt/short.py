@@ -14,6 +14,7 @@ from jaxpar.base.types import Arrays, Batch, Module, Outputs
 from jaxpar.config import OptimizerConfig
 from jaxpar.data.array import ArrayBatches
 from jaxpar.data.batches import Batches
+from jaxpar.data.order import flat, map_arrays
 from jaxpar.model.model import Sums
 from jaxpar.model.task import Task
 from jaxpar.sharding import RULES
@@ -86,8 +87,8 @@ def adopt(
 def _split_arrays(arrays: Mapping[str, Arrays], batch_size: int) -> MakeBatches:
     """Batches of arrays of which the last tenth is not trained on."""
     require_instance("batches", arrays, Mapping, "a function of (split, seed), or arrays by name")
-    found = {name: np.asarray(a) for name, a in arrays.items()}
-    sizes = {a.shape[0] if a.ndim else 0 for a in found.values()}
+    found = map_arrays(lambda _, a: np.asarray(a), arrays)
+    sizes = {a.shape[0] if a.ndim else 0 for a in flat(found).values()}
     require(
         len(sizes) == 1 and min(sizes) >= 20,
         f"batches are arrays of {sorted(sizes) or 'no'} rows; the last tenth is for valid and test.\n"
@@ -101,6 +102,6 @@ def _split_arrays(arrays: Mapping[str, Arrays], batch_size: int) -> MakeBatches:
 
     def make_batches(split: str, seed: int | None = None) -> Batches:
         start, stop = parts[split]
-        return ArrayBatches({name: a[start:stop] for name, a in found.items()}, batch_size, seed)
+        return ArrayBatches(map_arrays(lambda _, a: a[start:stop], found), batch_size, seed)
 
     return make_batches

@@ -197,7 +197,7 @@ class LM(Options):
         if self.heads > 1:
             check_divides("num_heads", self.heads, {TENSOR: parallel.mesh.tensor})
         chunk_len = self.seq_len // parallel.num_chunks
-        if self.num_buckets and parallel.mesh.stage > 1 and self.bucket_multiple % chunk_len:
+        if self.num_buckets and parallel.num_chunks > 1 and self.bucket_multiple % chunk_len:
             raise ValueError(
                 f"bucket_multiple={self.bucket_multiple} is not a multiple of the {chunk_len} steps of "
                 f"a time chunk.\nFix: use bucket_multiple={chunk_len}, or more chunks."
