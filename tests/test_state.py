@@ -498,10 +498,9 @@ def test_gradients_are_clipped_by_their_global_norm():
     sgd = make_optimizer(OptimizerConfig("sgd", 1.0, "constant", warmup_steps=0), 1)
 
     def moved(clip_norm):
-        scale = clip_scale(jnp.float32(5), clip_norm)
-        return -update(
-            given_loss(sgd, "it"), params, grads, sgd.init(params), jnp.bool_(True), scale
-        )[0]["a"]
+        scale = clip_scale(jnp.float32(5), clip_norm or None)
+        optimize = given_loss(sgd, "it").update
+        return -update(optimize, params, grads, sgd.init(params), jnp.bool_(True), scale)[0]["a"]
 
     np.testing.assert_allclose(moved(0.5), [0.3, 0.4], rtol=1e-6)
     np.testing.assert_array_equal(moved(6.0), grads["a"])

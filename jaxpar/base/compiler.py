@@ -1,7 +1,8 @@
-"""Options of XLA's compilers that jaxpar sets for its own programs, and what each was seen to do.
+"""The compile cache, and options of XLA's compilers that jaxpar sets for its own programs.
 
-They go with a program, not into the environment; a flag of the user's in XLA_FLAGS stands above them. Seen in
-the programs that JAX 0.12.0.1 compiles for eight H100s and for a v5e:2x4 (`tests/test_aot.py`).
+The options go with a program, not into the environment; a flag of the user's in XLA_FLAGS stands above them.
+What each was seen to do in the programs that JAX 0.12.0.1 compiles for eight H100s and for a v5e:2x4
+(`tests/test_aot.py`):
 
     gpu   xla_gpu_experimental_parallel_collective_overlap_limit
           With 1, XLA's own, no work with a transfer in it, such as a layer split over `tensor`, runs beside
@@ -15,7 +16,12 @@ xla_tpu_overlap_compute_collective_tc), xla_tpu_enable_latency_hiding_scheduler,
 xla_tpu_prefer_async_allgather_to_allreduce.
 """
 
+import contextlib
 import os
+
+import jax
+
+from jaxpar.base.files import cache_folder
 
 _OF_STAGES = {"gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}}
 
@@ -25,3 +31,19 @@ def compiler_options(platform: str, num_stages: int) -> dict[str, int]:
     options = _OF_STAGES.get(platform, {}) if num_stages > 1 else {}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
+
+
+def use_compile_cache() -> None:
+    """Keeps programs in the user's cache folder, unless JAX was told where, or not to.
+
+    Not with JAX 0.10, whose XLA calls every cached program for CPU one of another machine, in a line of 3,000
+    letters; nor where the user has no home.
+    """
+    config = jax.config
+    is_off = not config.jax_enable_compilation_cache or jax.__version_info__ < (0, 11)
+    if is_off or config.jax_compilation_cache_dir is not None:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        config.update("jax_compilation_cache_dir", str(cache_folder()))
+        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+            config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

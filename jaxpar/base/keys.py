@@ -6,6 +6,7 @@ numbers as alone. `rbg` does not: what it draws would depend on the mesh.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 IMPLEMENTATION = "threefry2x32"
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -14,6 +15,14 @@ Array = jax.Array | jax.ShapeDtypeStruct
 def new_key(seed: int | jax.Array) -> jax.Array:
     """The key of a seed."""
     return jax.random.key(seed, impl=IMPLEMENTATION)
+
+
+def key_data(seed: int) -> np.ndarray:
+    """The numbers of the key of a seed, as `jax.random.key_data` gives them; nothing is compiled for them."""
+    seed = seed if jax.config.jax_enable_x64 else int(np.int64(seed).astype(np.int32))
+    return np.array([seed >> 32 if jax.config.jax_enable_x64 else 0, seed], np.int64).astype(
+        np.uint32
+    )
 
 
 def key_of(data: jax.Array) -> jax.Array:

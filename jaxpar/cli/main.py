@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpar.base.files import cache_folder
 from jaxpar.base.output import keep_printing, open_streams
 
 
@@ -101,27 +100,13 @@ def _run(argv: list[str]) -> int:
     if isinstance(command, Options):
         if command.simulate is not None:
             simulate_devices(command.simulate)
-        _use_compile_cache(command.compile_cache)
+        import jax
+
+        from jaxpar.base.compiler import use_compile_cache
+
+        jax.config.update("jax_enable_compilation_cache", command.compile_cache)
+        use_compile_cache()
     return command.run()
-
-
-def _use_compile_cache(use: bool) -> None:
-    """JAX's persistent cache, in the user's cache folder unless a variable of JAX's says where.
-
-    Not by itself with JAX 0.10, whose XLA calls every cached program for CPU one of another machine, in a
-    line of 3,000 letters.
-    """
-    import jax
-
-    jax.config.update("jax_enable_compilation_cache", use)
-    if not use or "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.__version_info__ < (0, 11):
-        return
-    try:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
-    except FileNotFoundError:  # the user has no home: programs are compiled each time
-        return
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def _load(module: str) -> None:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.base.jax_private import call_once
 from jaxpar.base.types import Arrays, Cotangents, Params
 from jaxpar.model.facts import ModelFacts
 from jaxpar.step.parts import Parts
@@ -97,7 +98,7 @@ def _check_weight(trial: Trial) -> None:
     def weight(own: Params) -> jax.Array:
         return part.piece(*whole(own), 0, 0, trial.key)["sums"].weight
 
-    found = quick_jit(trial.parts, jax.grad(weight))(floats)
+    found = call_once(quick_jit(trial.parts, jax.grad(weight)), floats)
     if any(np.any(a) for a in jax.device_get(found)):
         raise ValueError(
             f"the weight of {part.what} has a gradient, which pipelines and microbatches leave out.\n"
@@ -168,7 +169,7 @@ def _gradients(
     quick, found, weight = quick_jit(trial.parts, gradients), [], 0.0
     for scale in SCALES_OF_FLOAT16 if is_short else SCALES:
         scaled = jax.tree.map(lambda a, scale=scale: (a * scale).astype(a.dtype), g)
-        own, weight = jax.device_get(quick(floats, scaled))
+        own, weight = jax.device_get(call_once(quick, floats, scaled))
         found.append([np.float32(a) / scale for a in own])
     return found, bool(weight) and part.what != trial.parts.facts.ends[1]
 

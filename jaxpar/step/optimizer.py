@@ -30,12 +30,12 @@ def global_norm(grads: Cotangents) -> jax.Array:
     return optax.tree.norm(in_float32(grads))
 
 
-def clip_scale(norm: jax.Array, clip_norm: float) -> jax.Array | None:
-    """What gradients of a global norm are multiplied by for it to be `clip_norm` at most; None for 0.
+def clip_scale(norm: jax.Array, clip_norm: jax.Array | float | None) -> jax.Array | None:
+    """What gradients of a global norm are multiplied by for it to be `clip_norm` at most; None for None.
 
     The update multiplies them where it reads them: clipped gradients as arrays would be a second copy.
     """
-    if clip_norm == 0:
+    if clip_norm is None:
         return None
     return jnp.where(norm < clip_norm, jnp.ones_like(norm), clip_norm / norm)
 
@@ -67,7 +67,7 @@ def given_loss(optimizer: optax.GradientTransformation, what: str) -> optax.Grad
 
 
 def update(
-    optimizer: optax.GradientTransformation,
+    optimize: Function,
     params: Params,
     grads: Cotangents,
     opt_state: optax.OptState,
@@ -79,7 +79,7 @@ def update(
     """Parameters and state after a step; as they were if `applies`, a truth value, is false.
 
     Args:
-      optimizer: as of `given_loss`.
+      optimize: `update` of an optimizer, as of `given_loss`.
       scale: as `clip_scale` gives it.
       rate: what the learning rate is multiplied by; None is 1.
     """
@@ -93,7 +93,7 @@ def update(
         params: Params, grads: Cotangents, opt_state: OptState, scale: Any, rate: Any, loss: Any
     ) -> tuple[Arrays, Arrays]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
-            updates, opt_state = optimizer.update(times(grads, scale), opt_state, params, loss)
+            updates, opt_state = optimize(times(grads, scale), opt_state, params, loss)
             return optax.apply_updates(params, times(updates, rate)), opt_state
 
     def keep(params: Params, _: Any, opt_state: OptState, *others: Tree) -> tuple[Arrays, Arrays]:
@@ -122,7 +122,7 @@ class HostOptimizer:
             ) from error
         # JAX keeps what it traces by the function: one of the user's may read something that has changed.
         self._init = jax.jit(lambda params: optimizer.init(params))
-        self._update = jax.jit(functools.partial(update, optimizer), donate_argnums=(0, 2))
+        self._update = jax.jit(functools.partial(update, optimizer.update), donate_argnums=(0, 2))
 
     def init(self, params: Params, target: optax.OptState) -> optax.OptState:
         """The state before the first step.

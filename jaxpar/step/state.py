@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.base.checks import require_instance
 from jaxpar.base.display import Shown, format_bytes, format_count
-from jaxpar.base.keys import new_key
+from jaxpar.base.jax_private import call_once
+from jaxpar.base.keys import key_data
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes, placed, zeros
 from jaxpar.base.types import Arrays, Function, Tree
@@ -85,7 +86,7 @@ def zero_carry(setup: Resolved) -> dict[str, Arrays]:
     """Zeros for what layers carry on, laid out as in the state."""
     carry = abstract_state(setup).carry
     where = jax.tree.map(lambda leaf: leaf.sharding, carry)
-    return jax.jit(lambda: zeros(carry), out_shardings=where)()
+    return call_once(jax.jit(lambda: zeros(carry), out_shardings=where))
 
 
 def _abstract_state(setup: Resolved, _: int) -> TrainState:
@@ -116,7 +117,7 @@ def init_state(setup: Resolved, seed: int) -> TrainState:
     """The state before the first step; see `functions.init_state`."""
     check_room(abstract_state(setup), setup.mesh)
     make = setup.cached(_initializer, setup.train.num_steps)
-    return _with_host_state(setup, make(_key_data(seed)))
+    return _with_host_state(setup, call_once(make, key_data(seed)))
 
 
 def draw_variables(setup: Resolved, without: Container[str] = ()) -> tuple[nnx.State, nnx.State]:
@@ -138,17 +139,13 @@ def draw_variables(setup: Resolved, without: Container[str] = ()) -> tuple[nnx.S
         return jax.tree.unflatten(jax.tree.structure(trees, is_leaf=is_variable), leaves)
 
     draw = jax.jit(make, out_shardings=_places((target.params, target.frozen)))
-    return draw(_key_data(setup.train.seed))
+    return call_once(draw, key_data(setup.train.seed))
 
 
 def state_of(setup: Resolved, params: nnx.State, frozen: nnx.State) -> TrainState:
     """The state before the first step with these parameters and other variables, which are donated."""
     make = _begin(setup, lambda *trees: trees, donate_argnums=(0, 1))
-    return _with_host_state(setup, make(params, frozen))
-
-
-def _key_data(seed: int) -> np.ndarray:
-    return np.asarray(jax.random.key_data(new_key(seed)))
+    return _with_host_state(setup, call_once(make, params, frozen))
 
 
 def _initializer(setup: Resolved, _: int) -> Callable[[Any], TrainState]:
@@ -218,7 +215,7 @@ def evaluated(setup: Resolved, state: TrainState) -> TrainState:
         state.opt_state, shardings(state.opt_state, setup.mesh, state.opt_rules)
     )
     return dataclasses.replace(
-        state, params=setup.cached(_evaluated_params)(state.params, opt_state)
+        state, params=call_once(setup.cached(_evaluated_params), state.params, opt_state)
     )
 
 

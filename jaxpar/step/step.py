@@ -1,6 +1,7 @@
 """Training and evaluation steps: compiled programs of a model's losses, gradients and updates."""
 
 import dataclasses
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.axes import BATCH, TENSOR
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.compiler import compiler_options
-from jaxpar.base.jax_private import num_programs
-from jaxpar.base.keys import new_key
+from jaxpar.base.jax_private import compile_once, num_programs
+from jaxpar.base.keys import key_data, key_of, new_key
 from jaxpar.base.parts import RATE, part_of
 from jaxpar.base.trees import has_time
 from jaxpar.base.types import Arrays, Batch, Carry, Function, Tree
@@ -32,6 +33,7 @@ from jaxpar.step.parts import Parts
 from jaxpar.step.per_layer import without_empty_rows
 from jaxpar.step.resolved import Resolved
 from jaxpar.step.state import TrainState, abstract_state, state_shardings
+from jaxpar.trace.numbers import with_numbers
 from jaxpar.trace.source_lines import source_line_of_instruction
 from jaxpar.trace.surprises import tell_of_optimizer
 
@@ -42,6 +44,7 @@ _PERMUTE_OF_A_UNIT = re.compile(
     r'(?:cond/branch_\d+_fun|(?:forward|backward|weights\d)/while/body)/([^"]*)"'
     r"(?:.* stack_frame_id=(\d+))?"
 )
+Numbers = dict[str, Any]  # see `CompiledStep`
 _STRUCTURE = re.compile(r"(while|body|closed_call|eval_jaxpr|(transpose\()?jvp\(\)\)?)/")
 
 
@@ -68,8 +71,16 @@ class CompiledStep:
     each length is compiled once.
     """
 
-    def __init__(self, step: Function, parts: Parts, *, backward: bool, **jit_options):
-        self._parts, self._backward = parts, backward
+    def __init__(
+        self, step: Function, parts: Parts, numbers: Tree = (), *, backward: bool, **jit_options
+    ):
+        """Compiles nothing yet.
+
+        Args:
+          step: (state, batch, table, numbers) -> what a step returns.
+          numbers: what else it computes with. Steps that differ in them alone are one program.
+        """
+        self._parts, self._backward, self._numbers = parts, backward, numbers
         options = compiler_options(parts.facts.platform, parts.partition.parallel.mesh.stage)
         self._jitted = jax.jit(step, compiler_options=options, **jit_options)
 
@@ -91,7 +102,7 @@ class CompiledStep:
 
     def run(self, state: TrainState, batch: Batch) -> Arrays:
         """The same, without checking the values of the batch."""
-        arguments = (state, *self._with_table(owned(batch)))
+        arguments = state, *self._with_table(owned(batch)), self._numbers
         if not self.num_programs:
             parallel = self._parts.partition.parallel
             if self._backward:
@@ -103,9 +114,9 @@ class CompiledStep:
                 check_custom_backward(self._parts)
             # Stages, and groups that take fewer rows, are not all in a unit's work at the same time.
             is_apart = mesh.stage > 1 or not parallel.has_equal_shares
+            program = compile_once(self._jitted, *arguments)
             if mesh.tensor > 1 and is_apart:
-                # The call finds it compiled.
-                check_program(self._jitted.lower(*arguments).compile())
+                check_program(program)
             release_freed_memory()
         return self._jitted(*arguments)
 
@@ -123,7 +134,7 @@ class CompiledStep:
 
     def lower(self, state: Tree, batch: Batch) -> Arrays:
         """`jax.jit(...).lower` of the program, for arrays or their shapes."""
-        return self._jitted.lower(state, *self._with_table(batch))
+        return self._jitted.lower(state, *self._with_table(batch), self._numbers)
 
     @property
     def full_table(self) -> TickTable | None:
@@ -233,8 +244,10 @@ class _ValueAndGrad(_GradientStep):
 class _HostStep(_GradientStep):
     """Gradients; after them the optimizer, on the host."""
 
-    def __init__(self, gradients, parts: Parts, optimizer, states: TrainState, out_shardings):
-        super().__init__(gradients, parts, backward=True, out_shardings=out_shardings)
+    def __init__(
+        self, gradients, parts: Parts, numbers, optimizer, states: TrainState, out_shardings
+    ):
+        super().__init__(gradients, parts, numbers, backward=True, out_shardings=out_shardings)
         self._host = HostOptimizer(optimizer)
         has_own, rows_of = parts.facts.task.has_own_optimizer, parts.partition.rows_of
         self._gather = jax.jit(  # into the memory of the old parameters
@@ -259,11 +272,14 @@ def _without_optimizer(state: TrainState) -> TrainState:
 
 def train_step(setup: Resolved, *_: Any) -> CompiledStep:
     """One optimizer step; see `functions.make_train_step`."""
-    train, parts, mesh, optimizer = setup.train, setup.parts, setup.mesh, setup.optimizer
-    loss_and_grad = make_loss_and_grad(setup, seed=train.seed)
+    train, parts, mesh = setup.train, setup.parts, setup.mesh
+    loss_and_grad = make_loss_and_grad(setup)
+    numbers = {"key": key_data(train.seed), "allowed_skips": np.int32(train.allowed_skips)}
+    if train.clip_norm:
+        numbers["clip_norm"] = np.float32(train.clip_norm)
 
-    def gradients(state: TrainState, batch: Batch, table: TickTable | None):
-        (loss, (carry, sums)), grads = loss_and_grad(state, batch, table)
+    def gradients(state: TrainState, batch: Batch, table: TickTable | None, numbers: Numbers):
+        (loss, (carry, sums)), grads = loss_and_grad(state, batch, table, numbers["key"])
         initial = parts.initial_carry(state.params, state.frozen)
         # The update runs where the optimizer state lies: what is split is updated in parts.
         with jax.named_scope("update"):
@@ -271,39 +287,41 @@ def train_step(setup: Resolved, *_: Any) -> CompiledStep:
             params = constrain(state.params, mesh, state.opt_rules)
             norm = global_norm(grads)
             is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            scale, rate = clip_scale(norm, train.clip_norm), part_of(batch, RATE)
-            state, applies = _count(state, carry, initial, is_finite, train.allowed_skips)
+            scale, rate = clip_scale(norm, numbers.get("clip_norm")), part_of(batch, RATE)
+            state, applies = _count(state, carry, initial, is_finite, numbers["allowed_skips"])
             state = dataclasses.replace(state, params=params)
             metrics = Metrics(loss, norm, state.skipped, sums)
             return state, grads, applies, scale, rate, metrics
 
-    def step(
-        state: TrainState, batch: Batch, table: TickTable | None
-    ) -> tuple[TrainState, Metrics]:
-        state, grads, applies, scale, rate, metrics = gradients(state, batch, table)
-        with jax.named_scope("update"):
-            old = state.params, state.opt_state
-            how = applies, scale, rate, metrics.loss
-            params, opt_state = update(optimizer, old[0], grads, old[1], *how)
-            params = constrain(params, mesh, state.param_rules)
-        return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
-
     target = abstract_state(setup)
     make = setup.task.make_optimizer
-    tell_of_optimizer(make, optimizer.update, target.params, target.opt_state)
+    tell_of_optimizer(make, setup.optimizer.update, target.params, target.opt_state)
     states, replicated = state_shardings(target, mesh), NamedSharding(mesh, P())
     if setup.parallel.update == "host":
         split = shardings(target.params, mesh, target.opt_rules)
         state = dataclasses.replace(states, params=split, opt_state=())
         out = (state, split, replicated, replicated, replicated, replicated)
-        return _HostStep(gradients, parts, optimizer, states, out)
-    return CompiledStep(
-        step, parts, backward=True, donate_argnums=0, out_shardings=(states, replicated)
-    )
+        return _HostStep(gradients, parts, numbers, setup.optimizer, states, out)
+    args = target.params, target.opt_state, target.params, jax.ShapeDtypeStruct((), jnp.float32)
+    numbers["optimizer"], run = with_numbers(setup.optimizer.update, *args)
+
+    def step(
+        state: TrainState, batch: Batch, table: TickTable | None, numbers: Numbers
+    ) -> tuple[TrainState, Metrics]:
+        state, grads, *how, metrics = gradients(state, batch, table, numbers)
+        with jax.named_scope("update"):
+            apply = functools.partial(run, numbers["optimizer"])
+            how = *how, metrics.loss
+            params, opt_state = update(apply, state.params, grads, state.opt_state, *how)
+            params = constrain(params, mesh, state.param_rules)
+        return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
+
+    out = states, replicated
+    return CompiledStep(step, parts, numbers, backward=True, donate_argnums=0, out_shardings=out)
 
 
 def _count(
-    state: TrainState, carry: Carry, initial: Any, is_finite: jax.Array, max_skipped: int
+    state: TrainState, carry: Carry, initial: Any, is_finite: jax.Array, max_skipped: jax.Array
 ) -> tuple[TrainState, jax.Array]:
     """Step, skipped and carry after a step, and whether its update applies.
 
@@ -348,23 +366,24 @@ def check_program(program: jax.stages.Compiled) -> None:
 
 def value_and_grad(setup: Resolved, seed: int) -> CompiledStep:
     """Loss and gradients; see `functions.value_and_grad`."""
-    loss_and_grad = make_loss_and_grad(setup, seed=seed)
+    loss_and_grad = make_loss_and_grad(setup)
 
-    def step(state: TrainState, batch: Batch, table: TickTable | None):
-        (loss, (carry, sums)), grads = loss_and_grad(state, batch, table)
+    def step(state: TrainState, batch: Batch, table: TickTable | None, root: jax.Array):
+        (loss, (carry, sums)), grads = loss_and_grad(state, batch, table, root)
         return (loss, (state.step + 1, carry, sums)), grads
 
     states = state_shardings(abstract_state(setup), setup.mesh)
     replicated = NamedSharding(setup.mesh, P())
     out = (replicated, (replicated, states.carry, replicated)), states.params
-    return _ValueAndGrad(step, setup.parts, backward=True, out_shardings=out)
+    return _ValueAndGrad(step, setup.parts, key_data(seed), backward=True, out_shardings=out)
 
 
 def make_loss_and_grad(setup: Resolved, *, seed: int | None = 0) -> Function:
-    """(state, batch, table=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
+    """(state, batch, table=None, root=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
 
-    The state's step numbers the dropout masks; without a table the batch has the full length. On a mesh with
-    stages and tensor parallelism, use `check_program` on the program of your own layers: would it terminate?
+    The state's step numbers the dropout masks. `root` has the numbers of the key of another seed. Without a
+    table the batch has the full length. On a mesh with stages and tensor parallelism, use `check_program` on
+    the program of your own layers: would it terminate?
 
     Args:
       seed: of the dropout masks; None for no dropout, as in evaluation.
@@ -375,33 +394,44 @@ def make_loss_and_grad(setup: Resolved, *, seed: int | None = 0) -> Function:
     parts.facts.check_gradient()
     forward = make_forward(parts, setup.mesh)
 
-    def loss(params, state, batch, table):
+    def loss(params, state, batch, table, root):
         table = full_table(parts.partition.parallel, backward=True) if table is None else table
-        key = dropout_key(seed, state)
+        key = dropout_key(seed if root is None else root, state)
         carry, sums = forward(params, state.frozen, state.carry, batch, key, table)
         return mean_loss(sums), (carry, sums)
 
     differentiate = jax.value_and_grad(loss, has_aux=True)
 
-    def run(state, batch, table=None):
-        return differentiate(state.params, state, batch, table)
+    def run(state, batch, table=None, root=None):
+        return differentiate(state.params, state, batch, table, root)
 
     return run
 
 
-def dropout_key(seed: int | None, state: TrainState) -> jax.Array | None:
-    """Of a step's dropout masks; None for none."""
-    return None if seed is None else jax.random.fold_in(new_key(seed), state.step)
+def dropout_key(seed: int | jax.Array | None, state: TrainState) -> jax.Array | None:
+    """Of a step's dropout masks, by a seed or the numbers of its key; None for none."""
+    if seed is None:
+        return None
+    root = new_key(seed) if isinstance(seed, int) else key_of(seed)
+    return jax.random.fold_in(root, state.step)
 
 
 def eval_step(setup: Resolved) -> CompiledStep:
     """The sums of a batch; see `functions.make_eval_step`."""
     forward = make_forward(setup.parts, setup.mesh)
 
-    def step(state: TrainState, batch: Batch, table: TickTable | None):
+    def step(state: TrainState, batch: Batch, table: TickTable | None, _: Tree):
         return forward(state.params, state.frozen, state.carry, batch, None, table)
 
-    return CompiledStep(step, setup.parts, backward=False)
+    replicated = NamedSharding(setup.mesh, P())
+    return CompiledStep(
+        step, setup.parts, backward=False, out_shardings=(_of_carry(setup), replicated)
+    )
+
+
+def _of_carry(setup: Resolved) -> Arrays:
+    """Where the carry lies: that of one window is given to the next."""
+    return state_shardings(abstract_state(setup), setup.mesh).carry
 
 
 def predict_step(setup: Resolved) -> CompiledStep:
@@ -417,14 +447,14 @@ def predict_step(setup: Resolved) -> CompiledStep:
         )
     check_rows_alone(setup.parts, predicts=True)
 
-    def step(state: TrainState, batch: Batch, table: TickTable | None):
+    def step(state: TrainState, batch: Batch, table: TickTable | None, _: Tree):
         carry, outputs = forward(state.params, state.frozen, state.carry, batch, None, table)
         if setup.facts.time_major:
             outputs = jax.tree.map(lambda a: a.swapaxes(0, 1), outputs)
         return carry, outputs
 
-    where = batch_sharding(setup)
-    return CompiledStep(step, setup.parts, backward=False, out_shardings=(None, where))
+    out = _of_carry(setup), batch_sharding(setup)
+    return CompiledStep(step, setup.parts, backward=False, out_shardings=out)
 
 
 def batch_sharding(setup: Resolved) -> NamedSharding:

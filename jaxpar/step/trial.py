@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.base.jax_private import call_once
 from jaxpar.base.keys import new_key
 from jaxpar.base.parts import LENGTHS, PARTS, part_of
 from jaxpar.base.trees import has_time, time_steps
@@ -152,7 +153,7 @@ class Trial:
             own = {"sums": checked_sums(sums[0], f"layer {name}")} if sums else {}
             return {"output": y, "carry": after, **own}
 
-        variables, start = draw()
+        variables, start = call_once(draw)
         run = self.placed(layer)
         # Not below where it starts: a state may be a divisor.
         carry = jax.tree.map(lambda a: a + abs(self.random(a)), jax.device_get(start))
@@ -220,12 +221,12 @@ class Trial:
         """What a part gives for all rows."""
         args = part.variables, inputs, row, time, key
         return naming_errors(
-            part.what.strip("`"), lambda: jax.device_get(self.jitted(part.run)(*args))
+            part.what.strip("`"), lambda: jax.device_get(call_once(self.jitted(part.run), *args))
         )
 
     def pieces(self, part: Part, inputs: Tree, along: str, size: int, key: Any) -> list[Tree]:
         """What a part gives for so many rows, or time steps, after the other."""
-        run = functools.partial(self.jitted(part.piece), part.variables)
+        run = functools.partial(call_once, self.jitted(part.piece), part.variables)
         return jax.device_get(self.run_in_pieces(run, part, inputs, along, size, key))
 
     def run_in_pieces(
@@ -293,7 +294,7 @@ def draw_outer(parts: Parts, numbers: Sequence[Sequence[int]]) -> Arrays:
         leaves = map(jax.tree.leaves, states)
         return [[own[n] for n in of] for own, of in zip(leaves, numbers, strict=True)]
 
-    return quick_jit(parts, draw)()
+    return call_once(quick_jit(parts, draw))
 
 
 def _rows_of(task: Task, example: Shapes, num_rows: int) -> tuple[Arrays, Arrays]:

@@ -16,6 +16,7 @@ import jax
 
 from jaxpar.base.bucket import as_path, in_bucket
 from jaxpar.base.checks import check_names, fact_of, require, require_instance
+from jaxpar.base.compiler import use_compile_cache
 from jaxpar.base.display import Shown
 from jaxpar.base.files import checksum
 from jaxpar.base.loading import guard_remedy
@@ -168,6 +169,7 @@ def fit(
     if remedy := guard_remedy("fit"):
         raise ValueError(f"fit would train once more\nFix: {remedy}.")
     check_task(task)
+    use_compile_cache()
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")
     printed = ConsoleReport() if report is None else report

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,14 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import numpy as np
 
+from jaxpar.base.jax_private import call_once
 from jaxpar.base.types import Batch, Json
 from jaxpar.data.batches import place_batch
 from jaxpar.hosts.agree import in_process_0
 from jaxpar.hosts.stopping import Stop, Stopped
+from jaxpar.model.task import Task
 from jaxpar.step.functions import make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, evaluated, release
 from jaxpar.step.step import Metrics, batch_sharding
+from jaxpar.trace.numbers import with_numbers
 from jaxpar.training.callbacks import Callbacks, Report
 from jaxpar.training.checkpoint import Checkpoints, best_of
 from jaxpar.training.evaluate import check_reported, do_not_run_ahead, evaluate, mean_of
@@ -55,6 +59,9 @@ class Run:
         self._step_once = make_train_step(self.setup).run
         self._sharding = batch_sharding(self.setup)
         self._rate = self.task.learning_rate(self.config.num_steps)
+        if type(self.task).learning_rate is Task.learning_rate and self._rate is not None:
+            numbers, rate = with_numbers(self._rate, np.int32(0))
+            self._rate = functools.partial(call_once, jax.jit(rate), numbers)
         self._num_skipped = int(self.state.skipped)  # of the steps that the host has looked at
         self._waiting: list[Metrics] = []  # on the devices until the host looks at them
         self._written: list[Json] = []  # lines of metrics.jsonl from earlier processes
@@ -195,7 +202,7 @@ class Run:
         """The learning rate of the last step, if the task gives one."""
         if self._rate is None:
             return None
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
+        with jax.numpy_dtype_promotion("standard"):  # one of the user's may mix integers and floats
             return np.asarray(self._rate(np.int32(self.step - 1))).item()
 
     def _write(self, line: Json) -> None:
