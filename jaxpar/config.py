@@ -111,7 +111,9 @@ class Parallel:
         is three times as fast as the second; None gives all of them the same.
       speeds: how fast the devices of each stage are, beside each other, such as (1, 1, 2, 2) for two last
         stages that are twice as fast; balanced placements go by it. None takes all of them for equal.
-      fsdp: store parameters split over `data` as well, gathered once a step (arXiv:2304.11277).
+      fsdp: store parameters split over `data` as well (arXiv:2304.11277). Without stages each layer is
+        gathered for each of its passes, and its gradient scattered; with stages, or unequal shares, all are
+        gathered once a step.
       update: where optimizer state lies and the update runs. "replicated": on every data-parallel group;
         "sharded": split over `data` (ZeRO-1, arXiv:1910.02054); "host": split likewise, in host memory,
         so that devices hold parameters and gradients alone (ZeRO-Offload, arXiv:2101.06840).

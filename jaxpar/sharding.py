@@ -78,7 +78,7 @@ class Rules:
     Attributes:
       table: the rules.
       over: an axis that splits one more dim of every array: the first that divides, so that what devices
-        gather lies in few pieces.
+        gather lies in few pieces; one that no other axis splits, where there is one.
 
     Raises:
       ValueError: two rules for one dim, or an axis twice in one rule.
@@ -154,10 +154,10 @@ class Rules:
         """
         split = self.split(dims)
         if sizes is not None and self.over is not None and self.over not in sum(split, ()):
-            for place, (dim, size) in enumerate(zip(dims, shape, strict=True)):
-                parts = math.prod(sizes[axis] for axis in (*split[place], self.over))
-                if dim != LAYERS and size % parts == 0:
-                    split[place] += (self.over,)
+            parts = [math.prod(sizes[axis] for axis in axes) for axes in split]
+            for n in sorted(range(len(parts)), key=lambda n: parts[n] > 1):
+                if dims[n] != LAYERS and shape[n] % (parts[n] * sizes[self.over]) == 0:
+                    split[n] += (self.over,)
                     break
         return to_spec(split)
 

@@ -309,8 +309,9 @@ def test_any_dim_is_split_over_data_whatever_its_name(layout, splits_params):
         ((None, None), (6, 8), P(None, "data")),
         ((None, "input"), (8, 16), P("data", None)),
         (("input", None), (8, 6), P("data", None)),
-        (("hidden", None), (16, 12), P(("tensor", "data"), None)),  # 16 over 2 x 4
-        (("hidden", None), (12, 8), P("tensor", "data")),  # 12 does not divide by 2 x 4
+        (("hidden", None), (16, 12), P("tensor", "data")),
+        (("hidden", None), (16, 6), P(("tensor", "data"), None)),  # 16 over 2 x 4
+        (("hidden", None), (12, 6), P("tensor", None)),  # 12 does not divide by 2 x 4
         (("hidden",), (12,), P("tensor")),
         (("layers", None), (16, 6), P("stage", None)),  # layers are split over stages alone
         (("batch", None), (8, 16), P("data", None)),
@@ -318,7 +319,7 @@ def test_any_dim_is_split_over_data_whatever_its_name(layout, splits_params):
         ((), (), P()),
     ],
 )
-def test_the_first_dim_that_divides_is_split_over_data_too(dims, shape, spec):
+def test_the_first_dim_that_divides_and_is_whole_is_split_over_data_too(dims, shape, spec):
     sizes = {"data": 4, "stage": 2, "tensor": 2}
     assert split_over_data(RULES).spec(dims, shape, sizes) == spec
     assert RULES.spec(dims, shape, sizes) == RULES.spec(dims)

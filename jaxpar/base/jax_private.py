@@ -9,6 +9,10 @@ from typing import Any
 # When it goes: read the launchers' variables in hosts/group.py.
 from jax._src.clusters import ClusterEnv as ClusterEnv
 
+# What the equation of a collective has among its effects, though it has none: it names an axis.
+# When it goes: collectives have no effect then, or one with another name.
+from jax._src.core import NamedAxisEffect as NamedAxisEffect
+
 # The client of the coordinator's key-value store, in which processes compare options and data.
 # When it goes: exchange the texts by `jax.experimental.multihost_utils`, which compiles a program for that.
 from jax._src.distributed import global_state as global_state

@@ -7,7 +7,7 @@ layer is, which rules split its arrays, and which sizes follow.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -30,8 +30,10 @@ from jaxpar.pipeline.placement import (
     route_of,
 )
 from jaxpar.sharding import (
+    Axes,
     Constraint,
     Rules,
+    axes_of_spec,
     dims_of,
     is_variable,
     off_stages,
@@ -228,6 +230,28 @@ class Partition:
         return split_over_data(self.rules) if self.parallel.fsdp else self.rules
 
     @functools.cached_property
+    def gathers_layers(self) -> bool:
+        """Whether FSDP gathers one layer's parameters at a time, for each pass through it.
+
+        A stage gathers all of its layers once a step instead: it passes them once for each unit. So do groups
+        with unequal shares, which aren't in a layer at the same time.
+        """
+        parallel, facts = self.parallel, self.facts
+        is_split = parallel.fsdp and parallel.mesh.data > 1 and parallel.mesh.stage == 1
+        is_able = parallel.has_equal_shares and facts.divides_by_hand and bool(facts.kind_of)
+        return is_split and is_able
+
+    @property
+    def runs_in_units(self) -> bool:
+        """Whether a step runs unit by unit on a schedule, if only as one unit; if not, it runs as a whole."""
+        return self.parallel.runs_in_units or self.gathers_layers
+
+    @property
+    def step_rules(self) -> Rules:
+        """How a step takes parameters."""
+        return self.param_rules if self.gathers_layers else self.rules
+
+    @functools.cached_property
     def opt_rules(self) -> Rules:
         """How optimizer state lies between steps."""
         is_split = self.parallel.fsdp or self.parallel.update != "replicated"
@@ -258,13 +282,40 @@ class Partition:
         steps = self.facts.num_steps or 1  # one chunk has all steps, however many
         return steps // self.parallel.num_chunks // parts if self.facts.time_major else None
 
+    def step_split(self, dims: tuple[str | None, ...], shape: tuple[int, ...]) -> list[Axes]:
+        """The axes that split each dim of a parameter as a step takes it.
+
+        Where layers are gathered, `data` is among them; but not of a dim that `tensor` splits as well: a part
+        of it would lie in many pieces.
+        """
+        if not self.gathers_layers:
+            return self.rules.split(dims)
+        sizes = self.parallel.mesh.sizes
+        split = axes_of_spec(self.param_rules.spec(dims, shape, sizes))
+        return [
+            tuple(a for a in own if a != DATA or TENSOR not in own or sizes[TENSOR] == 1)
+            for own in split
+        ]
+
     def specs(self, tree: Tree, *axes: str) -> Arrays:
         """Partition specs over these axes and those of one's own, of a tree of variables."""
+        return self._specs(tree, axes, lambda leaf: self.rules.split(dims_of(leaf)))
+
+    def param_specs(self, tree: Tree, *axes: str) -> Arrays:
+        """The same of parameters as a step takes them: over `data`, too, where they are split over it."""
+        axes = (*axes, DATA) if self.gathers_layers else axes
+        return self._specs(
+            tree, axes, lambda leaf: self.step_split(dims_of(leaf), tuple(leaf.shape))
+        )
+
+    def _specs(
+        self, tree: Tree, axes: tuple[str, ...], split: Callable[[Any], list[Axes]]
+    ) -> Arrays:
         axes = (*axes, *self.task.axes)
 
         def of(leaf: Any) -> Arrays:
-            split = self.rules.split(dims_of(leaf)) if is_variable(leaf) else ()
-            spec = to_spec([tuple(a for a in own if a in axes) for own in split])
+            all_axes = split(leaf) if is_variable(leaf) else ()
+            spec = to_spec([tuple(a for a in own if a in axes) for own in all_axes])
             return jax.tree.map(lambda _: spec, leaf)
 
         return jax.tree.map(of, tree, is_leaf=is_variable)

@@ -248,13 +248,15 @@ class Pipeline(Spec):
 
     def _sum_parts(self, grads: Cotangents, specs: Specs, *axes: str) -> Arrays:
         """Gradients, summed over those of the axes that do not split their parameters."""
-        if not self.own_axes:
-            return self._sum(grads, *axes)
-
-        def of(spec: P, grads: Cotangents) -> Arrays:
-            return self._sum(grads, *(a for a in axes if a not in axes_in(spec)))
-
-        return jax.tree.map(of, specs, grads, is_leaf=lambda node: isinstance(node, P))
+        whole = jax.tree.map(lambda spec, own: jax.tree.map(lambda _: spec, own), specs, grads)
+        leaves, structure = jax.tree.flatten(grads)
+        over = [tuple(a for a in axes if a not in axes_in(s)) for s in jax.tree.leaves(whole)]
+        for those in filter(None, dict.fromkeys(over)):  # in one sum each
+            places = [n for n, own in enumerate(over) if own == those]
+            sums = self._sum([leaves[n] for n in places], *those)
+            for n, total in zip(places, sums, strict=True):
+                leaves[n] = total
+        return jax.tree.unflatten(structure, leaves)
 
     def _rows(self, rows: Arrays) -> Arrays:
         """The rows that were collected, on all stages: those of the last layer's stage, zeros on others."""

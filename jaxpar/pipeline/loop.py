@@ -45,8 +45,9 @@ Collectives of a tick, outside of any branch: a permute over `stage` for each di
 and cotangents move, two in all, four of "v" (`_exchange`); with a sharded head the sum of y over `stage`, and
 what `last` combines (`_head`). Where all stages have parts of `first`, a branch that they take together adds
 up what these give (`_enter`), and one puts the dx of the unit that leaves on all stages (`_leave`). Over
-`data` there is none: what is summed over it is summed after the loop (`engine`). What layers exchange over
-`tensor` the compiler puts in.
+`data` there is none: what is summed over it is summed after the loop (`engine`). Only FSDP without stages
+gathers a layer's parameters where it runs, and scatters their gradients (`partition.gather`). What layers
+exchange over `tensor` the compiler puts in.
 
 Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device; G segments.
 """

@@ -9,6 +9,7 @@ of one's own is not counted.
 
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -228,12 +229,14 @@ class Step:
         return sum(self._elements(array, rules) * array.itemsize for array in arrays)
 
     def _elements(self, array: Array, rules: Rules) -> int:
-        rows = 0 if array.kind is None else self.rows[array.kind]
-        return _part_of(array, rows, rules, tuple(self.sizes.items()))
+        return _part_of(array, self._shape(array), rules, tuple(self.sizes.items()))
+
+    def _shape(self, array: Array) -> tuple[int, ...]:
+        return array.shape if array.kind is None else (self.rows[array.kind], *array.shape[1:])
 
     def axes_of(self, array: Array) -> list[tuple[str, ...]]:
         """The axes that split each dim of a variable, of those with several devices."""
-        split = self.partition.rules.split(array.dims)
+        split = self.partition.step_split(array.dims, self._shape(array))
         return [tuple(axis for axis in axes if self.sizes[axis] > 1) for axes in split]
 
     def _share_of(self, arrays: Sequence[Array]) -> float:
@@ -260,7 +263,7 @@ class Step:
         forward, backward, weights = (amount.scaled(own) for amount in whole[:3])
         if not self.schedule.weights:
             backward, weights = backward.plus(weights), Amount()
-        if self.parallel.runs_in_units:
+        if self.partition.runs_in_units:
             is_again = self.parallel.pipeline.remat
             slot = Amount() if is_again else Amount(bytes=2 * whole.kept * own)
             backward = backward.plus(forward if is_again else slot)
@@ -306,7 +309,7 @@ class Step:
             "layers": float(layers_S[busiest]),
             "head": float(busy_S[busiest] - layers_S[busiest]),
             "bubble": float(halves_T2S.max(2).sum() - busy_S[busiest]),
-            "ticks": machine.tick_seconds * self.num_ticks * self.parallel.runs_in_units,
+            "ticks": machine.tick_seconds * self.num_ticks * self.partition.runs_in_units,
             "update": self._update_seconds(machine),
         }
 
@@ -322,13 +325,13 @@ class Step:
         """`StepCost.least_bytes`: parameters, optimizer, gradients, and what is kept of units in flight."""
         partition, counts, pipeline = self.partition, self.counts, self.parallel.pipeline
         found = self.bytes_of((*counts.params, *counts.frozen), partition.param_rules)
-        found += self.bytes_of(counts.params, partition.rules)
+        found += self.bytes_of(counts.params, partition.step_rules)
         if self.parallel.update != "host":
             found += counts.opt_copies * self.bytes_of(counts.params, partition.opt_rules)
         places = self.sizes[STAGE] * self.parallel.num_groups
         pairs = zip(self.rows, self.kinds, strict=True)  # of a stage, empty slots included
         kept = self.unit.x + sum(rows / places * kind.kept for rows, kind in pairs)
-        if not self.parallel.runs_in_units:
+        if not self.partition.runs_in_units:
             return found + kept
         if pipeline.remat and self.parallel.num_segments == 1:
             kept = self.unit.x * (1 + (pipeline.remat_keeps == "device"))
@@ -338,25 +341,48 @@ class Step:
 
     def sent(self) -> tuple[Sent, ...]:
         """The collectives of 1 kB and more."""
-        found = (*self.sent_once(), *self._over_stages(), *self._over_tensor())
+        in_units = self._where_used(), self._over_stages(), self._over_tensor()
+        found = itertools.chain(self.sent_once(), *in_units)
         return tuple(each for each in found if each.runs and each.bytes >= LEAST_BYTES)
 
     def sent_once(self) -> Iterator[Sent]:
         """Those that run once a step: gradients are summed, and what is updated in parts is gathered."""
-        sums, rules, parallel = Counter[tuple[str, ...]](), self.partition.rules, self.parallel
+        sums, rules, parallel = Counter[tuple[str, ...]](), self.partition.step_rules, self.parallel
         apart = {name for kind in Storage(self.partition).packed_names(0) for name in kind}
         for array in self.counts.params:
             own = set(sum(self.axes_of(array), ()))
             over = {DATA, *self.partition.task.axes} - own
-            if array.kind is None and array.name not in apart and parallel.runs_in_units:
+            if array.kind is None and array.name not in apart and self.partition.runs_in_units:
                 over |= {STAGE} - own
             axes = tuple(axis for axis, size in self.sizes.items() if axis in over and size > 1)
             sums[axes] += self._elements(array, rules) * FLOAT
         yield from (Sent("all-reduce", axes, size, 1) for axes, size in sums.items() if axes)
-        if self.sizes[DATA] > 1 and (parallel.fsdp or parallel.update == "sharded"):
+        is_split = parallel.fsdp or parallel.update == "sharded"
+        if self.sizes[DATA] > 1 and is_split and not self.partition.gathers_layers:
             frozen = self.counts.frozen if parallel.fsdp else ()
             whole = self.bytes_of((*self.counts.params, *frozen), rules)
             yield Sent("all-gather", (DATA,), whole, 1)
+
+    def _where_used(self) -> Iterator[Sent]:
+        """What FSDP gathers for each pass of a unit through a layer, and scatters of its gradients.
+
+        Of what is before and after the layers, one pass reads it.
+        """
+        passes = 2 + self.parallel.pipeline.remat
+        for arrays, is_trained in ((self.counts.params, True), (self.counts.frozen, False)):
+            for array in arrays:
+                if not (self.partition.gathers_layers and DATA in sum(self.axes_of(array), ())):
+                    continue
+                in_one = self._elements(array, self.partition.rules)
+                if array.kind is None:
+                    runs = self.units * sum(array.name in own for own in self.counts.facts.reads)
+                    gathers = runs
+                else:
+                    in_one /= self.rows[array.kind]
+                    runs = self.units * self.rows[array.kind]
+                    gathers = passes * runs
+                yield Sent("all-gather", (DATA,), in_one * array.itemsize, gathers)
+                yield Sent("reduce-scatter", (DATA,), in_one * FLOAT, runs * is_trained)
 
     def _over_stages(self) -> Iterator[Sent]:
         """What goes from stage to stage in a tick, and what all of them exchange for shared ends."""
@@ -373,7 +399,7 @@ class Step:
 
     def _over_tensor(self) -> Iterator[Sent]:
         """What layers with split matrices exchange: x for each pair of them, and a recurrent state."""
-        again = 1 + (self.parallel.runs_in_units and self.parallel.pipeline.remat)
+        again = 1 + (self.partition.runs_in_units and self.parallel.pipeline.remat)
         for number, kind in enumerate(self.unit.kinds):
             runs = self.units * float(self.layers_GSK.sum(0)[:, number].max())
             arrays = [each for each in self.of_kind(number) if len(each.dims) > 2]
@@ -387,16 +413,18 @@ class Step:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _part_of(array: Array, rows: int, rules: Rules, sizes: tuple[tuple[str, int], ...]) -> int:
+def _part_of(
+    array: Array, shape: tuple[int, ...], rules: Rules, sizes: tuple[tuple[str, int], ...]
+) -> int:
     """How many numbers of a variable a device of a mesh has.
 
     Args:
-      rows: of its stack, if it is in one.
+      shape: with the rows of its stack, if it is in one.
       sizes: of the mesh's axes.
     Raises:
       ValueError: a dim does not divide by the axes that split it.
     """
-    on, shape = dict(sizes), array.shape if array.kind is None else (rows, *array.shape[1:])
+    on = dict(sizes)
     spec = rules.spec(array.dims, shape, on)
     check_split(f"parameter {array.name}", array.dims, shape, spec, on)
     return math.prod(shape) // math.prod(on[axis] for axes in axes_of_spec(spec) for axis in axes)

@@ -247,7 +247,7 @@ def _blocks(step: Step, cost: StepCost) -> Iterator[Block]:
     """
     machine, program = cost.machine, cost.program
     costs, around_T2S = step.work(machine)
-    schedule, is_cut = step.schedule, step.parallel.runs_in_units
+    schedule, is_cut = step.schedule, step.partition.runs_in_units
     halves = np.argwhere((schedule.work_at(*costs) + around_T2S).max(2) > 0).tolist()
     halves *= step.parallel.num_segments
     once = sum(each.seconds(machine, step.sizes) for each in step.sent_once())

@@ -52,7 +52,7 @@ def check_custom_backward(parts: Parts) -> None:
     facts, parallel = parts.facts, parts.partition.parallel
     if parallel.mesh.data == 1 and not parallel.runs_in_units:
         return
-    begins_with_sum = parallel.runs_in_units and not facts.knows_weight
+    begins_with_sum = parts.partition.runs_in_units and not facts.knows_weight
     done = "backward", begins_with_sum, parallel.num_chunks
     if done in facts.checked:
         return

@@ -18,13 +18,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import LayerContext
-from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import has_time, same_along, vary_like
 from jaxpar.base.types import Activations, Arrays, Batch, Carry, Function, Index, Outputs
 from jaxpar.config import Parallel
 from jaxpar.model.model import Sums, mean_loss, overrides
 from jaxpar.model.stack import values, wrap_like
+from jaxpar.partition.gather import gathering
+from jaxpar.partition.partition import Partition
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.pipeline.schedules import make_schedule
@@ -48,8 +50,9 @@ def make_forward(
       predicts: instead of the sums, what the model's `predict` gives: arrays by name, [time, rows, ...] or
         [rows, ...], rows in the order of the batch.
     """
-    layers = parts.layer_functions(in_units=parts.partition.parallel.runs_in_units)
-    if parts.partition.parallel.runs_in_units:
+    partition = parts.partition
+    layers = parts.layer_functions(in_units=partition.runs_in_units)
+    if partition.runs_in_units:
         # The engine does not differentiate the carry that it is given.
         layers = tuple(
             layer if start is None else _from_learned_start(layer, start)
@@ -58,12 +61,17 @@ def make_forward(
     if predicts:
         _ = parts.facts.outputs  # what is wrong with them is said now
         layers = tuple(map(_without_sums, layers))
-    run = _run_in_units if parts.partition.parallel.runs_in_units else _run_at_once
+    if partition.gathers_layers:
+        specs = [jax.tree.map(lambda spec: P(*spec[1:]), own) for own in parts.layer_specs(TENSOR)]
+        pairs = zip(layers, zip(*specs, strict=True), strict=True)
+        layers = tuple(gathering(partition, *pair) for pair in pairs)
+    run = _run_in_units if partition.runs_in_units else _run_at_once
     run = functools.partial(run, parts, mesh, layers, predicts)
 
     def forward(params, frozen, carry, batch, key, table):
-        # Parameters stored split over `data` are gathered here, and their gradients scattered.
-        params, frozen = (constrain(tree, mesh, parts.partition.rules) for tree in (params, frozen))
+        # Parameters stored split over `data` are gathered here, and their gradients scattered; or where they
+        # are used.
+        params, frozen = (constrain(tree, mesh, partition.step_rules) for tree in (params, frozen))
         if key is not None:
             params = parts.drawn(params, frozen, key)
         starts, initial = starts_of(batch), parts.initial_carry(params, frozen)
@@ -283,15 +291,17 @@ def _pipeline(
     axes = [axes for own in first_specs for spec in own for axes in axes_of_spec(spec)]
     last_names = (None if is_part else in_parts[1]) if sharded else frozenset[str]()
     stores = parts.storage.stores(outer.names(outer.first), outer.names(outer.last))
-    of_params, of_frozen = (
-        parts.of_layers(partition.specs(state, STAGE))
-        for state in (parts.storage.params, parts.storage.frozen)
-    )
+    run_first, first_gradient = outer.run_first, outer.add_first_gradient
+    run_last = functools.partial(outer.run_last, is_part=sharded and is_part)
+    if partition.gathers_layers:
+        run_first = gathering(partition, run_first, outer.specs(outer.first, None, TENSOR))
+        run_last = gathering(partition, run_last, outer.specs(outer.last, None, TENSOR))
+        first_gradient = None
     constraint = partition.constraint(mesh, DATA, STAGE)
     return Pipeline(
         layers=tuple(layers),
-        first=outer.run_first,
-        last=functools.partial(outer.run_last, is_part=sharded and is_part),
+        first=run_first,
+        last=run_last,
         mesh=mesh,
         slots=partition.slots,
         chunk_len=partition.chunk_len,
@@ -302,13 +312,13 @@ def _pipeline(
         shares_first=any(STAGE in each for each in axes),
         first_specs=first_specs,
         last_specs=outer.specs(outer.last, last_names),
-        layer_specs=(of_params, of_frozen) if stores[0].is_stacked else (P(STAGE), P(STAGE)),
+        layer_specs=parts.layer_specs(STAGE) if stores[0].is_stacked else (P(STAGE), P(STAGE)),
         carry_specs=_carry_specs(parts, carry, STAGE, DATA),
         row_axes=facts.row_axes,
         time_axes=facts.time_axes,
         config=parallel.pipeline,
         num_segments=parallel.num_segments,
-        first_gradient=outer.add_first_gradient,
+        first_gradient=first_gradient,
         first_rows=tuple(
             np.cumsum((0, *parallel.group_shares[:-1]))
             * parallel.microbatch_rows(facts.batch_size)
@@ -365,10 +375,11 @@ def step_schedule(
     )
 
 
-def full_table(parallel: Parallel, *, backward: bool) -> TickTable | None:
+def full_table(partition: Partition, *, backward: bool) -> TickTable | None:
     """The schedules of a batch of the full length; None if a step is one whole."""
-    if not parallel.runs_in_units:
+    if not partition.runs_in_units:
         return None
+    parallel = partition.parallel
     return table_of(parallel, parallel.num_chunks // parallel.num_segments, backward)
 
 

@@ -27,6 +27,7 @@ from jaxpar.base.types import (
     Outputs,
     Params,
     Shapes,
+    Specs,
 )
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.model import Sums, checked_outputs, checked_sums, overrides, run_layer
@@ -164,6 +165,12 @@ class Parts:
         after, y, *sums = layer(params, frozen, carry, x, at)
         return after, padding.pad(y, at.layout), *sums
 
+    def layer_specs(self, *axes: str) -> tuple[Specs, Specs]:
+        """For each kind those of its variables, trained and others, as a step takes them."""
+        storage, specs = self.storage, self.partition.param_specs
+        params, frozen = (specs(state, *axes) for state in (storage.params, storage.frozen))
+        return self.of_layers(params), self.of_layers(frozen)
+
     def carry_specs(self, *axes: str) -> list[list[P]]:
         """For each kind those of the arrays of its carry, over these axes and the task's own."""
         carry = jax.eval_shape(self.initial_carry, self.storage.params, self.storage.frozen)
@@ -268,17 +275,18 @@ class Outer:
         )
 
     def specs(
-        self, numbers: Sequence[Sequence[int]], names: Container[str] | None
+        self, numbers: Sequence[Sequence[int]], names: Container[str] | None, axis: str = STAGE
     ) -> tuple[tuple[P, ...], ...]:
-        """Partition specs over `stage`, and axes of one's own, of leaves, trained and others, by the rules.
+        """Partition specs over an axis, and axes of one's own, of leaves, trained and others, by the rules.
 
         Args:
-          names: of the modules that are in parts over `stage`, the others are whole; None if all are.
+          names: of the modules that are in parts over the axis, the others are whole; None if all are.
         """
 
         def specs(state: nnx.State, paths: Sequence[str], own: Sequence[int]) -> tuple[P, ...]:
             of_all, of_others = (
-                jax.tree.leaves(self.parts.partition.specs(state, *axes)) for axes in ([STAGE], [])
+                jax.tree.leaves(self.parts.partition.param_specs(state, *axes))
+                for axes in ([axis], [])
             )
             in_parts = (names is None or owner(path) in names for path in paths)
             found = [

@@ -139,7 +139,7 @@ class CompiledStep:
     @property
     def full_table(self) -> TickTable | None:
         """The schedules of a batch of the full length; None if a step is one whole."""
-        return full_table(self._parts.partition.parallel, backward=self._backward)
+        return full_table(self._parts.partition, backward=self._backward)
 
     @property
     def num_programs(self) -> int:
@@ -395,7 +395,7 @@ def make_loss_and_grad(setup: Resolved, *, seed: int | None = 0) -> Function:
     forward = make_forward(parts, setup.mesh)
 
     def loss(params, state, batch, table, root):
-        table = full_table(parts.partition.parallel, backward=True) if table is None else table
+        table = full_table(parts.partition, backward=True) if table is None else table
         key = dropout_key(seed if root is None else root, state)
         carry, sums = forward(params, state.frozen, state.carry, batch, key, table)
         return mean_loss(sums), (carry, sums)

@@ -11,6 +11,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from jaxpar.base.jax_private import NamedAxisEffect
 from jaxpar.base.types import Arrays, Atom, Function, Value
 
 Item = TypeVar("Item")
@@ -43,13 +44,18 @@ def equations_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from equations_in(part)
 
 
+def has_effect(eqn: JaxprEqn) -> bool:
+    """Whether an equation does more than to compute its results, such as printing."""
+    return any(not isinstance(each, NamedAxisEffect) for each in eqn.effects)
+
+
 def made_of(jaxpr: Jaxpr, known: Iterable[Var], by: Condition = lambda eqn: True) -> set[Var]:
     """What such equations compute of known variables and constants, and of nothing else that is given."""
     known, made = {*known, *jaxpr.constvars}, set[Var]()
     for eqn in jaxpr.eqns:
         reads = [v for v in eqn.invars if isinstance(v, Var)]
         is_known = all(v in known or v in made for v in reads)
-        if reads and is_known and not eqn.effects and by(eqn):
+        if reads and is_known and not has_effect(eqn) and by(eqn):
             made |= {*eqn.outvars}
     return made
 
@@ -73,7 +79,7 @@ def made_with(jaxpr: Jaxpr, given: Iterable[Var]) -> set[Var]:
     """These variables and all that depends on them, or has an effect."""
     found = {*given}
     for eqn in jaxpr.eqns:
-        if eqn.effects or any(v in found for v in eqn.invars if isinstance(v, Var)):
+        if has_effect(eqn) or any(v in found for v in eqn.invars if isinstance(v, Var)):
             found |= {*eqn.outvars}
     return found
 
@@ -140,7 +146,7 @@ def equations_for(
     """
     want, found = {v for v in outs if isinstance(v, Var)} - there, []
     for eqn in reversed(eqns):
-        if any(v in want for v in eqn.outvars) or (effects and eqn.effects):
+        if any(v in want for v in eqn.outvars) or (effects and has_effect(eqn)):
             found.append(eqn)
             want |= {v for v in eqn.invars if isinstance(v, Var)} - there
     return found[::-1]

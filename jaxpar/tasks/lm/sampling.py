@@ -111,7 +111,7 @@ def _parallel_of(partition: Partition) -> Parallel:
 def _make_sampler(setup: Setup, num_steps: int) -> jax.stages.Compiled:
     """(params, frozen, carry, given tokens [T, B], draw) -> those that are drawn, [T, B], on every device."""
     forward = make_forward(setup.parts, setup.mesh, predicts=True)
-    table, task = full_table(setup.parallel, backward=False), setup.task
+    table, task = full_table(setup.partition, backward=False), setup.task
     assert isinstance(task, LM)
 
     def run(params, frozen, carry, given_TB, draw):

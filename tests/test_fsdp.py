@@ -1,0 +1,93 @@
+"""FSDP without stages: each layer is gathered where it is used, on any mesh and for any kinds of layers."""
+
+import dataclasses
+import functools
+
+import pytest
+from lib.any_model import assert_same
+from lib.laws import MODEL, assert_same_as_plain, make_settings, on_devices, slow
+from lib.models import Regress
+
+from jaxpar import Parallel, PipelineConfig
+from jaxpar.analysis import inspect_step
+from jaxpar.planning import estimate_step
+from jaxpar.tasks.lm import LM
+
+
+def fsdp(mesh, shares=None, **pipeline):
+    return Parallel(on_devices(mesh), PipelineConfig(**pipeline), shares, fsdp=True)
+
+
+# ---- the law ----
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("mesh", "task", "pipeline"),
+    [
+        ((2, 1, 2), {}, {"num_microbatches": 2}),
+        slow((8, 1, 1), {"tie_embedding": True}, {}),
+        slow((2, 1, 1), {}, {"remat": True, "num_chunks": 2, "num_microbatches": 2}),
+        slow((2, 1, 1), {}, {"remat": True, "num_chunks": 4, "remat_keeps": "carries"}),
+    ],
+)
+def test_a_language_model_equals_plain(mesh, task, pipeline):
+    task = dataclasses.replace(MODEL, num_layers=3, **task)
+    units = pipeline.pop("num_microbatches", 1), pipeline.pop("num_chunks", 1)
+    assert_same_as_plain(make_settings(mesh, units, task, layout={"fsdp": True}, **pipeline))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("kinds", "freeze", "parallel"),
+    [
+        (("gru", "gru", "dense", "cell"), "gru", fsdp((4, 1, 1))),
+        slow(("wide 20", "wide 60", "own gru"), None, fsdp((2, 1, 2))),
+        slow(("gru", "dense", "gru"), "scale", fsdp((2, 1, 1), (3, 1))),  # gathers them all at once
+    ],
+)
+def test_kinds_of_layers_and_frozen_ones_equal_their_definition(kinds, freeze, parallel):
+    assert_same(Regress(kinds, freeze=freeze), parallel)
+
+
+# ---- what is sent, and what a device has room for ----
+
+WIDTH = 128
+KERNEL = 4 * 4 * WIDTH * WIDTH  # bytes of one of the two of an LSTM
+
+
+@functools.cache
+def report_of(num_layers, parallel):
+    return inspect_step(task_of(num_layers), parallel)
+
+
+def task_of(num_layers):
+    return LM(num_layers, WIDTH, WIDTH, vocab_size=64, batch_size=8, seq_len=4, dropout=0.0)
+
+
+def test_a_layer_is_gathered_in_each_pass_and_its_gradient_scattered():
+    parallel = fsdp((4, 1, 1))
+    sent = [c for c in report_of(4, parallel).along("data") if c.bytes >= KERNEL / 2]
+    assert {c.bytes for c in sent} == {KERNEL}
+    found = sorted((c.op, c.phase, c.count) for c in sent)
+    gathers = [("all-gather", phase, 4) for phase in ("backward", "forward")]
+    assert found == sorted([*gathers, ("reduce-scatter", "backward", 4)] * 2)
+    estimated = estimate_step(task_of(4), parallel).sent
+    runs = {
+        op: sum(s.runs for s in estimated if (s.op, s.bytes) == (op, KERNEL)) for op, *_ in found
+    }
+    assert runs == {"all-gather": 16, "reduce-scatter": 8}
+
+
+def test_memory_grows_by_less_than_the_layers_that_are_added():
+    few, more = (report_of(number, fsdp((4, 1, 1))).memory.temporary for number in (4, 8))
+    # A quarter of the gradients, activations, and what the CPU compiler copies; whole it would be 2.5.
+    assert 0.25 < (more - few) / (4 * 2 * KERNEL) < 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [fsdp((2, 2, 1), num_microbatches=2), fsdp((2, 1, 1), (3, 1))])
+def test_stages_and_unequal_shares_gather_once_a_step(parallel):
+    over_data = report_of(4, parallel).along("data")
+    assert "all-gather" in {c.op for c in over_data}
+    assert not [c for c in over_data if c.in_loop]
