@@ -109,7 +109,7 @@ class Parallel:
       shares: parts of every batch that each data-parallel group takes, such as (3, 1) for a first one that
         is three times as fast as the second; None gives all of them the same.
       speeds: how fast the devices of each stage are, beside each other, such as (1, 1, 2, 2) for two last
-        stages that are twice as fast; balanced placements go by it. None takes all of them for equal.
+        stages that are twice as fast; layers are placed by it. None takes all of them for equal.
       fsdp: store parameters split over `data` as well, gathered once a step (arXiv:2304.11277).
       update: where optimizer state lies and the update runs. "replicated": on every data-parallel group;
         "sharded": split over `data` (ZeRO-1, arXiv:1910.02054); "host": split likewise, in host memory,
@@ -132,6 +132,13 @@ class Parallel:
                 own is None or (len(own) > 0 and min(own) > 0),
                 f"{name}={own}: must be positive\nFix: leave idle devices out with devices=(...).",
             )
+
+        fixed = self.pipeline.placement == "even" or self.pipeline.named_placement
+        require(
+            self.speeds is None or not fixed,
+            f"speeds={self.speeds} with placement={self.pipeline.placement!r}, which does not go by them\n"
+            f"Fix: use placement='balanced', or leave out speeds.",
+        )
 
     @classmethod
     def of(cls, parallel: "Parallel | MeshConfig | str | None", default: "Parallel") -> "Parallel":
