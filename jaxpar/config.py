@@ -110,7 +110,7 @@ class Parallel:
       shares: parts of every batch that each data-parallel group takes, such as (3, 1) for a first one that
         is three times as fast as the second; None gives all of them the same.
       speeds: how fast the devices of each stage are, beside each other, such as (1, 1, 2, 2) for two last
-        stages that are twice as fast; balanced placements go by it. None takes all of them for equal.
+        stages that are twice as fast; layers are placed by it. None takes all of them for equal.
       fsdp: store parameters split over `data` as well (arXiv:2304.11277). Without stages each layer is
         gathered for each of its passes, and its gradient scattered; with stages, or unequal shares, all are
         gathered once a step.
@@ -135,6 +135,13 @@ class Parallel:
                 own is None or (len(own) > 0 and min(own) > 0),
                 f"{name}={own}: must be positive\nFix: leave idle devices out with devices=(...).",
             )
+
+        fixed = self.pipeline.placement == "even" or self.pipeline.named_placement
+        require(
+            self.speeds is None or not fixed,
+            f"speeds={self.speeds} with placement={self.pipeline.placement!r}, which does not go by them\n"
+            f"Fix: use placement='balanced', or leave out speeds.",
+        )
 
     @classmethod
     def of(cls, parallel: "Parallel | MeshConfig | str | None", default: "Parallel") -> "Parallel":

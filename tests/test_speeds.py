@@ -24,12 +24,39 @@ from jaxpar.step.setup import Setup
 from jaxpar.training.summary import describe_balance, summarize
 
 END_SECONDS = 300  # which only a process that hangs takes
-EIGHT = dataclasses.replace(MODEL, num_layers=8, vocab_size=32 * 16)
+EIGHT = dataclasses.replace(MODEL, num_layers=8, vocab_size=32)  # a head of a quarter of a layer
 
 
 def laid_out(stages, speeds, task=EIGHT, **pipeline):
     parallel = make_settings((1, stages, 1), layout={"speeds": speeds}, **pipeline).parallel
     return Partition(ModelFacts.of(task), parallel)
+
+
+@pytest.mark.parametrize(
+    ("layers_in_head", "speeds", "asked", "head", "placement"),
+    [
+        (4, (3, 1), "last", "last", (8, 0)),
+        (4, (3, 1), "auto", "sharded", (8, 0)),  # the slow stage has half of the head
+        (16, (1, 3), "auto", "last", (2, 6)),
+        (16, (1, 3), "sharded", "sharded", (0, 8)),
+        (16, (3, 3), "auto", "sharded", (4, 4)),
+    ],
+)
+def test_the_head_counts_as_work_where_speeds_differ(
+    layers_in_head, speeds, asked, head, placement
+):
+    task = dataclasses.replace(EIGHT, vocab_size=8 * 16 * layers_in_head)
+    partition = laid_out(2, speeds, task, head=asked)
+    assert (partition.head, partition.placement) == (head, placement)
+
+
+@pytest.mark.parametrize("placement", ["even", "0-3 | 4-7, last"])
+def test_speeds_are_refused_where_they_would_change_nothing(placement):
+    message = (
+        r"speeds=\(3, 1\) with placement=.*\nFix: use placement='balanced', or leave out speeds"
+    )
+    with pytest.raises(ValueError, match=message):
+        Parallel("pp2", PipelineConfig(placement=placement), speeds=(3, 1))
 
 
 @pytest.mark.rows(4)
@@ -43,8 +70,6 @@ def laid_out(stages, speeds, task=EIGHT, **pipeline):
         # Groups of a stage are as fast as it is, in the order of the schedule.
         (2, (1, 3), {"schedule": "interleaved", "num_groups": 2}, (1, 3, 1, 3)),
         (2, (1, 3), {"schedule": "v"}, (1, 3, 3, 1)),
-        # A head of four layers, on the slow stage.
-        (2, (3, 1), {"head": "last"}, (8, 0)),
         (2, (1, 3), {"placement": (4, 4)}, (4, 4)),
     ],
 )
@@ -57,8 +82,9 @@ def test_the_first_of_unequal_speed_is_the_best_by_brute_force():
     rng = np.random.default_rng(0)
     for _ in range(200):
         num_layers, num_places = int(rng.integers(1, 8)), int(rng.integers(1, 5))
-        first, last, *layers = map(tuple, rng.random((num_layers + 2, 2)).tolist())
-        costs = PartCosts(tuple(layers), first, last, tuple(rng.uniform(0.2, 4, num_places)))
+        first, last, shared, *layers = map(tuple, rng.random((num_layers + 3, 2)).tolist())
+        speeds = tuple(rng.uniform(0.2, 4, num_places))
+        costs = PartCosts(tuple(layers), first, last, speeds, shared)
 
         def tick(placement, costs=costs):
             ends = [sum(placement[:n]) for n in range(len(placement) + 1)]
@@ -66,7 +92,8 @@ def test_the_first_of_unequal_speed_is_the_best_by_brute_force():
             for at, speed in enumerate(costs.speeds):
                 own = costs.layers[ends[at] : ends[at + 1]]
                 for number in (0, 1):
-                    cost = sum(layer[number] for layer in own) + costs.first[number] * (at == 0)
+                    cost = sum(layer[number] for layer in own) + costs.shared[number]
+                    cost += costs.first[number] * (at == 0)
                     cost += sum(costs.last) * (at == len(placement) - 1 and number == 0)
                     slowest[number] = max(slowest[number], cost / speed)
             return sum(slowest)
@@ -83,7 +110,7 @@ def test_what_training_says_of_speeds():
     assert "work" not in rows
     warning = dict(describe_balance(laid_out(2, (1, 3.0), placement=(4, 4))))["warning"]
     assert warning.startswith("placement=(4, 4): stages wait")
-    assert "a step with placement=(2, 6) would be up to ~2.00 times as fast" in warning
+    assert "a step with placement=(2, 6) would be up to ~1.92 times as fast" in warning
 
 
 @pytest.mark.slow

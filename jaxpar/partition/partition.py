@@ -25,9 +25,11 @@ from jaxpar.pipeline.placement import (
     PartCosts,
     Route,
     Slots,
+    balanced,
     make_slots,
     resolve_placement,
     route_of,
+    tick_cost,
 )
 from jaxpar.sharding import (
     Axes,
@@ -103,7 +105,16 @@ class Partition:
     def head(self) -> str:
         """Where what follows the layers runs in a pipeline: "last" or "sharded"."""
         asked = self._asked[1] if self.parallel.mesh.stage > 1 else None
-        return "sharded" if (self._can_share_head if asked is None else asked) else "last"
+        if asked is None:
+            asked = self._can_share_head and not (self.parallel.speeds and self._is_faster_alone)
+        return "sharded" if asked else "last"
+
+    @property
+    def _is_faster_alone(self) -> bool:
+        """Whether stages of unequal speed wait less if the last has the whole head: parts are equal."""
+        both, places = map(self._costs, (False, True)), len(self.route.stages)
+        alone, shared = (tick_cost(costs, balanced(costs, places)) for costs in both)
+        return alone < shared
 
     @property
     def _asked(self) -> tuple[bool | None, bool | None]:
@@ -147,14 +158,20 @@ class Partition:
 
     @property
     def costs(self) -> PartCosts:
-        """Of the parts of the model, in FLOPs; nothing for what all stages share."""
-        costs, parallel = self.facts.costs, self.parallel
-        if parallel.speeds:
-            costs = costs._replace(speeds=tuple(parallel.speeds[s] for s in self.route.stages))
-        if self.shares_first:
-            costs = costs._replace(first=(0.0, 0.0))
-        alone = parallel.mesh.stage > 1 and self.head == "last"
-        return costs if alone else costs._replace(last=(0.0, 0.0))
+        """Of the parts of the model, in FLOPs; what all stages share counts where their speeds differ."""
+        is_shared = self.parallel.mesh.stage == 1 or self.head == "sharded"
+        costs = self._costs(is_shared)
+        return costs._replace(first=(0.0, 0.0)) if self.shares_first else costs
+
+    def _costs(self, is_shared: bool) -> PartCosts:
+        """The same, if all stages share the head or not."""
+        costs, places = self.facts.costs, self.route.stages
+        if speeds := self.parallel.speeds:
+            costs = costs._replace(speeds=tuple(speeds[stage] for stage in places))
+        if not is_shared:
+            return costs
+        part = sum(costs.last) / len(places) if speeds else 0.0
+        return costs._replace(last=(0.0, 0.0), shared=(part, 0.0))
 
     @property
     def shares_first(self) -> bool:

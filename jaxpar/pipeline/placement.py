@@ -27,19 +27,22 @@ class PartCosts(NamedTuple):
     Attributes:
       layers: of each.
       first, last: before the layers, and after them, on the stage where they run; (0, 0) for what all stages
-        share, since none of them waits for it. `last` has its backward pass at once: it counts as forward.
+        share. `last` has its backward pass at once: it counts as forward.
       speeds: of the device of each place, by which its costs are divided; () if all are equal.
+      shared: what each place has of what all stages share. With equal speeds no stage waits for it.
     """
 
     layers: tuple[Passes, ...]
     first: Passes = (0.0, 0.0)
     last: Passes = (0.0, 0.0)
     speeds: tuple[float, ...] = ()
+    shared: Passes = (0.0, 0.0)
 
     def of_places(self, placement: Sequence[int]) -> np.ndarray:
         """The costs of both passes in every place of a placement, [2, places]."""
         ends = np.cumsum((0, *placement))
         cost_2P = np.stack([np.diff(sums[ends]) for sums in self.sums()])
+        cost_2P += np.reshape(self.shared, (2, 1))
         cost_2P[:, 0] += self.first
         cost_2P[0, -1] += sum(self.last)
         return cost_2P / (self.speeds or 1.0)
@@ -69,7 +72,7 @@ def balance(costs: PartCosts, num_places: int) -> list[tuple[int, ...]]:
     Raises:
       ValueError: there is no place, or a cost is negative or not a number.
     """
-    parts = *costs.layers, costs.first, costs.last
+    parts = *costs.layers, costs.first, costs.last, costs.shared
     is_known = all(0 <= cost < np.inf for each in parts for cost in each)
     require(is_known, f"{costs}: must be finite.\nFix: use numbers from 0.")
     require(num_places > 0, f"num_places={num_places} for layers.\nFix: use 1 or more.")
@@ -102,7 +105,8 @@ def balanced(costs: PartCosts, num_places: int) -> tuple[int, ...]:
 def _spans_of_places(costs: PartCosts, number: int, num_places: int) -> list[np.ndarray]:
     """For every place [begin, end] -> what it costs with these layers, in the forward or backward part."""
     whole, sums = np.arange(len(costs.layers) + 1), costs.sums()[number]
-    cost_BE = np.where(whole < whole[:, None], np.inf, sums - sums[:, None])
+    shared = costs.shared[number]
+    cost_BE = np.where(whole < whole[:, None], np.inf, sums - sums[:, None] + shared)
     spans = [cost_BE] * num_places
     spans[0] = spans[0] + costs.first[number]
     spans[-1] = spans[-1] + sum(costs.last) * (number == 0)

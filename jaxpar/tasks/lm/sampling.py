@@ -105,7 +105,9 @@ def _parallel_of(partition: Partition) -> Parallel:
     if parallel.mesh.stage > 1 and parallel.num_groups == 1:
         ends = not partition.shares_first, partition.head == "last"
         placement = str(NamedPlacement(partition.placement, *ends))
-    return dataclasses.replace(parallel, pipeline=PipelineConfig(placement=placement), shares=None)
+    return dataclasses.replace(
+        parallel, pipeline=PipelineConfig(placement=placement), shares=None, speeds=None
+    )
 
 
 def _make_sampler(setup: Setup, num_steps: int) -> jax.stages.Compiled:
