@@ -112,18 +112,15 @@ naive
 # for units as long as they were here. What is measured has two parts. One is the schedule's: a stage waits for another
 # one, longer where a unit took longer than others of its kind. The other is not: it was a stage's turn, but its data had
 # not arrived, or it had no core. Simulated devices share the cores with each other and with all programs that run. The
-# last columns are the time that the quickest step took, and what its work takes if no core ever waits.
+# last column is the time that the quickest step took.
 
 # %%
 filled = measure(2, 2)
-print(
-    "idle      equal units  predicted  measured = schedule + data, cores   step: measured   least"
-)
+print("idle      equal units  predicted  measured = schedule + data, cores   step: measured")
 for name, m in (("at once", naive), ("in units", filled)):
     shares = m.schedule.bubble, m.predicted_bubble, m.bubble, m.bubble - m.late, m.late
     idle = "{:11.1%}  {:9.1%}  {:8.1%} = {:8.1%} + {:11.1%}".format(*shares)
-    step, least = 1000 * m.plain_seconds, 1000 * m.core_seconds / m.num_cores
-    print(f"{name:<10}{idle}   {step:11.1f} ms {least:5.1f} ms")
+    print(f"{name:<10}{idle}   {1000 * m.plain_seconds:11.1f} ms")
 print(f"{naive.num_devices} devices on {naive.num_cores} cores")
 filled
 
@@ -134,7 +131,7 @@ filled
 #   fills the pipeline: the bubble is (S-1) / (MK + S-1).
 # - 1F1B bounds what a stage has to keep, GPipe does not.
 # - Chunks of time need no smaller matrix products; they are there because a recurrent layer goes through time in order.
-# - Units wait less, and are more work for the cores (`least`), since their matrix products are smaller: how many are best
+# - Units wait less, and are more work for the cores, since their matrix products are smaller: how many are best
 #   is measured, or left to `plan`.
 # - The schedule is a prediction. Held against what happened, it says which waiting is its own.
 #

@@ -17,11 +17,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lib.browser import browse, needs_browser, rgb
 from lib.measured import make_measured
+from lib.seen import boxes, labels
 from rich.console import Console
 
 from jaxpar import MeshConfig, Parallel, PipelineConfig, show
 from jaxpar.analysis import inspect_function
-from jaxpar.pictures.chart import FEET
+from jaxpar.pictures.chart import IDLE
 from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pictures.timeline import MAX_WIDTH, unit_color
 from jaxpar.pipeline.schedules import make_schedule
@@ -75,31 +76,25 @@ def mesh():
     return PARALLEL.mesh.build()
 
 
-def idle_share(picture):
-    """Of the area of the rows."""
-    areas = {True: 0.0, False: 0.0}
-    for size, fill in re.findall(r'width="(\S+)" y="\S+" height="24" style="fill:(\S+)"', picture):
-        width, is_ground = float(size), fill == "var(--idle)"
-        # A unit is drawn a pixel narrower on either side.
-        areas[is_ground] += width + (0 if is_ground else 2 if width > 6 else 0.6)
-    return 1 - areas[False] / areas[True]
-
-
 @pytest.mark.parametrize("args", SCHEDULES)
 def test_the_grey_of_a_schedule_is_its_bubble_and_every_unit_is_drawn_once(args):
     schedule = make_schedule(*args)
-    picture = schedule._repr_html_()
-    assert idle_share(picture) == pytest.approx(schedule.bubble, abs=2e-3)  # tenths of pixels
-    labels = re.findall(r"<title>(\S+)</title>", picture)
-    assert labels == re.findall(r"<text[^>]*>([FB]\d[\d./]*)</text>", picture)
+    picture, html_of_it = show(schedule), schedule._repr_html_()
+    figure, gap = picture.to_figure(), 2 / picture.chart.scale  # a pixel on either side
+    areas = {True: 0.0, False: 0.0}
+    for _, _, width, _, color in boxes(figure):
+        areas[color == IDLE] += width + gap * (color != IDLE)
+    assert 1 - areas[False] / areas[True] == pytest.approx(schedule.bubble)
+    found = labels(figure)
+    assert found == re.findall(r"<text[^>]*>([FB]\d[\d./]*)</text>", html_of_it)
     places = schedule.num_stages * schedule.num_groups * schedule.num_units
-    assert len(labels) == 2 * places
-    assert len(set(labels)) == 2 * places / schedule.num_stages
-    assert sum(label[0] == "B" for label in labels) == places
-    assert f"bubble {schedule.bubble:.1%}" in picture
-    assert f"live units {' '.join(map(str, schedule.live_units))}" in picture
+    assert len(found) == 2 * places
+    assert len(set(found)) == 2 * places / schedule.num_stages
+    assert sum(label[0] == "B" for label in found) == places
+    assert f"bubble {schedule.bubble:.1%}" in html_of_it
+    assert f"live units {' '.join(map(str, schedule.live_units))}" in html_of_it
     text = str(show(schedule))
-    assert sorted(re.findall(r"[FB]\d[\d./]*", text.split(args[0])[0])) == sorted(labels)
+    assert sorted(re.findall(r"[FB]\d[\d./]*", text.split(args[0])[0])) == sorted(found)
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -114,7 +109,6 @@ def test_a_long_schedule_says_what_it_leaves_out():
     chart = show(schedule).chart
     assert MAX_WIDTH - 200 < chart.width <= MAX_WIDTH  # and so there is room for every label:
     assert all(chart.fits(b) for row in chart.rows for b in row.blocks)
-    titles = re.findall("<title>(.*?)</title>", schedule._repr_html_())
     lanes = (("F", schedule.forward), ("B", schedule.backward))
     expected = [
         schedule.label(f, lane.unit[t, s], 0)
@@ -122,7 +116,8 @@ def test_a_long_schedule_says_what_it_leaves_out():
         for t in range(shown)
         for s in range(4)
     ]
-    assert sorted(titles) == sorted(label for label in expected if label != ".")
+    found = labels(show(schedule).to_figure())
+    assert sorted(found) == sorted(label for label in expected if label != ".")
     for row in chart.rows:
         [(begin, end)] = row.spans
         assert all(begin <= b.start and b.start + b.cost <= end + 1e-6 for b in row.blocks)
@@ -131,12 +126,11 @@ def test_a_long_schedule_says_what_it_leaves_out():
 def test_a_legend_has_a_sample_of_every_kind_of_block():
     schedule = make_schedule("interleaved", 2, 4, 2, 2, zero_bubble=True)
     words = {key.text: key for key in show(schedule).chart.legend}
-    for text, foot in {
-        "F3.1/1: forward of microbatch 3, chunk 1, through group 1 of the stage's layers": 0.0,
-        "B3.1/1: its backward for the inputs (dark band)": FEET["B"],
-        "W3.1/1: gradients of the weights (grey band)": FEET["W"],
-    }.items():
-        assert words[text].foot == foot
+    for text in (
+        "F3.1/1: forward of microbatch 3, chunk 1, through group 1 of the stage's layers",
+        "B3.1/1: its backward for the inputs (dark band)",
+        "W3.1/1: gradients of the weights (grey band)",
+    ):
         assert words[text].colors == (unit_color(schedule, 7),)
     assert len({words[f"microbatch {m}"].colors for m in range(4)}) == 4
 
@@ -175,7 +169,7 @@ def test_one_of_a_thing_is_said_so():
 def test_the_colours_of_a_text_are_those_of_the_picture(args):
     schedule = make_schedule(*args)
     chart = show(schedule).chart
-    colors = {b.label: chart.colors[b.unit][0] for row in chart.rows for b in row.blocks}
+    colors = {b.label: chart.colors[b.unit] for row in chart.rows for b in row.blocks}
     console = rich.console.Console(width=10_000)
     [text] = show(schedule).parts
     *texts, _ = text.__rich_console__(console, console.options)
@@ -195,37 +189,45 @@ def test_no_tick_is_cut_wherever_a_text_is_broken():
 
 def test_a_picture_shrinks_to_the_page_and_stays_readable():
     html_of_it = make_schedule("1f1b", 4, 8, 4)._repr_html_()
-    box = re.search(
-        r'viewBox="0 0 (\d+) (\d+)" style="width:(\d+)px;max-width:100%;min-width:(\d+)px"',
-        html_of_it,
-    )
-    assert box is not None
-    width, _, natural, least = map(int, box.groups())
-    assert width == natural > 1500
-    assert least == pytest.approx(0.7 * width, abs=1)
+    style = r'<svg style="max-width:100%;min-width:(\d+)pt" [^>]*width="([\d.]+)pt"'
+    least, natural = map(float, re.search(style, html_of_it).groups())
+    assert natural > 1000
+    assert least == pytest.approx(0.7 * natural, abs=1)
+
+
+def test_without_matplotlib_a_notebook_shows_the_text(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    picture = show(make_schedule("1f1b", 2, 2))
+    assert "stage 1|" in picture._repr_html_()
+    assert picture._repr_svg_() is None
+    with pytest.raises(ValueError, match="needs the package matplotlib"):
+        picture.to_figure()
 
 
 def test_every_block_is_drawn_where_it_is():
     picture = show(make_measured())
-    chart, svg = picture.chart, picture.to_svg()
-    sizes = re.findall(r'<rect x="(\S+)" width="(\S+)" y="(\S+)" height="24"', svg)
-    drawn = [(float(x) - chart.left, float(y) - 1, float(width)) for x, width, y in sizes]
-    # A block is drawn a pixel narrower on either side.
-    blocks = [(b.start, row.top, b.cost, 1) for row in chart.rows for b in row.blocks]
-    ground = [(a, row.top, z - a, 0) for row in chart.rows for a, z in row.spans]
-    expected = [
-        (start * chart.scale + gap, 26 * top, cost * chart.scale - 2 * gap)
-        for start, top, cost, gap in ground + blocks
-    ]
-    np.testing.assert_allclose(drawn, expected, atol=0.06)  # tenths of pixels
-    titles = re.findall("<title>(.*?)</title>", svg)
-    assert titles == [b.label for row in chart.rows for b in row.blocks]
+    chart, figure = picture.chart, picture.to_figure()
+    drawn, gap = [*boxes(figure)], 1 / chart.scale  # a pixel on either side
+    expected = []
+    for row in chart.rows:
+        place = row.top + 1 / 26, 24 / 26
+        expected += [(a, place[0], z - a, place[1], IDLE) for a, z in row.spans]
+        expected += [
+            (b.start + gap, place[0], b.cost - 2 * gap, place[1], chart.colors[b.unit])
+            for b in row.blocks
+        ]
+    assert [box[4] for box in drawn] == [box[4] for box in expected]
+    np.testing.assert_allclose(
+        [b[:4] for b in drawn], [b[:4] for b in expected], rtol=1e-9, atol=1e-9
+    )
+    fitting = sorted(b.label for row in chart.rows for b in row.blocks if chart.fits(b))
+    assert sorted(labels(figure)) == fitting
 
 
 def test_a_forward_only_schedule_has_no_backward_units():
     picture = make_schedule("1f1b", 3, 4, backward=False)._repr_html_()
     assert "backward" not in picture
-    assert "<title>F3</title>" in picture
+    assert ">F3</text>" in picture
 
 
 @pytest.mark.parametrize(
@@ -380,8 +382,8 @@ def test_a_browser_shows_the_pictures_and_asks_nobody(mesh, tmp_path):
     page = tmp_path / "page.html"
     body = "".join(show(thing)._repr_html_() for thing in things)
     measured = make_measured()
-    body += "".join(show(make_schedule("1f1b", 4, *units)).to_svg() for units in ((20, 2), (1, 1)))
-    body += show(measured).to_svg()
+    for thing in (*(make_schedule("1f1b", 4, *units) for units in ((20, 2), (1, 1))), measured):
+        body += thing._repr_svg_()
     body += measured._repr_html_()
     page.write_text(make_page("pictures", body))
     pixels, console, urls = browse(page, tmp_path)
@@ -389,7 +391,8 @@ def test_a_browser_shows_the_pictures_and_asks_nobody(mesh, tmp_path):
     assert set(map(rgb, PALETTE)) <= set(map(tuple, pixels.reshape(-1, 3).tolist()))
     assert (pixels == 255).all(-1).mean() < 0.98
     dark, _, _ = browse(page, tmp_path, "--blink-settings=preferredColorScheme=0")
-    assert dark.mean() < 60 < 200 < pixels.mean()
+    # Tables heed the theme; figures are on white.
+    assert (pixels == 255).all(-1).mean() > 0.5 < (dark == (18, 22, 28)).all(-1).mean()
 
 
 @needs_browser

@@ -1,8 +1,8 @@
 """Figures: what they draw is what is, nothing is cut, and the command writes them."""
 
 import dataclasses
+import json
 import re
-import struct
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lib.browser import rgb
+from lib.seen import opened
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
@@ -23,8 +25,10 @@ from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings
 from jaxpar.partition.partition import Partition
 from jaxpar.pictures import figures
+from jaxpar.pictures.style import PALETTE
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.config_file import to_toml
+from jaxpar.training.progress import Curves
 from jaxpar.training.run_folder import RunFolder
 
 TASK = LM(num_layers=2, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4)
@@ -125,48 +129,65 @@ LINES = [
 
 
 def test_a_figure_of_curves_has_the_losses_of_runs():
-    figure = figures.draw_curves({"runs/0001": LINES, "runs/0002": LINES[:3]})
+    runs = {f"runs/000{n}": Curves(0).add(*LINES[: 5 - n]) for n in (1, 2)}
+    figure = figures.draw_curves(runs)
     curves = [np.asarray(line.get_xydata()).tolist() for line in figure.axes[0].get_lines()]
     train = [[1, 4.9], [10, 4.0], [20, 3.0]]
     assert curves == [train, [[20, 4.0]], train]
-    assert {"loss", "step", "runs/0001, valid"} <= set(texts(figure))
-    with pytest.raises(ValueError, match="b has no line of training"):
-        figures.draw_curves({"b": LINES[3:]})
+    assert {"loss", "step", "runs/0001, validation loss"} <= set(texts(figure))
 
 
-@pytest.mark.rows(1)
-@pytest.mark.parametrize("suffix", ["svg", "html"])
-def test_the_command_draws_the_schedule_of_a_config(suffix, tmp_path, capsys):
-    path = tmp_path / f"schedule.{suffix}"
-    flags = ["--mesh", "pp3", "--pipeline.num-microbatches", "2", "--pipeline.num-chunks", "1"]
-    assert main(["plot", "schedule", "lm", *flags, "-o", str(path)]) == 0
-    assert capsys.readouterr().out == f"wrote {path}\n"
-    assert "<svg" in path.read_text()
-    assert "1f1b+zb" in path.read_text()
-    assert "bubble 40.0%" in path.read_text()
-    links = re.findall(r"(?:href|src)=\"([^\"]*)\"", path.read_text())
-    assert all(link.startswith(("#", "data:")) for link in links)
+SMALL = ["--num-layers", "2", "--hidden-size", "8", "--embed-size", "8"]
+SMALL += ["--vocab-size", "32", "--batch-size", "8", "--seq-len", "4"]
+# Of each kind: its arguments, and words in it.
+KINDS = {
+    "schedule": (["lm", "--mesh", "pp3"], ("1f1b+zb", "stage 2", "microbatch 0", "tick")),
+    "timeline": (["lm", "--mesh", "pp2dp4", *SMALL], ("stage 1 predicted", "measured", "ms")),
+    "parallelisms": (
+        ["lm", "--mesh", "dp8", *SMALL],
+        ("data parallelism:", "0: all weights", "idle"),
+    ),
+    "memory": (["lm", "--mesh", "dp8", *SMALL], ("dp8", "optimizer state", "memory per device")),
+    "bytes": (["lm", "--mesh", "dp8", *SMALL], ("dp8", "along data", "sent by a device")),
+    "curves": (["run"], ("loss", "step", "run, training loss")),
+}
 
 
-@pytest.mark.slow
-def test_the_command_draws_runs_parallelisms_and_compiled_steps(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def a_run(tmp_path, monkeypatch):
+    """The folder `run`, in the present one, of a run with a few lines of metrics."""
     monkeypatch.chdir(tmp_path)
-    small = ["--num-layers", "2", "--hidden-size", "8", "--embed-size", "8"]
-    small += ["--vocab-size", "32", "--batch-size", "8", "--seq-len", "4"]
-    assert main(["plot", "parallelisms", "lm", "--mesh", "dp8", *small, "-o", "a.html"]) == 0
-    assert "2 layers for 8 devices" in (tmp_path / "a.html").read_text()
-    memory = ["plot", "memory", "lm", "--simulate", "8", "--meshes", "dp8", *small]
-    assert main([*memory, "-o", "memory.png"]) == 0
-    head = (tmp_path / "memory.png").read_bytes()[:24]
-    assert head.startswith(b"\x89PNG")
-    assert min(struct.unpack(">II", head[16:])) > 300
-    folder = RunFolder(tmp_path / "run")
+    folder = RunFolder("run")
     folder.path.mkdir()
     folder.config_path.write_text(to_toml(Settings(TASK, LM.parallel, LM.train)))
     for line in LINES:
         folder.append_metrics(line)
-    assert main(["plot", "curves", "run", "-o", "curves.svg"]) == 0
-    assert "<svg" in (tmp_path / "curves.svg").read_text()
+
+
+def compiles(kind):
+    return [pytest.mark.slow] * (kind not in ("schedule", "curves"))
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=compiles(kind)) for kind in KINDS])
+def test_programs_that_are_no_browsers_open_every_kind_of_picture(kind, a_run, tmp_path, capsys):
+    """Papers and slides have them: dark on white, with their words, in the colors of the palette."""
+    assert {*KINDS} == {*PICTURES, *PICTURES_OF_RUNS}
+    arguments, words = KINDS[kind]
+    for suffix in (".svg", ".png", ".pdf"):
+        path = tmp_path / f"{kind}{suffix}"
+        assert main(["plot", kind, *arguments, "-o", str(path)]) == 0
+        assert capsys.readouterr().out.endswith(f"wrote {path}\n")
+        pixels, text = opened(path)
+        assert min(pixels.shape[:2]) > 70
+        assert pixels.mean() > 0.6  # white between blocks and letters
+        assert pixels.min() < 0.3
+        first = np.array(rgb(PALETTE[0])) / 255
+        assert (np.abs(pixels - first).max(-1) < 0.02).any(), path
+        for word in words if text is not None else ():
+            assert word in " ".join(text.split()), path
+    svg = (tmp_path / f"{kind}.svg").read_text()
+    assert "var(" not in svg
+    assert "currentColor" not in svg
 
 
 @pytest.mark.parametrize(
@@ -174,15 +195,7 @@ def test_the_command_draws_runs_parallelisms_and_compiled_steps(tmp_path, monkey
     [
         (
             ["memory", "lm", "-o", "a.gif"],
-            "cannot draw memory into 'a.gif'\nFix: end it in .png, .svg, .html",
-        ),
-        (
-            ["schedule", "lm", "-o", "a.png"],
-            "cannot draw schedule into 'a.png'\nFix: end it in .svg, .html",
-        ),
-        (
-            ["parallelisms", "lm", "-o", "a.png"],
-            "cannot draw parallelisms into 'a.png'\nFix: end it in .svg, .html",
+            "cannot draw memory into 'a.gif'\nFix: end it in .svg, .png, .pdf, .html",
         ),
         (["parallelisms"], "plot parallelisms needs a task\nFix: write plot parallelisms lm"),
         (["parallelisms", "lm", "--devices", "0"], "one device cannot share a step"),
@@ -190,7 +203,7 @@ def test_the_command_draws_runs_parallelisms_and_compiled_steps(tmp_path, monkey
             ["bytes", "lm", "--machine", "v5e:2x2", "-o", "a.png"],
             "machine='v5e:2x2' has no effect on bytes\nFix: leave it out",
         ),
-        (["bytes", "lm"], "plot bytes needs a file\nFix: add one, such as -o bytes.png"),
+        (["bytes", "lm"], "plot bytes needs a file\nFix: add one, such as -o bytes.svg"),
         (
             ["schedule", "lm", "-o", "no/a.svg"],
             "cannot write no/a.svg: No such file or directory",
@@ -214,9 +227,16 @@ def test_matplotlib_is_asked_for_where_a_picture_needs_it(tmp_path, monkeypatch,
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["plot", "memory", "lm", "--mesh", "pp4", "-o", "memory.png"]) == 2
     assert "needs the package matplotlib\nFix: pip install matplotlib" in capsys.readouterr().err
-    for file in ("schedule.svg", "schedule.html"):
-        assert main(["plot", "schedule", "lm", "--mesh", "pp4", "-o", file]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"schedule.svg", "schedule.html"}
+    assert main(["plot", "schedule", "lm", "--mesh", "pp4", "-o", "schedule.svg"]) == 2
+    assert "needs the package matplotlib" in capsys.readouterr().err
+    assert main(["plot", "schedule", "lm", "--mesh", "pp4"]) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_has_not_trained_has_no_curves(a_run, capsys):
+    RunFolder("run").metrics_path.write_text(json.dumps(LINES[3]))
+    assert main(["plot", "curves", "run", "-o", "a.svg"]) == 2
+    assert "run has no line of training in its metrics.jsonl" in capsys.readouterr().err
 
 
 def test_without_a_file_a_schedule_is_shown_where_it_is_asked_for(tmp_path, monkeypatch, capsys):

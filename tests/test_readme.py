@@ -343,7 +343,7 @@ def help_of(command):
 def test_the_schedule_is_the_real_one():
     schedule = make_schedule("1f1b", 4, 2, 2)
     assert str(schedule) + "\n" in blocks("text", "docs/pipeline.md")
-    assert show(schedule).to_svg() == (ROOT / "docs/schedule.svg").read_text()
+    assert show(schedule)._repr_svg_() == (ROOT / "docs/schedule.svg").read_text()
 
 
 def test_links_lead_somewhere():

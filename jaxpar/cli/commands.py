@@ -325,14 +325,17 @@ class Inspect(RunOptions):
     def run(self) -> int:
         """The exit code, 0."""
         from jaxpar import planning
-        from jaxpar.analysis import inspect_step
-        from jaxpar.planning.compiled import setup_on
+        from jaxpar.planning.compiled import compile_step, setup_on
 
         _compile_only(self.machine)
         if self.compare:
             _show(planning.compare(planning.estimate_step(*self.settings, self.machine)))
             return 0
-        report = inspect_step(setup_on(self.settings, planning.find_machine(self.machine)))
+        machine = planning.find_machine(self.machine)
+        report = compile_step(setup_on(self.settings, machine), machine, runs=False)
+        if isinstance(report, str):
+            fact = f"the compiler of {machine.name} refuses this step: {report}"
+            raise ValueError(f"{fact}\nFix: use what plan finds, or another machine.")
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))
         else:
@@ -351,8 +354,7 @@ class Plot(RunOptions):
     Without a task: "curves", the losses of runs (plot curves runs/0001 runs/0002).
 
     Attributes:
-      output: an .svg or .html, also a .png of the last two that need a task; without one the first three
-        are shown here.
+      output: an .svg, .png, .pdf or .html; without one the first three are shown here.
       meshes: meshes to compare, such as dp8 tp8 pp4dp2; without them, --mesh.
       machine: of parallelisms, one that need not be there, as of plan.
     """
@@ -382,7 +384,7 @@ class PlotRuns(Options):
 
     Attributes:
       runs: their folders.
-      output: a .png, .svg or .html.
+      output: an .svg, .png, .pdf or .html.
     """
 
     kind: Annotated[str, Fixed] = dataclasses.field(kw_only=True)

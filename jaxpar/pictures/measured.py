@@ -5,7 +5,7 @@ from rich.table import Table
 from jaxpar.analysis.measured import PARTS, WEIGHTS, MeasuredStep, Span
 from jaxpar.base.console import make_table
 from jaxpar.base.display import format_count, show
-from jaxpar.pictures.chart import Chart, Key, Row, round_marks
+from jaxpar.pictures.chart import Chart, Key, Row
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.timeline import legend_of, unit_colors
 from jaxpar.pipeline.lanes import Block, Schedule
@@ -72,8 +72,7 @@ def _chart(step: MeasuredStep, caption: str) -> Chart:
     return Chart(
         title=_title(step),
         rows=rows,
-        colors={**unit_colors(schedule), -1: (REST,)},
-        marks=round_marks(max(end, loop_end)),
+        colors={**unit_colors(schedule), -1: REST},
         unit="ms",
         width=WIDTH,
         legend=[*legend_of(schedule), Key((REST,), "H: what follows the layers, and the loss")],

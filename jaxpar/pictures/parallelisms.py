@@ -8,7 +8,7 @@ from rich.table import Table
 from jaxpar.analysis.program import Total
 from jaxpar.base.console import make_table
 from jaxpar.base.display import format_bytes, format_count, show
-from jaxpar.pictures.chart import IDLE, Chart, Key, Row, round_marks
+from jaxpar.pictures.chart import IDLE, Chart, Key, Row
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.reports import ESTIMATE_ERROR
 from jaxpar.pictures.style import color_of
@@ -16,9 +16,8 @@ from jaxpar.planning.cost import LEAST_BYTES
 from jaxpar.planning.parallelisms import WORK, Parallelism, Parallelisms
 from jaxpar.planning.search import describe
 
-# Pixels of the longest step, and of a row; letters of a line, and of a row's name; seconds in which the time
-# goes by.
-WIDTH, ROW, LETTERS, NAME, SECONDS = 340, 15, 90, 44, 8
+# Pixels of the longest step, and of a row; letters of a line, and of a row's name.
+WIDTH, ROW, LETTERS, NAME = 340, 15, 90, 44
 COLORS = [color_of(n) for n in (0, 1, 5, 6, 3, 2)]  # of `WORK`
 # What is sent, by the axis along which it is.
 _SENT = {"data": "gradients", **dict.fromkeys(("tensor", "stage"), "activations and gradients")}
@@ -79,15 +78,14 @@ def _chart(found: Parallelisms, notes: list[str]) -> Chart:
     return Chart(
         title=title,
         rows=rows,
-        colors={kind: (color,) for kind, color in enumerate(COLORS)},
-        marks=round_marks(max(1000 * each.cost.seconds for each in found.drawn)),
+        colors=dict(enumerate(COLORS)),
         unit="ms",
         width=WIDTH,
         legend=[*(Key((COLORS[kind],), WORK[kind]) for kind in used), Key((IDLE,), "idle")],
         caption="\n".join(line for note in notes for line in textwrap.wrap(note, LETTERS)),
         heads=heads,
         row=ROW,
-        seconds=SECONDS,
+        moves=True,
     )
 
 

@@ -1,15 +1,22 @@
 """A picture: tables, lines of text and a chart, for a terminal and as HTML."""
 
 import html
+import importlib.util
 import io
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxpar.base.checks import require
 from jaxpar.base.console import WIDTH, rendered
-from jaxpar.pictures.chart import Chart, draw
-from jaxpar.pictures.style import HEAD, HTML_STYLE, STYLE, make_page
+from jaxpar.pictures.chart import Chart
+from jaxpar.pictures.style import HEAD, HTML_STYLE, make_page
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # What rich calls a colour in a table, and the class of it here.
 _CLASSES = {"cyan": "axis", "yellow": "warn"}
@@ -47,34 +54,50 @@ class Picture:
 
 
 class Drawing(Picture):
-    """A picture that is a chart, and in a terminal what `parts` are."""
+    """A figure, made of a chart, and in a terminal, or without matplotlib, what `parts` are."""
 
-    def __init__(self, chart: Chart, *parts: RenderableType):
+    def __init__(self, chart: Chart | None, *parts: RenderableType):
         super().__init__(*parts)
         self.chart = chart
 
     def to_html(self) -> str:
         """An SVG, which shrinks where there is less room, as far as it can be read, and the tables."""
-        elements, width, height = draw(self.chart)
-        return (
-            f'<svg role="img" aria-label="{html.escape(self.chart.title)}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}" '
-            f'style="width:{width:.0f}px;max-width:100%;min-width:{0.7 * width:.0f}px">{elements}</svg>'
-            + "".join(table_html(part) for part in self.parts if isinstance(part, Table))
-        )
+        svg = self._repr_svg_()
+        if svg is None:
+            return f"<pre>{html.escape(str(self))}</pre>" * bool(self.parts)
+        least = 0.7 * float(svg.partition('width="')[2].partition("pt")[0])
+        svg = svg.replace("<svg", f'<svg style="max-width:100%;min-width:{least:.0f}pt"', 1)
+        return svg + "".join(table_html(part) for part in self.parts if isinstance(part, Table))
 
-    def to_svg(self) -> str:
-        """A file of SVG that needs no other."""
-        elements, width, height = draw(self.chart)
-        size = f"{width + 24:.0f}", f"{height + 20:.0f}"
-        return (
-            '<svg xmlns="http://www.w3.org/2000/svg" class="jaxpar" width="{0}" height="{1}" '
-            'viewBox="0 0 {0} {1}" style="max-width:100%;height:auto;padding:0">'.format(*size)
-            + f'<style>{STYLE}</style><rect width="100%" height="100%" rx="6" style="fill:var(--bg)"/>'
-            f'<svg x="12" y="10">{elements}</svg></svg>\n'
-        )
+    def to_figure(self) -> "Figure":
+        """A figure of matplotlib.
 
-    _repr_svg_ = to_svg
+        Raises:
+          ValueError: it is not installed.
+        """
+        return find_figures().draw_chart(self.chart)
+
+    def _repr_svg_(self) -> str | None:
+        is_drawn = self.parts and has_matplotlib()
+        return find_figures().svg_of(self.to_figure()) if is_drawn else None
+
+
+def has_matplotlib() -> bool:
+    """Whether it is installed: an extra, which only drawings need."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def find_figures() -> ModuleType:
+    """What draws with matplotlib.
+
+    Raises:
+      ValueError: it is not installed.
+    """
+    fact = "this picture needs the package matplotlib"
+    require(has_matplotlib(), f"{fact}\nFix: pip install matplotlib.")
+    from jaxpar.pictures import figures
+
+    return figures
 
 
 def _part_html(part: RenderableType) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from jaxpar.base.display import format_count, show
-from jaxpar.pictures.chart import FEET, IDLE, LETTER, Chart, Key, Row
+from jaxpar.pictures.chart import IDLE, LETTER, Chart, Key, Row
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.style import PALETTE, color_of, style_on
 from jaxpar.pipeline.lanes import Schedule
@@ -26,9 +26,9 @@ def unit_color(schedule: Schedule, unit: int) -> str:
     return color_of(microbatch, 0.65 * chunk / max(schedule.num_chunks - 1, 1))
 
 
-def unit_colors(schedule: Schedule) -> dict[int, tuple[str, ...]]:
+def unit_colors(schedule: Schedule) -> dict[int, str]:
     """Of all units, as a `Chart` takes them."""
-    return {unit: (unit_color(schedule, unit),) for unit in range(schedule.num_units)}
+    return {unit: unit_color(schedule, unit) for unit in range(schedule.num_units)}
 
 
 def legend_of(schedule: Schedule) -> list[Key]:
@@ -36,7 +36,7 @@ def legend_of(schedule: Schedule) -> list[Key]:
     s, n = schedule, len(PALETTE)
     legend = [Key((color_of(m),), f"microbatch {m}") for m in range(min(s.num_microbatches, n))]
     if s.num_microbatches > n:
-        legend.append(Key((), "and so on, from the first colour again"))
+        legend.append(Key(("none",), "and so on, from the first colour again"))
     if s.num_chunks > 1:
         shades = tuple(unit_color(s, k) for k in range(min(s.num_chunks, 12)))
         legend.append(Key(shades, f"its chunks of time, 0 to {s.num_chunks - 1}"))
@@ -51,7 +51,7 @@ def legend_of(schedule: Schedule) -> list[Key]:
     }
     for letter in "F" + "B" * bool(s.num_slots) + "W" * bool(s.weights):
         text = f"{s.label(letter, unit, group)}: {words[letter]}"
-        legend.append(Key((unit_color(s, unit),), text, FEET[letter]))
+        legend.append(Key((unit_color(s, unit),), text))
     return legend
 
 

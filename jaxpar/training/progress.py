@@ -180,6 +180,10 @@ def columns_of(lines: Iterable[Json]) -> dict[str, list[float]]:
     return {"step": [*ordered], **columns}
 
 
+# What a split's losses are called.
+LOSSES = {"train": "training loss", "valid": "validation loss"}
+
+
 @dataclasses.dataclass
 class Curves(Shown):
     """Losses against the step; a notebook shows them as a picture.
@@ -191,7 +195,7 @@ class Curves(Shown):
 
     num_steps: int
     points: dict[str, list[tuple[int, float]]] = dataclasses.field(
-        default_factory=lambda: {"train": [], "valid": []}
+        default_factory=lambda: {split: [] for split in LOSSES}
     )
 
     def add(self, *lines: Json) -> "Curves":
