@@ -320,6 +320,35 @@ def test_a_killed_process_ends_the_others(victim, text, tmp_path):
     assert_gone(children, 0)
 
 
+@pytest.mark.slow
+def test_a_process_started_by_hand_says_which_other_was_killed(text, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    own = {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAXPAR_NUM_PROCESSES": "2",
+        "JAX_NUM_CPU_DEVICES": "1",
+    }
+    arguments = flags(
+        text, "--mesh", "dp2", "--train.num-steps", "1000000", "--train.out-dir", str(tmp_path / "run")
+    )  # fmt: skip
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-m", "jaxpar", *arguments], text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env=os.environ | own | {"JAXPAR_PROCESS_ID": str(number)},
+        )
+        for number in range(2)
+    )  # fmt: skip
+    assert any(line.startswith("step") for line in first.stdout)
+    second.kill()
+    second.communicate()
+    code, _, err = finish(first)
+    assert code == 1
+    assert "error: process 1 of 2 ended in the middle of a step\nFix: start all" in err
+    assert "Traceback" not in err
+
+
 def test_children_end_with_their_launcher_however_it_ends(text, tmp_path):
     process, children = start_long_run(text, str(tmp_path / "run"))
     assert len(children) == 2

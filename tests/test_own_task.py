@@ -372,6 +372,7 @@ print("once", find_task(spec_of(Own())) is Own)
 SUMS = 'jaxpar.Sums(jnp.sum(error**2), jnp.sum(batch["weight"]), {"mae": jnp.sum(abs(error))})'
 BATCHES = 'jaxpar.SeriesBatches({"x": series[:-1], "y": series[1:]}, 8, 16, seed)'
 OPTIMIZER = FILE[FILE.index("    optimizer: jaxpar") : FILE.index("\n\n    unit")]
+FIRST = 'return self.embed(batch["x"][..., None])'
 STACK = "jaxpar.Stack([lambda r: GRU(width, rngs=r)] * num_layers, rngs=rngs)"
 UNIT = '    unit: ClassVar[str] = "values"'
 LOOP = "jax.lax.scan(step, h, x)"
@@ -387,6 +388,10 @@ WRONG = [
     slow(SUMS, "None", "`last` of Forecaster returns nothing\\.\nFix: return jaxpar"),
     slow(SUMS, SUMS.replace("{", "[").replace("}", "]").replace('"mae": ', ""), "whose metrics are a list"),
     ("def last(self, y, batch, at)", "def last(self, y, batch)", r"last takes .*write last\(self, y,"),
+    slow(SUMS, SUMS.replace('"mae"', "7"), r"`last` of Forecaster names a metric 7, a int\.\nFix: use a st"),
+    (FIRST, "pass", r"`first` of Forecaster returns nothing for a batch of 8 rows\.\nFix: return x, \[time,"),
+    slow(FIRST, f"{FIRST}.swapaxes(0, 1)", r"Forecaster returns an array \[8, 16, 6\] for a batch of 8 rows"),
+    (FIRST, 'return batch["x"]', r"layer gru does not take its input, float32\[16, 8\]: .*\nFix: let `fi"),
     ("def make_model", "def build", r"Forecast has no make_model\(self, rngs\)\.\nFix: write one\.$"),
     slow("def make_batches", "def build", r"Forecast has no make_batches\(self, split, seed=None\)\.\nFix"),
     (OPTIMIZER, "", r"Forecast has no optimizer\.\nFix: write make_optimizer\(self, .* or a field opt"),

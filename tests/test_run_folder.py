@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from lib.runs import Act
@@ -241,13 +242,15 @@ def test_a_lock_is_no_link(run, text, tmp_path):
 
 @pytest.mark.rows(6)
 @pytest.mark.parametrize("use", [{"resume": True}, {"overwrite": True}])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "profile", "checkpoints"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "config.toml", "profile", "checkpoints", "checkpoints/5"]
+)
 def test_a_run_writes_and_deletes_through_no_link(run, text, tmp_path, name, use):
     mine = tmp_path / "mine"
     mine.mkdir()
     if (run / name).exists():
-        shutil.move(run / name, mine / name)
-        (run / name).symlink_to(mine / name)
+        shutil.move(run / name, mine / Path(name).name)
+        (run / name).symlink_to(mine / Path(name).name)
     else:
         (run / name).symlink_to(mine)
     before = {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}

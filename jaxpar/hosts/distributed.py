@@ -44,6 +44,7 @@ from jaxpar.hosts.group import (
     find_processes,
     split_address,
 )
+from jaxpar.hosts.stopping import LostProcessError
 
 # What makes another program of the same sources, or other numbers of the same program.
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint")
@@ -246,7 +247,10 @@ def _part(reason: str, is_shared: bool) -> None:
 def _leave_on_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    traceback.print_exception(kind, error, trace)
+    if isinstance(error, LostProcessError):
+        say(f"error: {error}")
+    else:
+        traceback.print_exception(kind, error, trace)
     code = 130 if issubclass(kind, KeyboardInterrupt) else 1
     leave_processes(code, f"{kind.__name__}: {error}", error)
 

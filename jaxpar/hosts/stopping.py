@@ -13,17 +13,22 @@ The same threads look for stalls: a process in which no step begins for a while 
 import contextlib
 import faulthandler
 import json
+import re
 import signal
 import threading
+import time
 
 import jax
 
-from jaxpar.hosts.agree import KeyValueBoard
+from jaxpar.hosts.agree import KeyValueBoard, describe_processes
 
 POLL_SECONDS = 0.5
 STALL_SECONDS = 300.0  # between two calls, before a process prints its stacks
 
-_ASKED = "asked"
+_ASKED, _LOST = "asked", "lost/"
+_ANSWER_POLLS = 10
+# In an error of a step, when it is another process that is gone.
+_OF_OTHERS = re.compile("gloo|nccl|connection|UNAVAILABLE|heartbeat", re.IGNORECASE)
 
 
 class Stopped(Exception):  # noqa: N818
@@ -67,10 +72,19 @@ class Stop:
                 signal.signal(number, self._receive)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._restore()
         if self._group is not None:
+            is_of_others = isinstance(error, jax.errors.JaxRuntimeError) and _OF_OTHERS.search(
+                str(error)
+            )
+            lost = self._group.find_lost() if is_of_others else []
             self._group.close()
+            if lost:
+                raise LostProcessError(
+                    f"{describe_processes(lost)} of {jax.process_count()} ended in the middle of a step\n"
+                    f"Fix: start all processes again with --resume."
+                ) from error
 
     def now(self) -> bool:
         """Whether this is the place to stop."""
@@ -102,6 +116,10 @@ class Stop:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+class LostProcessError(RuntimeError):
+    """Other processes have ended before this one."""
+
+
 class _Group:
     """Several processes, which agree on the call of `pass_by` at which all stop."""
 
@@ -128,6 +146,21 @@ class _Group:
             self._num_calls += 1
         return None
 
+    def find_lost(self) -> list[int]:
+        """The numbers of processes whose threads do not answer."""
+        alive = {jax.process_index()}
+        try:
+            self._board.put(f"{_LOST}{jax.process_index()}", "")
+            for _ in range(_ANSWER_POLLS):
+                time.sleep(POLL_SECONDS)
+                told = (name.partition("/") for name in self._board.texts())
+                alive |= {int(number) for what, _, number in told if number}
+                if len(alive) == jax.process_count():
+                    break
+        except jax.errors.JaxRuntimeError:  # the coordinator, which process 0 is, does not answer
+            return [0]
+        return sorted({*range(jax.process_count())} - alive)
+
     def close(self) -> None:
         """For a process that will not call again: the others do not wait for it."""
         self._closed.set()
@@ -138,13 +171,17 @@ class _Group:
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        num_calls = -1
+        num_calls, answered = -1, False
         while not self._closed.wait(POLL_SECONDS):
             if num_calls != self._num_calls:  # it needs no lock of Python's to print
                 num_calls = self._num_calls
                 faulthandler.dump_traceback_later(STALL_SECONDS)
             try:
-                if (asked := self._board.texts().get(_ASKED)) is None:
+                texts = self._board.texts()
+                if not answered and any(name.startswith(_LOST) for name in texts):
+                    answered = True
+                    self._board.put(f"alive/{jax.process_index()}", "")
+                if (asked := texts.get(_ASKED)) is None:
                     continue
                 with self._lock:  # no more steps here until it is known how far the others are
                     self._tell()

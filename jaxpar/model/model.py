@@ -89,6 +89,9 @@ def checked_sums(sums: Value, what: str) -> Sums:
             f"{what} returns {describe_value(sums)}.\n"
             "Fix: return jaxpar.Sums(loss, weight, metrics), of sums over the block, not means."
         )
+    for key in sums.metrics:
+        fact = f"{what} names a metric {key!r}, a {type(key).__name__}."
+        require(isinstance(key, str), f"{fact}\nFix: use a string, such as {str(key)!r}.")
     for key, number in sums.by_name.items():
         if not isinstance(number, float | int | np.generic | jax.Array) or jnp.ndim(number):
             raise ValueError(

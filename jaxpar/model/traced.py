@@ -3,6 +3,7 @@
 import functools
 import logging
 import math
+import re
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -53,6 +54,8 @@ from jaxpar.trace.counts import used_inputs
 
 _log = logging.getLogger(__name__)
 
+# In errors of JAX and NumPy that are about shapes.
+_OF_SHAPES = re.compile(r"shape|dimension|broadcast|Size of label|subscript|divisible")
 WHY_SAME = ", or give layers that are meant to differ a kind_name each"
 WHY_FLOATS = ", and put anything else into the batch, which layers see as at.batch"
 
@@ -299,6 +302,8 @@ class TracedModel:
 
         x = shapes_of("first", first, self.model, self.block)
         check_floats("what `first` gives", x, WHY_FLOATS)
+        if self.cut_model is None:
+            self._check_first(x)
         shapes, layers, of_layers = [x], list[Any](), list[Any]()
         for number, kind in enumerate(self.kind_of):
             if kind == len(layers):  # kinds are numbered in the order of their first layers
@@ -329,6 +334,20 @@ class TracedModel:
         what = f"the model of task {self.task.name}"
         check_metrics(sums.metrics, self.task.unit, what)
         return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
+
+    def _check_first(self, x: Activations) -> None:
+        """Raises a ValueError if what `first` returned has not the rows of the batch where they must be."""
+        rows, place = self.batch_size, int(self.time_major)
+        dims = "[time, rows, ...]" if self.time_major else "[rows, ...]"
+        shapes = "nothing" if x is None else ""
+        for leaf in jax.tree.leaves(x):
+            if leaf.shape[place : place + 1] != (rows,):
+                shapes = f"an array {list(leaf.shape)}"
+        require(
+            not shapes,
+            f"`first` of {type(self.model).__name__} returns {shapes} for a batch of {rows} rows.\n"
+            f"Fix: return x, {dims}, as the arrays of the batch come.",
+        )
 
     def warn_of_resets(self) -> None:
         """Warns, once, if batches of the user's let the state of layers begin anew in each, unsaid."""
@@ -410,7 +429,15 @@ class TracedModel:
         def call(layer, carry, x, batch, **draws):
             return run_layer(name, layer, carry, x, self.at(batch, **draws))
 
-        after, y, *sums = shapes_of(f"layer {name}", call, layer, carry, x, self.block)
+        try:
+            after, y, *sums = shapes_of(f"layer {name}", call, layer, carry, x, self.block)
+        except (TypeError, ValueError) as error:
+            if not _OF_SHAPES.search(str(error)) or "Fix: " in str(error):
+                raise
+            shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(x))
+            fact = f"layer {name} does not take its input, {shapes}: {str(error).partition(chr(10))[0]}"
+            fix = "let `first`, or the layer before, return what it takes, such as by nnx.Linear"
+            raise ValueError(f"{fact}\nFix: {fix}.").with_traceback(error.__traceback__) from None
         check_floats(f"layer {name}: its output", y, WHY_FLOATS)
         check_same(f"layer {name}: the carry that it returns", after, "the one it takes", carry)
         graphdef, state = nnx.split(layer)

@@ -216,7 +216,8 @@ class RunFolder:
     def check_writable(self) -> None:
         """Raises an OSError if a run cannot write here, and a ValueError if a file here is a link."""
         check_folder(self.path)
-        for path in () if in_bucket(self.path) else self._own_paths():
+        checkpoints = self.checkpoints_path.glob("*")
+        for path in () if in_bucket(self.path) else (*self._own_paths(), *checkpoints):
             require(not path.is_symlink(), f"{path} is a link\nFix: put the file itself there")
 
     def settings(self) -> Settings:
