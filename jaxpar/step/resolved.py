@@ -88,12 +88,11 @@ class Resolved:
             f"make_optimizer of task {self.task.name} returns {describe_value(made)}.\n"
             f"Fix: return an optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer is none.",
         )
-        has_own, rows_of = self.task.has_own_optimizer, self.partition.rows_of
-        if not has_own:
+        if not self.task.has_own_optimizer:
             return made
         if self.facts.cut_model is not None:
             made = in_user_tree(made)
-        return _of_stored(per_layer(made, rows_of), self.storage, self.mesh)
+        return _of_stored(per_layer(made, self.storage.rows_of), self.storage, self.mesh)
 
     def replace(self, **changes: Tree) -> Self:
         """With other fields of `train`."""
@@ -114,14 +113,19 @@ def _of_stored(
     optimizer: optax.GradientTransformation, storage: Storage, mesh: Mesh
 ) -> optax.GradientTransformation:
     """An optimizer of parameters as a state has them, which gives them to another one in stacks."""
-    if not storage.is_packed:
+    if storage.pools is None:
         return optimizer
 
     def init(params: Params) -> OptState:
-        return storage.packed(optimizer.init(storage.unpacked(params, mesh)), mesh)
+        return storage.packed(optimizer.init(storage.unpacked(params, own, mesh)), mesh)
 
     def update(updates: Params, state: OptState, params: Params = None) -> tuple[Params, OptState]:
-        trees = (storage.unpacked(tree, mesh) for tree in (updates, state, params))
-        return storage.packed(optimizer.update(*trees), mesh)
+        kept = jax.eval_shape(optimizer.init, own)
+        pairs = (updates, own), (state, kept), (params, None if params is None else own)
+        return storage.packed(
+            optimizer.update(*(storage.unpacked(*pair, mesh) for pair in pairs)), mesh
+        )
+
+    own = storage.in_slots
 
     return optax.GradientTransformation(init, update)
