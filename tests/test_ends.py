@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
@@ -25,13 +26,17 @@ from lib.laws import MODEL, assert_same_as_plain, make_settings, on_devices, slo
 from lib.layers import Ends
 from lib.models import Regress
 
-from jaxpar import Parallel, PipelineConfig, nn
+from jaxpar import Parallel, PipelineConfig, SeriesBatches, Stack, Sums, Task, nn
 from jaxpar.analysis import inspect_step
 from jaxpar.base.axes import STAGE
+from jaxpar.data.batches import place_batch
 from jaxpar.model.outer import part_call
+from jaxpar.partition.by_layer import by_layer, from_layers
 from jaxpar.sharding import named_leaves
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state, audit
+from jaxpar.step.step import batch_sharding
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.summary import describe_outer_modules
 
@@ -122,6 +127,155 @@ def test_any_model_with_ends_in_parts_equals_its_definition(large, mesh, how, pi
     assert_same(task, parallel)
 
 
+WORDS, WIDTH = 96, 8
+
+
+class Reader(nnx.Module):
+    """With ends of Flax, a table that is the head as well or not."""
+
+    def __init__(self, *, tied, rngs):
+        self.tied, self.embed = tied, nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        if not tied:
+            self.out = nnx.Linear(WIDTH, WORDS, rngs=rngs)
+        self.layers = Stack([lambda rngs: nn.GRU(WIDTH, rngs=rngs)] * 4, rngs=rngs)
+
+    def first(self, batch, at):
+        return self.embed(batch["x"])
+
+    def last(self, y, batch, at):
+        logits = self.embed.attend(y) if self.tied else self.out(y)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return Sums(jnp.sum(loss * batch["weight"]), jnp.sum(batch["weight"]))
+
+
+def parts_of_model(params):
+    """Another optimizer for each end, and a third one for the layers."""
+    return jax.tree.map_with_path(lambda path, _: getattr(path[0], "key", None), params)
+
+
+def only_matrices(params):
+    return jax.tree.map(lambda a: a.ndim > 1, params)
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(1e-2),
+    "by part": optax.multi_transform(
+        {"embed": optax.adam(1e-2), "layers": optax.sgd(0.1), "out": optax.lamb(1e-2)},
+        parts_of_model,
+    ),
+    "ends alone": optax.multi_transform(
+        {"embed": optax.adam(1e-2), "layers": optax.sgd(0.1), "out": optax.adam(1e-2)},
+        parts_of_model,
+    ),
+    "masked": optax.adamw(1e-2, weight_decay=0.1, mask=only_matrices),
+    "matrices": optax.chain(optax.masked(optax.scale_by_adam(), only_matrices), optax.sgd(0.1)),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "lars": optax.lars(0.1, momentum=0.9),
+    "factored": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "bfloat16": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, 0), optax.adam(1e-2)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads(Task):
+    """With an optimizer of its own, by name."""
+
+    name_of_optimizer: str = "adam"
+    tied: bool = False
+    batch_size: int = 8
+
+    def make_model(self, rngs):
+        return Reader(tied=self.tied, rngs=rngs)
+
+    def make_batches(self, split, seed=None):
+        words = np.random.default_rng(0).integers(0, WORDS, 401).astype(np.int32)
+        series = {"x": words[:-1], "y": words[1:]}
+        return SeriesBatches(series, batch_size=self.batch_size, seq_len=4, seed=seed)
+
+    def make_optimizer(self, num_steps):
+        return OPTIMIZERS[self.name_of_optimizer]
+
+
+def trained(setup, state=None, first=0):
+    """The state after three steps, by the names of its arrays, and the last loss."""
+    state, step = init_state(setup) if state is None else state, setup.train_step()
+    for number in range(first, first + 3):
+        batch = place_batch(setup.task.make_batches("train", 0), number, batch_sharding(setup))
+        state, metrics = step(state, batch)
+    found = by_layer((state.params, state.opt_state), setup.storage)
+    return state, {name: np.asarray(a, np.float32) for name, a in found.items()}, metrics.loss
+
+
+@functools.cache
+def trained_on_one(task):
+    return trained(Setup.of(task, "dp1"))
+
+
+PLACED = "first, 0 | 1 | 2 | 3, last"
+ON_MESHES = [((1, 4, 1), PLACED), slow((2, 2, 1), "first, 0-1 | 2-3, last")]
+
+
+@pytest.mark.rows(2)
+@pytest.mark.law
+@pytest.mark.parametrize(("mesh", "placement"), ON_MESHES)
+@pytest.mark.parametrize(
+    ("name", "tied"), [*((name, False) for name in OPTIMIZERS), ("adam", True), ("lars", True)]
+)
+def test_own_optimizers_update_placed_ends_as_on_one_device(large, mesh, placement, name, tied):
+    task = Reads(name, tied)
+    units = PipelineConfig(num_microbatches=2, num_chunks=2, placement=placement)
+    setup = Setup.of(task, Parallel(on_devices(mesh), units))
+    _, expected, expected_loss = trained_on_one(task)
+    state, found, loss = trained(setup)
+    audit(state)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    tolerance = 1e-2 if name == "bfloat16" else 1e-4  # of a moment, which may be small
+    assert {n: a.shape for n, a in found.items()} == {n: a.shape for n, a in expected.items()}
+    for n, array in expected.items():
+        np.testing.assert_allclose(found[n], array, 0, tolerance * np.abs(array).max(), err_msg=n)
+    # What is stored is what another mesh reads.
+    again = from_layers(abstract_state(setup), setup.storage, by_layer(state, setup.storage))
+    arrays = (by_layer(own.opt_state, setup.storage) for own in (state, again))
+    jax.tree.map(np.testing.assert_array_equal, *arrays)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"zero_bubble": False},
+        {"remat": True},
+        {"head": "sharded"},
+        {"placement": "0-1 | 2-3"},
+    ],
+)
+def test_a_table_tied_to_the_head_is_on_the_last_stage_or_in_parts(large, pipeline):
+    task, units = Reads(tied=True), PipelineConfig(num_microbatches=2, num_chunks=2, **pipeline)
+    setup = Setup.of(task, Parallel(on_devices((2, 2, 1)), units))
+    in_parts = not {"head", "placement"}.isdisjoint(pipeline)
+    [(_, text)] = describe_outer_modules(setup.storage)
+    assert text == ("1/2 of embed" if in_parts else "embed on stage 1 alone")
+    _, found, loss = trained(setup)
+    _, expected, expected_loss = trained_on_one(task)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    table = "0/embed/embedding"
+    np.testing.assert_allclose(found[table], expected[table], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tied", "placement"), [(False, PLACED), (True, "balanced")])
+def test_no_table_of_an_own_model_is_sent_over_stages(large, tied, placement):
+    units = PipelineConfig(num_chunks=2, placement=placement)
+    parallel = Parallel(on_devices((1, 4, 1)), units)
+    report = inspect_step(Reads(tied=tied), parallel)
+    sent = [c.bytes for c in report.collectives if STAGE in c.axes]
+    assert 0 < max(sent) < WORDS * WIDTH * 4 / 2
+    [(_, text)] = describe_outer_modules(Setup.of(Reads(tied=tied), parallel).storage)
+    assert text == (
+        "embed on stage 3 alone" if tied else "embed on stage 0 alone; out on stage 3 alone"
+    )
+
+
 UNTIED = dataclasses.replace(TASK, vocab_size=128, num_layers=4)  # tasks of this file alone
 TIED = dataclasses.replace(UNTIED, tie_embedding=True)
 
@@ -165,7 +319,7 @@ def test_ids_that_no_word_has_are_what_they_are_to_a_whole_table(layer):
 
     def part(state, ids):
         module = nnx.merge(graphdef, state)
-        return part_call(module, 8)(module, ids)
+        return part_call(module, 8)(functools.partial(type(module).__call__, module), ids)
 
     run = jax.shard_map(part, mesh=mesh, in_specs=(P(STAGE), P()), out_specs=P())
     np.testing.assert_array_equal(jax.jit(run)(state, ids), table(ids))

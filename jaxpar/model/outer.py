@@ -4,7 +4,7 @@ An embedding is split by its rows: each stage looks up the words that it has, ot
 layer is split by its columns: each stage computes its part of the outputs. Either way the whole is a sum over
 `stage`, of which one part is not zero. That holds for the layers of `jaxpar.nn` and of Flax, whatever model
 they are in, as long as nobody but their own call reads their parameters: where something else does (a table
-that is a head as well, read as an array), it would see a part.
+that is read as an array), it would see a part. `nnx.Embed.attend` is a call too, with a column for each row.
 
 So a module at such an end is *called* in another way than its class says: `with_calls`.
 """
@@ -38,6 +38,7 @@ SPLITS = {
 }
 _TABLES = (Embedding, nnx.Embed)
 
+ATTEND = "attend"  # the method of a table that is a head
 STACK = "layers"  # the attribute of a model that is its stack
 
 # How a module is called: (its own call, what it is called with) -> what it gives.
@@ -101,10 +102,19 @@ def call_as_it_is(call: Call, *args: Arrays, **options: Value) -> Tree:
 
 @functools.cache
 def _called(of: type) -> type:
-    def call(self: Module, *args: Arrays, **options: Value) -> Tree:
-        return self.called(functools.partial(of.__call__, self), *args, **options)
+    def method(name: str) -> Function:
+        def call(self: Module, *args: Arrays, **options: Value) -> Tree:
+            return self.called(functools.partial(getattr(of, name), self), *args, **options)
 
-    return type(of.__name__, (of,), {"__call__": call})
+        return call
+
+    names = [name for name in ("__call__", ATTEND) if hasattr(of, name)]
+    return type(of.__name__, (of,), {name: method(name) for name in names})
+
+
+def _attends(call: Any) -> bool:
+    """Whether a call is that of a table as a head."""
+    return call.func.__name__ == ATTEND
 
 
 def modules(model: Module) -> Iterator[tuple[str, Module]]:
@@ -132,7 +142,24 @@ def part_call(module: Module, size: int) -> Call:
     Args:
       size: of the dim that is split, of all parts.
     """
-    return functools.partial(_rows if type(module) in _TABLES else _columns, size)
+    is_table = type(module) in _TABLES
+
+    def run(call: Call, *args: Arrays, **options: Value) -> jax.Array:
+        part = _rows if is_table and not _attends(call) else _columns
+        return part(size, call, *args, **options)
+
+    return run
+
+
+def held_call(stage: int) -> Call:
+    """How a module whose parameters one stage alone has is called on all of them: its result there."""
+
+    def run(call: Call, *args: Arrays, **options: Value) -> jax.Array:
+        y = call(*args, **options)
+        is_here = lax.axis_index(STAGE) == stage
+        return summed(jnp.where(is_here, y, jnp.zeros_like(y)), STAGE)
+
+    return run
 
 
 def _rows(size: int, call: Call, ids: jax.Array, **options: Value) -> jax.Array:
@@ -199,7 +226,7 @@ def uses(model: Module, run: Callable[[Module], Tree]) -> Uses:
     def stand_in(name: str, call: Call, *args: Arrays, **options: Value) -> Tree:
         out = jax.eval_shape(functools.partial(call, **options), *args)
         made[name].append(math.prod(out.shape))
-        if _trace() != outermost:
+        if _trace() != outermost or _attends(call):
             inside.add(name)
         return jnp.zeros(out.shape, out.dtype)
 

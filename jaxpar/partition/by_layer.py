@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.checks import require
 from jaxpar.base.keys import data_of, is_key, key_as
 from jaxpar.base.types import Arrays, Shapes
 from jaxpar.model.stack import KIND
+from jaxpar.partition.pool import ENDS
 from jaxpar.partition.storage import Storage, on_device
 from jaxpar.sharding import array_of, axes_of_spec, is_variable, to_spec, user_name
 
@@ -50,6 +52,7 @@ def by_layer(state: Tree, storage: Storage) -> dict[str, jax.Array]:
             order = tuple(rows.index(layer) for layer in sorted(rows) if layer >= 0)
             array = jax.device_put(array, array.sharding.with_memory_kind("device"))
             array = _take_layers(array, order, _without_layers(array))
+            array = array[0] if kind_of(leaf) in ENDS else array
         arrays[name] = array
 
     _each(state, storage, take)
@@ -71,6 +74,8 @@ def abstract_by_layer(target: Shapes, storage: Storage) -> dict[str, jax.ShapeDt
         if rows is not None:
             shape = (sum(layer >= 0 for layer in rows), *array.shape[1:])
             sharding = _without_layers(array)
+            if kind_of(leaf) in ENDS:
+                shape, sharding = shape[1:], NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
             array = jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
         require(name not in arrays, f"two arrays are called {name}.\nFix: use keys without '/'.")
         arrays[name] = array
@@ -86,6 +91,7 @@ def from_layers(target: Tree, storage: Storage, arrays: Mapping[str, jax.Array])
         wanted = array_of(leaf)
         value = arrays[name] if wanted.size else on_device(_numbers(wanted))
         if rows is not None and wanted.size:
+            value = value[None] if kind_of(leaf) in ENDS else value
             value = _take_layers(value, places_in_order(rows), value.sharding)
         value = jax.device_put(value, wanted.sharding)
         return key_as(wanted, value) if is_key(wanted) else value
@@ -107,7 +113,7 @@ def _each(
     state: Tree, storage: Storage, change: Callable[[str, Any, Rows | None], jax.Array | None]
 ) -> Tree:
     """As `Storage.each_by_name`; with what lies in the rows of a leaf, see `_rows`."""
-    rows_of = storage.partition.rows_of
+    rows_of = storage.rows_of
 
     def of(name: str, leaf: Any) -> jax.Array | None:
         name = user_name(name, leaf, "/")

@@ -1,21 +1,22 @@
 """Which variables of a model are in pools, and which in stacks: arithmetic on a partition."""
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
 from flax import nnx
 
-from jaxpar.base.axes import STAGE, TENSOR
+from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Module, Shapes
 from jaxpar.model.model import overrides
-from jaxpar.model.outer import STACK, name_dims
+from jaxpar.model.outer import STACK, name_dims, owner
 from jaxpar.model.task import Task
 from jaxpar.partition import partition
 from jaxpar.partition.partition import Partition
-from jaxpar.partition.pool import OTHER, Pool, dim_over_tensor
+from jaxpar.partition.pool import ENDS, OTHER, Pool, dim_over_tensor
 from jaxpar.sharding import PARAM_SHAPE, array_of, is_variable, named_leaves
 
 
@@ -157,22 +158,46 @@ class Packing:
     def _outer(self) -> list[list[dict[str, nnx.Variable]]]:
         """Variables outside of the layers that one stage alone uses, and that no rule splits over stages.
 
-        For both trees: those that `first` uses and those that `last` uses, by name.
+        For both trees: those that `first` uses and those that `last` uses, by name. A table that both use is
+        the last stage's, if `first` does little but look words up and their rows are less than the table.
         """
-        partition, task = self.partition, self.facts.task
-        if partition.parallel.mesh.stage == 1 or task.axes:  # all stays where it is
+        split, task = self.partition, self.facts.task
+        if split.parallel.mesh.stage == 1 or task.axes:  # all stays where it is
             return [[{}, {}], [{}, {}]]
         first, last = self.facts.reads
-        looked_at, sizes = self._looked_at, partition.parallel.mesh.sizes
-        uses = (
-            frozenset() if partition.shares_first else first - last - looked_at,
-            last - first - looked_at if partition.head == "last" else frozenset(),
-        )
+        looked_at, sizes = self._looked_at, split.parallel.mesh.sizes
+        before, after = first - last - looked_at, frozenset[str]()
+        if split.head == "last":
+            both, (of_first, _) = first & last, self.facts.uses
+            if of_first.flops <= partition.LITTLE * self.facts.layer_flops:
+                rows = {name: of_first.called[name] / sizes[DATA] for name in of_first.looked_up}
+                known = {n: v for own in self.facts.outer_variables for n, v in own.items()}
+                both = {n for n in both if rows.get(owner(n), math.inf) > math.prod(known[n].shape)}
+            after = last - both - looked_at
+        uses = before if after.isdisjoint(first) and not split.shares_first else (), after
         fits = [
-            {n: v for n, v in own.items() if dim_over_tensor(v, 0, partition.rules, sizes) != OTHER}
+            {n: v for n, v in own.items() if dim_over_tensor(v, 0, split.rules, sizes) != OTHER}
             for own in self.facts.outer_variables
         ]
         return [[{n: own[n] for n in own if n in names} for names in uses] for own in fits]
+
+    @property
+    def rows_of(self) -> dict[str, tuple[int, ...]]:
+        """By kind, the layer in each row of its stack, -1 in empty rows; ends in pools are kinds too."""
+        found = self.partition.rows_of
+        if self.pools is not None:
+            stages = range(self.partition.parallel.mesh.stage)
+            for kind, own in zip(ENDS, self.partition.outer_stages, strict=True):
+                found[kind] = tuple(0 if stage == own else -1 for stage in stages)
+        return found
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """The tables that `first` looks up and the last stage alone has."""
+        if self.pools is None:
+            return frozenset()
+        first = self.facts.reads[0]
+        return frozenset(owner(name) for _, own in self._outer for name in own if name in first)
 
     def packed_names(self, number: int) -> list[list[str]]:
         """The variables in the pool of a tree: for each kind of layer, of `first`, and of `last`."""

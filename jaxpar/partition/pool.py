@@ -21,7 +21,7 @@ permute in a branch, for which other stages wait forever.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +38,7 @@ from jaxpar.pipeline.store import Store, rows_of_group
 from jaxpar.sharding import Rules, dims_of
 
 COLUMNS = 128  # of a row, as many as of a TPU's tile
+ENDS = "@first", "@last"  # the kinds of what comes before the layers and after them
 OTHER = -1  # of an array that cannot be in a pool: the dim that `tensor` splits
 
 
@@ -250,7 +251,8 @@ class OuterPool(Store):
     """Layers in stacks, and variables of `first` and `last` in a pool; a `pipeline.store.Store`.
 
     Attributes:
-      names: of the variables of `first` and of `last`, those that are not in the pool too.
+      names: of the variables of `first` and of `last`, those that are not in the pool too. One of both is
+        with `last`, on its stage: other stages read no value of it, and add nothing to its gradient.
       starts: as of the pool, of the rows of this stage, or of a group of it.
     """
 
@@ -270,11 +272,20 @@ class OuterPool(Store):
 
     def has_outer(self, end: int) -> bool:
         """Whether variables of `first` (0) or `last` (1) are in the pool."""
-        return bool(self.pool.leaves[self.pool.number_of_end(end)])
+        return any(self._outer_kinds(end))
+
+    def _outer_kinds(self, end: int) -> Iterator[int]:
+        """The kinds that hold variables of `first` or `last`."""
+        for kind in map(self.pool.number_of_end, (0, 1)):
+            own = jax.tree.unflatten(self.pool.structures[kind], self.pool.leaves[kind])
+            if not own.keys().isdisjoint(self.names[end]):
+                yield kind
 
     def pick_outer(self, stored: Params, end: int, own: Params) -> Params:
         """All variables of `first` or `last`, those that are None in `own` of the pool."""
-        found = self._read(stored, self.pool.number_of_end(end), 0)
+        found = {}
+        for kind in self._outer_kinds(end):
+            found |= dict(self._read(stored, kind, 0))
         pairs = zip(self.names[end], own, strict=True)
         return tuple(found[name] if leaf is None else leaf for name, leaf in pairs)
 
@@ -284,8 +295,9 @@ class OuterPool(Store):
         """`own` and the planes with other values."""
         each = [*zip(self.names[end], own, values, strict=True)]
         found = {name: new for name, old, new in each if old is None}
-        if found:
-            stored = self._write(stored, self.pool.number_of_end(end), 0, found)
+        for kind in self._outer_kinds(end) if found else ():
+            before = self._read(stored, kind, 0)
+            stored = self._write(stored, kind, 0, {n: found.get(n, a) for n, a in before.items()})
         return tuple(None if old is None else new for _, old, new in each), stored
 
     def _read(self, planes: Params, kind: int, place: Index) -> Params:
@@ -382,12 +394,12 @@ class LayerPool(OuterPool):
 def stack_of(
     plane: jax.Array, pool: Pool, kind: int, leaf: Leaf, place: NamedSharding
 ) -> jax.Array:
-    """A leaf of all layers of a kind as a stack with slots for it on every stage, [rows, ...]; or of an end.
+    """A leaf of all layers of a kind as a stack with slots for it on every stage, [rows, ...].
 
-    Of a stack nothing is sent from stage to stage. Empty slots are zeros.
+    Nothing is sent from stage to stage. Empty slots are zeros.
 
     Args:
-      place: where it shall lie.
+      place: where it shall lie. Of an end it may be that of the only layer, which all stages have then.
     """
 
     def run(plane: jax.Array, starts_RP: jax.Array, is_full_R: jax.Array) -> jax.Array:
@@ -402,7 +414,7 @@ def stack_of(
     found = jax.shard_map(run, mesh=place.mesh, in_specs=specs, out_specs=out)(
         plane, starts, is_full
     )
-    if kind >= pool.number_of_end(0):
+    if len(place.spec) == len(leaf.shape):
         found = found[int(pool.is_full[kind].argmax())]
     return lax.with_sharding_constraint(found, place)
 
@@ -427,7 +439,7 @@ def with_stack(
 
     specs, starts, is_full = _slots(pool, kind, leaf)
     specs = *specs, P(STAGE, *leaf.spec)
-    if kind >= pool.number_of_end(0):
+    if stack.ndim == len(leaf.shape):
         stack = jnp.broadcast_to(stack[None], (pool.num_stages, *stack.shape))
     change: Any = jax.shard_map(run, mesh=place.mesh, in_specs=specs, out_specs=specs[0])
     changed = change(plane, starts, is_full, stack)

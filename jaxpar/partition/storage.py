@@ -8,6 +8,7 @@ which of the two it is. All others read variables by their names, or one layer a
 
 import collections
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,14 +22,15 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.axes import DATA, LAYERS, STAGE
 from jaxpar.base.keys import key_of
 from jaxpar.base.trees import zeros
-from jaxpar.base.types import Arrays, Module, Tree
+from jaxpar.base.types import Arrays, Module, Shapes, Tree
 from jaxpar.model.outer import STACK
-from jaxpar.model.stack import Stack
+from jaxpar.model.stack import KIND, Stack
 from jaxpar.partition.packing import Packing
-from jaxpar.partition.pool import LayerPool, Leaf, OuterPool, stack_of, with_stack
+from jaxpar.partition.pool import ENDS, LayerPool, Leaf, OuterPool, stack_of, with_stack
 from jaxpar.pipeline.store import Store
 from jaxpar.sharding import (
     HELD,
+    PARAM_SHAPE,
     Held,
     array_of,
     axes_of_spec,
@@ -45,6 +47,9 @@ Names = Sequence[str]
 
 # The names of the pools in both trees of a state, in place of the variables that are in them.
 POOLS = ("@pool", "@pool of frozen")
+
+# Metadata of planes: the names of the variables that lie there, if an optimizer has masked others.
+_POOLED = "pooled"
 
 
 class Storage(Packing):
@@ -70,13 +75,15 @@ class Storage(Packing):
         first, second = map(self._in_pool, trees, range(2), planes)
         return first, second
 
-    def _in_pool(self, tree: nnx.State, number: int, planes: Sequence[Arrays]) -> nnx.State:
+    def _in_pool(
+        self, tree: nnx.State, number: int, planes: Sequence[Arrays], **metadata: Any
+    ) -> nnx.State:
         """One tree, with these planes of its pool."""
         assert self.pools is not None
         own, of = {}, (nnx.Param, nnx.Variable)[number]
         for place, (plane, array) in enumerate(zip(self.pools[number].planes, planes, strict=True)):
-            held: dict[str, Any] = {HELD: self._held[number, place]}
-            own[plane.name] = of(array, out_sharding=plane.dims, eager_sharding=False, **held)
+            known = {"out_sharding": plane.dims, "eager_sharding": False, **metadata}
+            own[plane.name] = of(array, **known, **{HELD: self._held[number, place]})
         rest = self._not_pooled(tree, number)
         return nnx.State({**rest, POOLS[number]: nnx.State(own)} if own else rest)
 
@@ -126,52 +133,76 @@ class Storage(Packing):
         """The planes of the pool in a tree of a state; empty if it has none."""
         return nnx.State(state.get(POOLS[number], {}))
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether anything is in pools."""
-        return self.pools is not None
+    @functools.cached_property
+    def in_slots(self) -> nnx.State:
+        """Shapes of the trained variables, those in a pool as stacks with rows of every stage."""
+        stages, ends = self.partition.parallel.mesh.stage, dict[str, str]()
+        for kind, names in zip(ENDS, self.packed_names(0)[-2:], strict=False):
+            ends |= dict.fromkeys(names, kind)
 
-    def unpacked(self, tree: Variables, mesh: Mesh) -> Variables:
-        """A tree with parameters of a state in it, those in pools in stacks; in a traced program."""
+        def of(path: tuple[object, ...], leaf: nnx.Variable) -> nnx.Variable:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            if name not in ends:
+                return leaf
+            shape, dims = (stages, *leaf.shape), (LAYERS, *dims_of(leaf))
+            known = {PARAM_SHAPE: shape, KIND: ends[name], "out_sharding": dims}
+            made = leaf.replace(jax.ShapeDtypeStruct(shape, leaf.dtype))
+            made.set_metadata(eager_sharding=False, **known)
+            return made
 
-        def of(node: Tree) -> Tree:
-            if not _has_pool(node):
+        return jax.tree.map_with_path(of, self.params, is_leaf=is_variable)
+
+    def unpacked(self, tree: Variables, like: Shapes, mesh: Mesh) -> Variables:
+        """A tree with parameters of a state in it, those in pools in stacks; in a traced program.
+
+        Args:
+          like: what it becomes.
+        """
+
+        def of(wanted: Tree, node: Tree) -> Tree:
+            if not (self.pools and _has_pool(node)):
                 return node
-            assert self.pools is not None
-            planes = jax.tree.leaves(node[POOLS[0]])
-            where = self.partition.opt_rules
+            planes, rules = jax.tree.leaves(node[POOLS[0]]), self.partition.opt_rules
             found = {name: leaf for name, leaf in named_leaves(node, "/") if POOLS[0] not in name}
-            for kind, name, leaf, variable in self._packed_leaves(0):
-                place = array_of(shardings(variable, mesh, where))
+            shapes = dict(named_leaves(wanted, "/"))
+            for kind, name, leaf in self._pooled(shapes):
+                place = array_of(shardings(shapes[name], mesh, rules))
                 stack = stack_of(planes[leaf.plane], self.pools[0], kind, leaf, place)
-                found[name] = variable.replace(stack)
-            return _tree_of(found, self.params)
+                found[name] = shapes[name].replace(stack)
+            return _tree_of(found, wanted)
 
-        return jax.tree.map(of, tree, is_leaf=_is_whole)
+        return jax.tree.map(of, like, tree, is_leaf=_is_state)
 
     def packed(self, tree: Variables, mesh: Mesh) -> Variables:
-        """The reverse: whatever has arrays like the parameters is in pools as they are."""
-        wanted, of_params = jax.tree.flatten(self.params, is_leaf=is_variable)
-
-        def is_like(node: Tree) -> bool:
-            leaves, structure = jax.tree.flatten(node, is_leaf=is_variable)
-            return structure == of_params and all(
-                (a.shape, a.dtype) == (b.shape, b.dtype)
-                for a, b in zip(leaves, wanted, strict=True)
-            )
+        """The reverse: arrays like the parameters, or some of them, are in pools if that saves memory."""
 
         def of(node: Tree) -> Tree:
-            if not isinstance(node, nnx.State) or not is_like(node):
-                return node
+            found = dict(named_leaves(node, "/")) if _is_state(node) else {}
             assert self.pools is not None
-            pool, found = self.pools[0], dict(named_leaves(node, "/"))
+            pool, own, size = self.pools[0], [*self._pooled(found)], 0
+            for kind, _, leaf in own:
+                rows = len(pool.is_full[kind]) // pool.num_stages
+                size += (
+                    rows * math.prod(leaf.shape) * np.dtype(pool.planes[leaf.plane].dtype).itemsize
+                )
+            is_whole = len(own) == sum(map(len, pool.leaves))
+            if not own or not (is_whole or size > pool.num_bytes):
+                return node
+            known = {} if is_whole else {_POOLED: tuple(name for _, name, _ in own)}
             planes = [jnp.zeros(pool.shape_of(plane), plane.dtype) for plane in pool.planes]
-            for kind, name, leaf, _ in self._packed_leaves(0):
+            for kind, name, leaf in own:
                 n, place = leaf.plane, NamedSharding(mesh, pool.planes[leaf.plane].spec)
                 planes[n] = with_stack(planes[n], array_of(found[name]), pool, kind, leaf, place)
-            return self._in_pool(node, 0, planes)
+            return self._in_pool(node, 0, planes, **known)
 
-        return jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, nnx.State))
+        return jax.tree.map(of, tree, is_leaf=_is_state)
+
+    def _pooled(self, found: Mapping[str, Any]) -> list[tuple[int, str, Leaf]]:
+        """Those of some variables that can be in the pool, if all are like parameters: kind, name, place."""
+        wanted = dict(named_leaves(self.in_slots, "/"))
+        if any(n not in wanted or not _is_like(a, wanted[n]) for n, a in found.items()):
+            return []
+        return [each[:3] for each in self._packed_leaves(0) if each[1] in found]
 
     def _packed_leaves(self, number: int) -> Iterator[tuple[int, str, Leaf, nnx.Variable]]:
         """The variables in the pool of a tree: number of the kind, name, place, and shapes in a stack."""
@@ -248,7 +279,10 @@ class Storage(Packing):
         assert self.pools is not None
         variables, structure = jax.tree.flatten(planes, is_leaf=is_variable)
         pool, arrays = self.pools[number], [*map(array_of, variables)]
+        pooled = variables[0].get_metadata(_POOLED, None)
         for kind, name, leaf, variable in self._packed_leaves(number):
+            if pooled is not None and name not in pooled:
+                continue
             plane = arrays[leaf.plane]
             split, rules = axes_of_spec(plane.sharding.spec, plane.ndim), self.partition.rules
             rules = split_over_data(rules) if DATA in sum(split, ()) else rules
@@ -276,7 +310,9 @@ class Storage(Packing):
                 return node
             found: dict[str, nnx.Variable] = {}
             self.each_by_name(node, lambda name, leaf: found.update({name: leaf}))
-            return _tree_of(found, (self.params, self.frozen)[POOLS.index(key)])
+            flat = nnx.to_flat_state((self.params, self.frozen)[POOLS.index(key)])
+            paths = ((path, "/".join(map(str, path))) for path, _ in flat)
+            return nnx.from_flat_state([(p, found[name]) for p, name in paths if name in found])
 
         return jax.tree.map(of, tree, is_leaf=_is_whole)
 
@@ -318,6 +354,15 @@ def _tree_of(found: Mapping[str, nnx.Variable], like: nnx.State) -> nnx.State:
     """Variables by name as a tree like another."""
     leaves = [found[name] for name, _ in named_leaves(like, "/")]
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_variable), leaves)
+
+
+def _is_like(leaf: Any, wanted: nnx.Variable) -> bool:
+    """Whether a leaf is a variable as a parameter is."""
+    return is_variable(leaf) and (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
+
+
+def _is_state(node: Tree) -> bool:
+    return isinstance(node, nnx.State)
 
 
 def _has_pool(node: Tree) -> str:

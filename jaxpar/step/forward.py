@@ -233,7 +233,7 @@ def _run_in_units(
     model, facts = parts.storage.merge(params, frozen), parts.facts
     if overrides(model, "prepare"):
         model = model.prepare(mesh.shape)
-    outer = Outer(parts, model, predicts=predicts)
+    outer = Outer(parts, model, predicts=predicts, tied=parts.storage.tied)
     pipeline = _pipeline(parts, mesh, layers, outer, carry, predicts=predicts)
 
     def stored(number: int) -> PipelineParams:
@@ -309,7 +309,7 @@ def _pipeline(
         collects="rows" if predicts else "sums",
         adds_sums=facts.traces.adds_sums and not predicts,
         head="sharded" if sharded else "last",
-        shares_first=any(STAGE in each for each in axes),
+        shares_first=bool(parts.storage.tied) or any(STAGE in each for each in axes),
         first_specs=first_specs,
         last_specs=outer.specs(outer.last, last_names),
         layer_specs=parts.layer_specs(STAGE) if stores[0].is_stacked else (P(STAGE), P(STAGE)),

@@ -11,7 +11,9 @@ import functools
 from collections.abc import Callable, Container, Sequence
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import LayerContext
@@ -37,6 +39,7 @@ from jaxpar.model.outer import (
     Uses,
     add_rows,
     call_as_it_is,
+    held_call,
     modules,
     owner,
     part_call,
@@ -241,13 +244,22 @@ class Outer:
       first, last: likewise the numbers of the leaves that each uses.
     """
 
-    def __init__(self, parts: Parts, model: Module, *, predicts: bool = False):
+    def __init__(
+        self,
+        parts: Parts,
+        model: Module,
+        *,
+        predicts: bool = False,
+        tied: frozenset[str] = frozenset(),
+    ):
         """Finds the variables that `first` and `last` use.
 
         Args:
           model: of the partition, or what its `prepare` made of it; abstract or with values.
           predicts: whether `predict` follows the layers.
+          tied: the tables that `first` looks up on the last stage.
         """
+        self._tied, self._holder = tied, parts.partition.outer_stages[1]
         self.parts, self.facts, self._predicts = parts, parts.facts, predicts
         self.graphdef, *self.states = self.facts.split(model)
         self._paths, self.leaves, self._structures = zip(*map(flatten, self.states), strict=True)
@@ -320,7 +332,7 @@ class Outer:
         """
         at = at._replace(layer=len(self.facts.kind_of) + 1)
         model = self._with(self.first, leaves, frozen)
-        calls = self._part_calls(model)
+        calls = self._part_calls(model) | dict.fromkeys(self._tied, held_call(self._holder))
         for name in () if look_up is None else self._tables:
             assert look_up is not None
             calls[name] = functools.partial(look_up, name, calls.get(name, call_as_it_is))
@@ -363,6 +375,8 @@ class Outer:
             grads[n] = add(grads[n], d_leaf)
         for name, (ids, _), rows in zip(names, found, d_rows, strict=True):
             n = tables[name]
+            if name in self._tied:
+                ids = jnp.where(lax.axis_index(STAGE) == self._holder, ids, len(grads[n]))
             grads[n] = add_rows(grads[n], ids, rows, self._sizes[name])
         return tuple(grads)
 

@@ -30,6 +30,7 @@ from jaxpar.base.axes import LAYERS
 from jaxpar.base.types import Arrays, OptState, Params, Shapes, Tree
 from jaxpar.model.stack import KIND
 from jaxpar.partition.by_layer import Rows, kind_of, places_in_order
+from jaxpar.partition.pool import ENDS
 from jaxpar.sharding import PARAM_SHAPE, USER_NAMES, array_of, is_variable, user_names
 from jaxpar.trace.jaxprs import function_of
 
@@ -137,22 +138,32 @@ def _own(tree: Params, rows_of: RowsOf) -> Shapes:
             return leaf
         stack = jax.typeof(leaf.get_value())
         shape = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, weak_type=stack.weak_type)
+        if kind in ENDS:  # one layer, without a name of its own
+            return leaf.replace(shape)
         return Own.of((kind, path[-1].key), [leaf.replace(shape)] * (1 + max(rows_of[kind])))
 
     return jax.tree.map_with_path(of, tree, is_leaf=is_variable)
 
 
-def _is_own(node: Tree) -> bool:
-    return isinstance(node, Own)
+def _is_node(node: Tree) -> bool:
+    return isinstance(node, Own) or is_variable(node)
+
+
+def _kind(node: Tree) -> str | None:
+    """Of a node whose arrays are in a stack."""
+    if isinstance(node, Own):
+        return node.names[0]
+    return kind if (kind := kind_of(node)) in ENDS else None
 
 
 def _places(tree: Tree) -> Places:
     """For each array of a tree its layer, None for none, and its number in the tree with stacks."""
     found, start = list[tuple[Place | None, int]](), 0
-    for node in jax.tree.leaves(tree, is_leaf=_is_own):
-        parts = [*map(jax.tree.leaves, node)] if _is_own(node) else [[node]]
+    for node in jax.tree.leaves(tree, is_leaf=_is_node):
+        parts = [*map(jax.tree.leaves, node)] if isinstance(node, Own) else [jax.tree.leaves(node)]
         for number, part in enumerate(parts):
-            layer = (node.names[0], number) if _is_own(node) else None
+            kind = _kind(node)
+            layer = (kind, number) if kind else None
             found += [(layer, start + place) for place in range(len(part))]
         start += max(map(len, parts))
     return found
@@ -168,11 +179,13 @@ def _with_stacks(tree: Tree, arrays: Sequence[jax.Array], params: Params) -> Arr
     shapes = {(v.get_metadata(PARAM_SHAPE, v.shape), v.shape) for v in variables}
 
     def of(node: Tree) -> Arrays:
-        if not _is_own(node):
-            return next(left)
-        fullest = max(node, key=lambda own: len(jax.tree.leaves(own)))
-        stacks = jax.tree.map(lambda _: next(left), fullest)
-        return jax.tree.map(functools.partial(named, node.names[0]), stacks, is_leaf=is_variable)
+        own = (
+            max(node, key=lambda own: len(jax.tree.leaves(own))) if isinstance(node, Own) else node
+        )
+        made, kind = jax.tree.map(lambda _: next(left), own), _kind(node)
+        if kind is None:
+            return made
+        return jax.tree.map(functools.partial(named, kind), made, is_leaf=is_variable)
 
     def named(kind: str, stack: Any) -> nnx.Variable:
         array = array_of(stack)
@@ -187,7 +200,7 @@ def _with_stacks(tree: Tree, arrays: Sequence[jax.Array], params: Params) -> Arr
             metadata[USER_NAMES] = known
         return nnx.Variable(array, **metadata)
 
-    return jax.tree.map(of, tree, is_leaf=_is_own)
+    return jax.tree.map(of, tree, is_leaf=_is_node)
 
 
 # ---- programs ----

@@ -94,7 +94,7 @@ class Resolved:
             return made
         if self.facts.cut_model is not None:
             made = in_user_tree(made)
-        return _of_stored(per_layer(made, self.partition.rows_of), self.storage, self.mesh)
+        return _of_stored(per_layer(made, self.storage.rows_of), self.storage, self.mesh)
 
     def replace(self, **changes: Tree) -> Self:
         """With other fields of `train`."""
@@ -115,16 +115,20 @@ def _of_stored(
     optimizer: optax.GradientTransformation, storage: Storage, mesh: Mesh
 ) -> optax.GradientTransformation:
     """An optimizer of parameters as a state has them, which gives them to another one in stacks."""
-    if not storage.is_packed:
+    if storage.pools is None:
         return optimizer
 
     def init(params: Params) -> OptState:
-        return storage.packed(optimizer.init(storage.unpacked(params, mesh)), mesh)
+        return storage.packed(optimizer.init(storage.unpacked(params, own, mesh)), mesh)
 
     def update(
         updates: Params, state: OptState, params: Params = None, *loss: Any
     ) -> tuple[Params, OptState]:
-        trees = (storage.unpacked(tree, mesh) for tree in (updates, state, params))
+        kept = jax.eval_shape(optimizer.init, own)
+        pairs = (updates, own), (state, kept), (params, None if params is None else own)
+        trees = (storage.unpacked(*pair, mesh) for pair in pairs)
         return storage.packed(optimizer.update(*trees, *loss), mesh)
+
+    own = storage.in_slots
 
     return optax.GradientTransformation(init, update)
