@@ -12,10 +12,11 @@ from flax import nnx
 
 import jaxpar
 from jaxpar import ArrayBatches, OptimizerConfig, Stack, Sums, Task, TrainConfig
-from jaxpar.base.jax_private import call_once
+from jaxpar.base.jax_private import _executables, call_once
 from jaxpar.base.keys import key_data, new_key
 from jaxpar.nn import GRU
 from jaxpar.trace.numbers import with_numbers
+from jaxpar.training.callbacks import Report
 
 pytestmark = pytest.mark.fresh
 FACTOR = 1.0
@@ -98,6 +99,24 @@ def test_a_run_with_other_numbers_compiles_nothing(kind, tmp_path):
     assert programs == []
     assert again == first
     assert second[:4] != first
+
+
+def test_few_programs_are_compiled_before_the_first_step(tmp_path):
+    """The step, its state, those that draw and run what is checked, and some small ones."""
+    jax.clear_caches()
+    _executables.clear()
+    counts = list[int]()
+
+    class Count(Report):
+        def progress(self, progress, num_steps):
+            counts.append(len(programs))
+
+    with compiled() as programs:
+        settings = TrainConfig(2, out_dir=str(tmp_path / "run"), log_every=1, checkpoint_every=0)
+        jaxpar.fit(Small(), "dp2", settings, report=Count())
+    first, second = counts
+    assert first <= 16
+    assert second == first
 
 
 def test_what_the_model_reads_is_never_out_of_date(tmp_path, monkeypatch):

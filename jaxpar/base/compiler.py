@@ -18,6 +18,7 @@ xla_tpu_prefer_async_allgather_to_allreduce.
 
 import contextlib
 import os
+from typing import Any
 
 import jax
 
@@ -28,7 +29,19 @@ _OF_STAGES = {"gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": 
 
 def compiler_options(platform: str, num_stages: int) -> dict[str, int]:
     """For `jax.jit`, of a training or evaluation step on a mesh of so many stages."""
-    options = _OF_STAGES.get(platform, {}) if num_stages > 1 else {}
+    return _not_in_flags(_OF_STAGES.get(platform, {}) if num_stages > 1 else {})
+
+
+def options_to_draw(platform: str) -> dict[str, int]:
+    """For `jax.jit`, of a program that runs once, and must give the same bits.
+
+    A CPU's is compiled in half the time: LLVM does not look for loops to vectorize. With less than that, it
+    would not join products and sums as it does elsewhere.
+    """
+    return _not_in_flags({"xla_backend_optimization_level": 1} if platform == "cpu" else {})
+
+
+def _not_in_flags(options: dict[str, int]) -> dict[str, int]:
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 
@@ -39,7 +52,7 @@ def use_compile_cache() -> None:
     Not with JAX 0.10, whose XLA calls every cached program for CPU one of another machine, in a line of 3,000
     letters; nor where the user has no home.
     """
-    config = jax.config
+    config: Any = jax.config
     is_off = not config.jax_enable_compilation_cache or jax.__version_info__ < (0, 11)
     if is_off or config.jax_compilation_cache_dir is not None:
         return

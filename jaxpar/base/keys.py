@@ -19,10 +19,9 @@ def new_key(seed: int | jax.Array) -> jax.Array:
 
 def key_data(seed: int) -> np.ndarray:
     """The numbers of the key of a seed, as `jax.random.key_data` gives them; nothing is compiled for them."""
-    seed = seed if jax.config.jax_enable_x64 else int(np.int64(seed).astype(np.int32))
-    return np.array([seed >> 32 if jax.config.jax_enable_x64 else 0, seed], np.int64).astype(
-        np.uint32
-    )
+    is_wide = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+    low = seed if is_wide else int(np.int64(seed).astype(np.int32))
+    return np.array([low >> 32 if is_wide else 0, low], np.int64).astype(np.uint32)
 
 
 def key_of(data: jax.Array) -> jax.Array:

@@ -113,6 +113,7 @@ def _load(module: str) -> None:
     """Imports what takes long, such as JAX."""
     gc.disable()  # what is imported stays, and the collector would look through all of it again and again
     importlib.import_module(module)
+    gc.freeze()
     gc.enable()
 
 

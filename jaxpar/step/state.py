@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.base.checks import require_instance
+from jaxpar.base.compiler import options_to_draw
 from jaxpar.base.display import Shown, format_bytes, format_count
 from jaxpar.base.jax_private import call_once
 from jaxpar.base.keys import key_data
@@ -138,7 +139,9 @@ def draw_variables(setup: Resolved, without: Container[str] = ()) -> tuple[nnx.S
         ]
         return jax.tree.unflatten(jax.tree.structure(trees, is_leaf=is_variable), leaves)
 
-    draw = jax.jit(make, out_shardings=_places((target.params, target.frozen)))
+    options = options_to_draw(setup.facts.platform)
+    where = _places((target.params, target.frozen))
+    draw = jax.jit(make, out_shardings=where, compiler_options=options)
     return call_once(draw, key_data(setup.train.seed))
 
 
@@ -162,7 +165,8 @@ def _begin(setup: Resolved, make_variables: Function, **options: Any) -> Callabl
         state = _initial_state(setup, *make_variables(*args))
         return dataclasses.replace(state, opt_state=()) if on_host else state
 
-    return jax.jit(make, out_shardings=_places(made), **options)
+    how = options_to_draw(setup.facts.platform)
+    return jax.jit(make, out_shardings=_places(made), compiler_options=how, **options)
 
 
 def _places(tree: Tree) -> Arrays:

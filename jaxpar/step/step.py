@@ -308,10 +308,10 @@ def train_step(setup: Resolved, *_: Any) -> CompiledStep:
     def step(
         state: TrainState, batch: Batch, table: TickTable | None, numbers: Numbers
     ) -> tuple[TrainState, Metrics]:
-        state, grads, *how, metrics = gradients(state, batch, table, numbers)
+        state, grads, applies, scale, rate, metrics = gradients(state, batch, table, numbers)
         with jax.named_scope("update"):
             apply = functools.partial(run, numbers["optimizer"])
-            how = *how, metrics.loss
+            how = applies, scale, rate, metrics.loss
             params, opt_state = update(apply, state.params, grads, state.opt_state, *how)
             params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.jax_private import call_once
-from jaxpar.base.keys import new_key
+from jaxpar.base.keys import key_data, key_of
 from jaxpar.base.parts import LENGTHS, PARTS, part_of
 from jaxpar.base.trees import has_time, time_steps
 from jaxpar.base.types import Arrays, Batch, Function, Shapes
@@ -92,7 +92,7 @@ class Trial:
         facts, sizes = parts.facts, parts.partition.parallel.mesh.sizes
         self.sizes = {"row": num_rows, "time": facts.num_steps or 0}
         self.time_parts = math.prod(sizes[axis] for axis in facts.time_axes)
-        self.key = None if predicts else new_key(0)
+        self.key = None if predicts else key_of(key_data(0))
         self.outer = Outer(parts, parts.abstract_model(), predicts=predicts)
         self.rng = np.random.default_rng(0)
 

@@ -37,14 +37,15 @@ def with_numbers(function: Function, *args: Tree) -> tuple[Arrays, Callable[...,
         reads = [*eqn.invars]
         for n, atom in enumerate(eqn.invars):
             if _is_number(eqn, atom):
-                reads[n] = Var(atom.aval)
-                found[reads[n]] = atom.val
-        eqn = eqn.replace(invars=reads)
-        if eqn.primitive.name != "div" or not is_float(reads[1]) or reads[1] not in found:
-            return eqn
-        # As XLA does with a constant, so that all bits stay the same.
-        found[reads[1]] = np.divide(1, found[reads[1]], dtype=aval_of(reads[1]).dtype)
-        return eqn.replace(primitive=mul_p)
+                name, number = Var(aval_of(atom)), getattr(atom, "val")  # noqa: B009
+                if n == 1 and eqn.primitive.name == "div" and is_float(name):
+                    # As XLA does with a constant, so that bits stay the same.
+                    number, eqn = (
+                        1 / np.asarray(number, aval_of(name).dtype),
+                        eqn.replace(primitive=mul_p),
+                    )
+                found[name], reads[n] = number, name
+        return eqn.replace(invars=reads)
 
     jaxpr = closed.jaxpr
     eqns = [*map(lifted, jaxpr.eqns)]
