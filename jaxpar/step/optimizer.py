@@ -93,7 +93,8 @@ def update(
         params: Params, grads: Cotangents, opt_state: OptState, scale: Any, rate: Any, loss: Any
     ) -> tuple[Arrays, Arrays]:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
-            updates, opt_state = optimizer.update(times(grads, scale), opt_state, params, loss)
+            change: Function = optimizer.update  # as of `given_loss`
+            updates, opt_state = change(times(grads, scale), opt_state, params, loss)
             return optax.apply_updates(params, times(updates, rate)), opt_state
 
     def keep(params: Params, _: Any, opt_state: OptState, *others: Tree) -> tuple[Arrays, Arrays]:
