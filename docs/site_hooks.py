@@ -6,6 +6,7 @@ such as source, become their paths. Addresses are those of `[project.urls]` in p
 """
 
 import ast
+import itertools
 import json
 import posixpath
 import re
@@ -15,6 +16,10 @@ from urllib.parse import urlsplit
 
 import griffe
 from mkdocs.structure.files import File
+
+from jaxpar.pipeline import make_schedule
+from jaxpar.pipeline.lanes import Lane
+from jaxpar.pipeline.placement import STAYS
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -39,6 +44,20 @@ MODULES = {"jaxpar": "jaxpar/__init__.py", "lm": "jaxpar/tasks/lm/__init__.py"}
 MODULES |= {
     name: f"jaxpar/{name}/__init__.py" for name in ("nn", "pipeline", "planning", "analysis")
 }
+# What the explorer of schedules offers (docs/explorer.js); no more units, M x K, than that.
+SIZES = {
+    "stages": [2, 3, 4, 5, 6, 8],
+    "microbatches": [1, 2, 3, 4, 6, 8, 12, 16],
+    "chunks": [1, 2, 3, 4, 8],
+}
+KINDS = {
+    "gpipe": {"groups": 1, "zb": False},
+    "1f1b": {"groups": 1, "zb": True},
+    "interleaved": {"groups": 2, "zb": True},
+    "v": {"groups": 2, "zb": True},
+}
+MOST_UNITS = 32
+_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
 _ROW = re.compile(r"^  (\w+(?:, \w+)+)(:.*(?:\n    .*)*)", re.MULTILINE)
 _BACK = re.compile(r"\[Back to the README\]\([^)]*\)\. ?")
@@ -83,7 +102,44 @@ def on_files(files, config):
         files.append(
             File.generated(config, f"api/{name}.md", content=_reference(name, ROOT / path))
         )
+    content = json.dumps(schedules(), separators=(",", ":"))
+    files.append(File.generated(config, "schedules.js", content=f"window.SCHEDULES={content}\n"))
     return files
+
+
+def schedules():
+    """The tables of the explorer of schedules, as docs/explorer.js reads them."""
+    table = {}
+    for kind, *sizes in itertools.product(KINDS, *SIZES.values()):
+        groups, splits = KINDS[kind].values()
+        for zero_bubble in (False, True)[: 1 + splits]:
+            if sizes[1] * sizes[2] > MOST_UNITS:
+                continue
+            found = make_schedule(kind, *sizes, groups, zero_bubble=zero_bubble)
+            lanes = [work.letter + _rows(work.lane, groups) for work in found.lanes]
+            numbers = [round(found.bubble, 6), found.live_units, _num_sent(found)]
+            key = " ".join(map(str, (kind, *sizes))) + " zb" * zero_bubble
+            table[key] = numbers + lanes
+    return {"sizes": SIZES, "kinds": KINDS, "table": table}
+
+
+def _rows(lane: Lane, groups: int) -> str:
+    """A lane as text: a row for each stage, a letter for each unit, and its group if there are several."""
+    rows = []
+    for units, own in zip(lane.unit.T.tolist(), lane.group.T.tolist(), strict=True):
+        cells = (
+            "." if unit < 0 else _LETTERS[unit] + str(group) * (groups > 1)
+            for unit, group in zip(units, own, strict=True)
+        )
+        rows.append("".join(cells).rstrip("."))
+    return "|".join(rows)
+
+
+def _num_sent(schedule):
+    """How many activations and cotangents go from one stage to another in a step."""
+    lanes = (schedule.forward, schedule.backward)
+    arrivals = (lane.arrival.items() for lane in lanes)
+    return sum(int((own >= 0).sum()) for step, own in itertools.chain(*arrivals) if step != STAYS)
 
 
 def on_page_markdown(markdown, page, config, files):

@@ -361,11 +361,9 @@ CUT = """<script>addEventListener("load", () => {
 })</script>"""
 
 
-def cut_code(page, tmp_path):
-    """The beginnings of blocks of code that are cut on a page 1,300 pixels wide; none without a browser."""
-    if BROWSER is None:
-        return []
-    page.write_text(page.read_text() + CUT)
+def said_by(page, script, tmp_path):
+    """What a page 1,300 pixels wide writes to the console, with a script in it."""
+    page.write_text(page.read_text() + script)
     done = subprocess.run(
         [
             BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
@@ -375,37 +373,96 @@ def cut_code(page, tmp_path):
         ],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert '"LOOKED at 1300"' in done.stderr, done.stderr
-    return re.findall(r'"CUT (.*?)"', done.stderr)
+    return done.stderr
+
+
+def cut_code(page, tmp_path):
+    """The beginnings of blocks of code that are cut on a page; none without a browser."""
+    if BROWSER is None:
+        return []
+    said = said_by(page, CUT, tmp_path)
+    assert '"LOOKED at 1300"' in said, said
+    return re.findall(r'"CUT (.*?)"', said)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site, built."""
+    folder = tmp_path_factory.mktemp("built") / "site"
+    run("-m", "mkdocs", "build", "--strict", "--site-dir", folder, cwd=ROOT)
+    return folder
+
+
+# Moves a slider to its end, picks another schedule, and writes what is shown then to the console.
+MOVES = """<script>addEventListener("load", () => {
+  const home = document.getElementById("schedule-explorer");
+  const look = () => console.error("SHOWN " + JSON.stringify([
+    ...[...home.querySelectorAll("output")].map(own => own.value).filter(Boolean),
+    ...[...home.querySelectorAll("b")].map(own => own.textContent),
+    home.querySelectorAll("svg g").length]) + " END");
+  const change = (input, value) => {
+    input.value = value;
+    input.dispatchEvent(new Event("input"));
+    look();
+  };
+  look();
+  const [stages, microbatches, chunks] = home.querySelectorAll("input[type=range]");
+  change(stages, stages.max);
+  change(home.querySelector("select"), "v");
+  change(chunks, chunks.max);
+  change(microbatches, microbatches.max);
+})</script>"""
 
 
 @pytest.mark.full
-def test_the_site_is_built_without_a_warning(tmp_path):
+@pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
+def test_the_explorer_shows_what_jaxpar_computes(site, tmp_path):
+    """Moving a slider changes the picture; the numbers are those of the schedule of these sizes."""
+    page = site / "pipeline/moves.html"
+    page.write_text((site / "pipeline/index.html").read_text())
+    assert (site / "schedules.js").stat().st_size < 1e6
+    said = said_by(page, MOVES, tmp_path)
+    found = [json.loads(own) for own in re.findall(r"SHOWN (.*?) END", said)]
+    kinds = ["1f1b", "1f1b", "v", "v", "v"]
+    assert len(found) == len(kinds)
+    assert len({own[-1] for own in found}) == len(found)
+    for kind, (*sizes, bubble, kept, sent, blocks) in zip(kinds, found, strict=True):
+        schedule = jaxpar.pipeline.make_schedule(kind, *map(int, sizes), zero_bubble=True)
+        assert bubble == f"{100 * schedule.bubble:.1f} %"
+        assert kept.split() == [*map(str, schedule.live_units)]
+        ways = schedule.num_groups * schedule.num_stages - 1
+        assert (
+            int(sent) == 2 * (ways - (kind == "v")) * schedule.num_units
+        )  # v stays on its last stage once
+        assert blocks == sum(int(work.busy_TS.sum()) for work in schedule.lanes)
+
+
+@pytest.mark.full
+def test_the_site_is_built_without_a_warning(site, tmp_path):
     """Of all pages, with a reference of every public name."""
-    run("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site", cwd=ROOT)
-    page = (tmp_path / "site/api/jaxpar/index.html").read_text()
+    page = (site / "api/jaxpar/index.html").read_text()
     modules = {"nn", "pipeline", "planning", "analysis", "lm"}
     for name in {*jaxpar.__all__} - modules:
         assert re.search(rf'id="jaxpar\.(\w+\.)*{name}"', page), name
     for module in modules:
-        assert (tmp_path / f"site/api/{module}/index.html").exists()
+        assert (site / f"api/{module}/index.html").exists()
     for name in ("index", "tutorial/index", "mxnet/index", "benchmarks/pipeline/index"):
-        text = (tmp_path / f"site/{name}.html").read_text()
+        text = (site / f"{name}.html").read_text()
         assert "](" not in re.sub(r"(?s)<(pre|code).*?</\1>", "", text), name
         assert not re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="https?:', text), name
     assert {"md-footer__link--prev", "md-footer__link--next"} <= {
-        *re.findall(r"md-footer__link--\w+", (tmp_path / "site/mxnet/index.html").read_text())
+        *re.findall(r"md-footer__link--\w+", (site / "mxnet/index.html").read_text())
     }
-    for path in (tmp_path / "site/api").rglob("*.html"):  # rows of arguments and attributes
+    for path in (site / "api").rglob("*.html"):  # rows of arguments and attributes
         names = re.findall(
             r'<tr class="doc-section-item">\s*<td>(.*?)</td>', path.read_text(), re.S
         )
         assert names
         assert [name for name in names if re.match(r"\W*\w+,", re.sub("<[^>]*>", "", name))] == []
     for name in ("index", "analysis/index", "models/index"):
-        assert cut_code(tmp_path / f"site/{name}.html", tmp_path) == [], name
+        assert cut_code(site / f"{name}.html", tmp_path) == [], name
     for path in ROOT.glob("notebooks/*.ipynb"):
-        page = (tmp_path / f"site/notebooks/{path.stem}/index.html").read_text()
+        page = (site / f"notebooks/{path.stem}/index.html").read_text()
         for cell in json.loads(path.read_text())["cells"]:
             for output in cell.get("outputs", ()):
                 for shown in output.get("data", {}).get("image/svg+xml", ()):
