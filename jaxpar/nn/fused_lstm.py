@@ -1,29 +1,26 @@
 """An LSTM layer's loop over time as one GPU kernel forward and one backward, for GPUs like H100 and H200.
 
-Legend of the dim suffixes: T time, B batch, H hidden, 4 the gates i f g o, U units of a block, N = H / U blocks.
+Legend of the dim suffixes: T time, B batch, H hidden, 4 the gates i f g o, U units of each of N blocks.
 
     z_t = zx_t + b + h_{t-1} W_h           i, f, o = sigmoid(z_i, z_f, z_o)    g = tanh(z_g)
     c_t = f * c_{t-1} + i * g              h_t = o * tanh(c_t)
 
-XLA's loop starts several kernels for each time step, and each of them reads W_h from memory. These two kernels
-are *persistent*: N blocks of threads run at the same time and stay for all T steps. Each block owns U units.
+XLA's loop starts several kernels for each time step, and each reads W_h from memory. These two kernels are
+*persistent*: N blocks of threads run at the same time, and stay for all T steps. Each block owns U units.
 
-    block 0          block 1         ...    block N-1
-    units 0..U-1     units U..2U-1          the last U units
+    forward, at each step                         backward, at each step, from the last to the first
+      1. product: all of h_{t-1}, times the         1. dz_t of its units, from dh = dy_t + dz_{t+1} W_h^T
+         4 U columns of W_h of its units            2. wait until all of dz_t is there
+      2. gates, c_t and h_t, in registers           3. product: dz_t of one gate, times 4 U rows of W_h:
+      3. wait until all of h_t is there                a quarter of dz_t W_h^T for 4 U units
+                                                    4. wait until all quarters are there
 
-    forward, at each step                            backward, at each step (from the last to the first)
-      1. product: all of h_{t-1}, times the            1. dz_t of its units, from dh = dy_t + dz_{t+1} W_h^T
-         4 U columns of W_h of its units               2. all blocks wait until dz_t is there
-      2. gates, c_t and h_t, in registers              3. product: dz_t of one gate, times 4 U rows of W_h:
-      3. all blocks wait until h_t is there               a quarter of dz_t W_h^T for 4 U units
-                                                       4. all blocks wait until the quarters are there
+Blocks wait at a counter in memory. The quarters are added in a fixed order, so results are always the same.
 
-Blocks wait at a counter in memory. The quarters are added in a fixed order, so results are the same each time.
-
-In a block, one *warpgroup* (128 threads) loads; each of the others computes 64 rows. The loader copies tiles of
-both factors of the product into a ring of slots in shared memory (TMA). It copies tiles of W_h, which never
-change, before it waits for h_t. `full` barriers tell the others that a tile is there, `empty` barriers tell the
-loader that a slot is free.
+In a block, one *warpgroup* (128 threads) loads, and each of the others computes 64 rows. The loader copies
+tiles of both factors of the product into a ring of slots in shared memory (TMA). Tiles of W_h never
+change, so it copies them before it waits for h_t. `full` barriers tell the others that a tile is there. `empty`
+barriers tell the loader that a slot is free.
 
 Deadlock: each block waits for all others, so all must run at once. The plan has at most as many blocks as the
 GPU has multiprocessors, and each block fills one. Nothing else may hold a multiprocessor and wait for this
@@ -32,6 +29,7 @@ device meanwhile, such as a collective that waits for another GPU. So the kernel
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,13 +40,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpar.base.trees import vary_like
-from jaxpar.base.types import Arrays, DType
+from jaxpar.base.types import Arrays, Carry, DType
 
 GATES = range(4)
 ROWS = 64  # of a warpgroup: the height of its matrix instruction
 MAX_ROWS = 128
 _SHARED_BYTES = 226 * 1024  # of a block, at most; the barriers take the rest
-_REGISTERS = {1: 232, 2: 232}  # of a thread that computes, by the number of warpgroups; one that loads has 40
+_REGISTERS = {
+    1: 232,
+    2: 232,
+}  # of a thread that computes, by the number of warpgroups; one that loads has 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +81,16 @@ class Plan:
         itemsize = jnp.dtype(dtype).itemsize
         if B > MAX_ROWS or jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
             return None
-        for units in (8, 16, 24):
-            if H % (4 * units) or H // units > cores:
+        for more, units in itertools.product(range(0, 3 * ROWS, ROWS), (8, 16, 24)):
+            wide = H + more
+            if wide % (4 * units) or wide // units > cores:
                 continue
             # Of a row: gates, c, dy, and parts of dh; those of the forward kernel are fewer.
             others = B * units * (4 * itemsize + 4 + itemsize + 16)
             for tile, least in ((2, 8), (1, 3)):
                 slots = (_SHARED_BYTES - others) // ((B + 4 * units) * 128 * tile)
-                if slots >= least and H % (tile * 128 // itemsize) == 0:
-                    return cls(B, H, units, tile, min(slots, 8))
+                if slots >= least and wide % (tile * 128 // itemsize) == 0:
+                    return cls(B, wide, units, tile, min(slots, 8))
         return None
 
     @property
@@ -142,7 +144,10 @@ class _Kernel:
         kind = jax.typeof(args[0]).manual_axis_type
         outs = [jax.ShapeDtypeStruct(*out, manual_axis_type=kind) for out in outs]
         mesh = plgpu.Mesh(
-            grid=(plan.blocks,), grid_names=("block",), num_threads=plan.groups + 1, thread_name="group"
+            grid=(plan.blocks,),
+            grid_names=("block",),
+            num_threads=plan.groups + 1,
+            thread_name="group",
         )
         params = plgpu.CompilerParams()
         found = pl.kernel(with_scratch, outs, mesh=mesh, compiler_params=params, name=name)(*args)
@@ -227,6 +232,11 @@ class _Ring:
         return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.kernel.columns), jnp.float32))
 
 
+def _pad(a: jax.Array, *shape: int) -> jax.Array:
+    """An array with zeros behind it along each dim."""
+    return jnp.pad(a, [(0, size - own) for size, own in zip(shape, a.shape, strict=True)])
+
+
 def _sigmoid(x: jax.Array) -> jax.Array:
     return 1 / (1 + jnp.exp2(-1.4426950408889634 * x))
 
@@ -262,10 +272,9 @@ def forward(
     zx_TB4H: jax.Array,
     w_HGH: jax.Array,
     b_4H: jax.Array,
-    h_BH: jax.Array,
-    c_BH: jax.Array,
+    carry: Carry,
     resets_TB: jax.Array | None = None,
-    initial: tuple[jax.Array, jax.Array] | None = None,
+    initial: Carry = None,
 ) -> list[jax.Array]:
     """Runs all steps.
 
@@ -273,25 +282,32 @@ def forward(
       zx_TB4H: x W_x, float32.
       w_HGH: W_h, in the dtype of the product.
       b_4H: float32.
-      h_BH, c_BH: before the first step; h in the dtype of the product, c float32.
+      carry: h and c before the first step, [B, H] float32.
       resets_TB: 1 where a sequence begins, float32; not looked at in the first step. None means nowhere.
-      initial: h and c that sequences begin with, [B, H], as h_BH and c_BH.
+      initial: h and c that sequences begin with, as `carry`.
     Returns:
       y and the h that each step begins with, [T, B, H]; the gates [T, B, 4, H]; in the dtype of the product.
       Then c before each step (of the step before, also where a sequence begins) [T, B, H], and after the
       last one [B, H]; float32.
     """
-    T, B, _, H = zx_TB4H.shape
-    dtype, U = w_HGH.dtype, plan.units
+    T, rows, _, width = zx_TB4H.shape
+    B, H, dtype, U = plan.rows, plan.width, w_HGH.dtype, plan.units
     kernel = _Kernel(plan, dtype)
+    zx_TB4H, w_HGH, b_4H = _pad(zx_TB4H, T, B, 4, H), _pad(w_HGH, H, 4, H), _pad(b_4H, 4, H)
+
+    def of_state(state: Carry) -> tuple[jax.Array, jax.Array]:
+        h_BH, c_BH = (_pad(a, B, H) for a in state)
+        return h_BH.astype(dtype), c_BH
+
     in_place = dtype == jnp.float32  # gates take the place of what they are made of
     # The columns of a block together, each with its inputs next to each other, as TF32 needs them.
     w_NCH = w_HGH.reshape(H, 4, -1, U).transpose(2, 1, 3, 0).reshape(-1, kernel.columns, H)
-    more = () if resets_TB is None else (resets_TB, *initial)
+    more = () if resets_TB is None else (_pad(resets_TB, T, B), *of_state(initial))
 
-    def body(zx, w, b, h0, c0, *refs, zx_smem, zx_full, zx_empty, c_smem, h_smem, gates_smem=None, **ring):
-        (resets, h_new, c_new), outs = (refs[:3], refs[3:]) if more else ((None,) * 3, refs)
-        y, h_prev, gates, c_prev, c_last = outs
+    def body(
+        zx, w, b, h0, c0, *refs, zx_smem, zx_full, zx_empty, c_smem, h_smem, gates_smem=None, **ring
+    ):
+        *news, y, h_prev, gates, c_prev, c_last = refs
         ring = _Ring(kernel, **ring)
         made_h = pl.get_global(plgpu.SemaphoreType.REGULAR)
         group, block = lax.axis_index("group"), lax.axis_index("block")
@@ -311,10 +327,14 @@ def forward(
                     plgpu.copy_gmem_to_smem(zx.at[t, :, g, units], zx_smem.at[g], zx_full)
 
                 def copy_h(column, smem, barrier):
-                    plgpu.copy_gmem_to_smem(h_prev.at[t, :, pl.ds(column, kernel.tile)], smem, barrier)
+                    plgpu.copy_gmem_to_smem(
+                        h_prev.at[t, :, pl.ds(column, kernel.tile)], smem, barrier
+                    )
 
                 def copy_w(column, smem, barrier):
-                    plgpu.copy_gmem_to_smem(w.at[block, :, pl.ds(column, kernel.tile)], smem, barrier)
+                    plgpu.copy_gmem_to_smem(
+                        w.at[block, :, pl.ds(column, kernel.tile)], smem, barrier
+                    )
 
                 ring.load(t, copy_h, copy_w, lambda: _wait_for(made_h, (t + 1) * kernel.everyone))
 
@@ -341,9 +361,10 @@ def forward(
                 z = [z[:, g * U : (g + 1) * U] + zx_smem[g, rows] + biases[g] for g in GATES]
                 i, f, g, o = _sigmoid(z[0]), _sigmoid(z[1]), _tanh(z[2]), _sigmoid(z[3])
                 c = f * c + i * g
-                h, after = (o * _tanh(c)).astype(dtype), c
-                h_next = h
-                if more:
+                h = h_next = (o * _tanh(c)).astype(dtype)
+                after = c
+                if news:
+                    resets, h_new, c_new = news
                     is_new = _where_new(resets, jnp.minimum(t + 1, T - 1), rows, U)
                     h_next = jnp.where(is_new, _load(h_new.at[rows, units]), h)
                     after = jnp.where(is_new, _load(c_new.at[rows, units]), c)
@@ -393,7 +414,9 @@ def forward(
     }
     of_h, of_c = ((T, B, H), dtype), ((T, B, H), jnp.float32)
     outs = [of_h, of_h, ((T, B, 4, H), dtype), of_c, ((B, H), jnp.float32)]
-    return kernel.call(body, "lstm_forward", outs, scratch, zx_TB4H, w_NCH, b_4H, h_BH, c_BH, *more)
+    args = zx_TB4H, w_NCH, b_4H, *of_state(carry), *more
+    *of_steps, c_last = kernel.call(body, "lstm_forward", outs, scratch, *args)
+    return [*(a[:, :rows, ..., :width] for a in of_steps), c_last[:rows, :width]]
 
 
 def backward(
@@ -403,39 +426,49 @@ def backward(
     c_TBH: jax.Array,
     c_BH: jax.Array,
     w_HGH: jax.Array,
-    dh_BH: jax.Array,
-    dc_BH: jax.Array,
+    d_carry: Carry,
     resets_TB: jax.Array | None = None,
-    c_new_BH: jax.Array | None = None,
-) -> list[jax.Array]:
+    initial: Carry = None,
+) -> tuple[jax.Array, Carry, Carry]:
     """Runs all steps, from the last to the first.
 
     Args:
       dy_TBH, gates_TB4H, w_HGH: in the dtype of the products.
       c_TBH, c_BH: c before each step, and after the last one, as `forward` gives them; float32.
-      dh_BH, dc_BH: gradients of h and c after the last step, float32.
+      d_carry: gradients of h and c after the last step, [B, H] float32.
       resets_TB: as of `forward`, here looked at in the first step as well.
-      c_new_BH: c that sequences begin with.
+      initial: as of `forward`.
     Returns:
-      dz [T, B, 4, H] in the dtype of the products. Then, float32 [B, H], the gradients of h and c before the
-      first step; and with resets those of h and c that sequences begin with.
+      dz [T, B, 4, H] in the dtype of the products; the gradients of h and c before the first step, and of
+      those that sequences begin with, as `d_carry`.
     """
-    T, B, _, H = gates_TB4H.shape
-    dtype, U = w_HGH.dtype, plan.units
+    T, rows, _, width = gates_TB4H.shape
+    B, H, dtype, U = plan.rows, plan.width, w_HGH.dtype, plan.units
     kernel = _Kernel(plan, dtype)
     of_gate = plan.blocks // 4  # blocks
-    more = () if resets_TB is None else (resets_TB, c_new_BH)
+    args = [
+        *(
+            _pad(dy_TBH, T, B, H),
+            _pad(gates_TB4H, T, B, 4, H),
+            _pad(c_TBH, T, B, H),
+            _pad(c_BH, B, H),
+        ),
+        *(_pad(w_HGH, H, 4, H), _pad(d_carry[0] / 4, B, H), _pad(d_carry[1], B, H)),
+    ]
+    more = () if resets_TB is None else (_pad(resets_TB, T, B), _pad(initial[1], B, H))
 
     def body(dy, gates, cs, c_last, w, dh1, dc1, *refs, gates_smem, parts_smem, c_smem, dy_smem, kept_full,
              kept_empty, parts_full, **ring):  # fmt: skip
-        (resets, c_new), outs = (refs[:2], refs[2:]) if more else ((None,) * 2, refs)
-        dz, parts, dc0, *d_new = outs
+        news, (dz, parts, dc0, *d_new) = refs[: len(more)], refs[len(more) :]
         ring = _Ring(kernel, **ring)
         made_dz = pl.get_global(plgpu.SemaphoreType.REGULAR)
         made_parts = pl.get_global(plgpu.SemaphoreType.REGULAR)
         group, block = lax.axis_index("group"), lax.axis_index("block")
         units = pl.ds(block * U, U)
-        gate, first = lax.div(block, of_gate), lax.rem(block, of_gate) * kernel.columns  # of its quarter
+        gate, first = (
+            lax.div(block, of_gate),
+            lax.rem(block, of_gate) * kernel.columns,
+        )  # of its quarter
 
         @pl.when(group == plan.groups)
         def _():
@@ -465,7 +498,9 @@ def backward(
                         plgpu.copy_gmem_to_smem(parts.at[g, :, units], parts_smem.at[g], parts_full)
 
                 def copy_dz(column, smem, barrier):
-                    plgpu.copy_gmem_to_smem(dz.at[t, :, gate, pl.ds(column, kernel.tile)], smem, barrier)
+                    plgpu.copy_gmem_to_smem(
+                        dz.at[t, :, gate, pl.ds(column, kernel.tile)], smem, barrier
+                    )
 
                 def copy_w(column, smem, barrier):
                     of_part = w.at[pl.ds(first, kernel.columns), gate, pl.ds(column, kernel.tile)]
@@ -490,13 +525,19 @@ def backward(
                 i, f, g, o = (gates_smem[k, rows].astype(jnp.float32) for k in GATES)
                 c_before, dy_t, tanh_c = c_smem[rows], dy_smem[rows].astype(jnp.float32), _tanh(c)
                 plgpu.barrier_wait(parts_full)
-                dh = parts_smem[0, rows] + parts_smem[1, rows] + parts_smem[2, rows] + parts_smem[3, rows]
-                c_prev = c_before
-                if more:
+                dh = (
+                    parts_smem[0, rows]
+                    + parts_smem[1, rows]
+                    + parts_smem[2, rows]
+                    + parts_smem[3, rows]
+                )
+                c_prev, is_new = c_before, None
+                if news:
+                    resets, c_new = news
                     after = jnp.minimum(t + 1, T - 1)
-                    is_new = _where_new(resets, after, rows, U) & (t + 1 < T)
-                    d_new = d_new[0] + jnp.where(is_new, dh, 0.0), d_new[1]
-                    dh = jnp.where(is_new, 0.0, dh)
+                    was_new = _where_new(resets, after, rows, U) & (t + 1 < T)
+                    d_new = d_new[0] + jnp.where(was_new, dh, 0.0), d_new[1]
+                    dh = jnp.where(was_new, 0.0, dh)
                     is_new = _where_new(resets, t, rows, U)
                     c_prev = jnp.where(is_new, _load(c_new.at[rows, units]), c_before)
                 dh += dy_t
@@ -521,7 +562,7 @@ def backward(
                 plgpu.wait_smem_to_gmem(0)
                 _signal(made_parts)
                 dc = dc * f
-                if more:
+                if is_new is not None:
                     d_new = d_new[0], d_new[1] + jnp.where(is_new, dc, 0.0)
                     dc = jnp.where(is_new, 0.0, dc)
                 return dc, c_before, d_new
@@ -546,11 +587,10 @@ def backward(
     }
     of_row = (B, H), jnp.float32
     outs = [((T, B, 4, H), dtype), ((4, B, H), jnp.float32), *[of_row] * (3 if more else 1)]
-    args = dy_TBH, gates_TB4H, c_TBH, c_BH, w_HGH, dh_BH / 4, dc_BH, *more
-    dz, parts, dc0, *d_new = kernel.call(body, "lstm_backward", outs, scratch, *args)
-    dh0 = parts.sum(0)
-    if more:
+    dz, parts, *others = kernel.call(body, "lstm_backward", outs, scratch, *args, *more)
+    dh0, dc0, *d_new = (a[:rows, :width] for a in (parts.sum(0), *others))
+    if resets_TB is not None:
         is_new = resets_TB[0][:, None] > 0.5
         d_new[0] += jnp.where(is_new, dh0, 0.0)
         dh0 = jnp.where(is_new, 0.0, dh0)
-    return [dz, dh0, dc0, *d_new]
+    return dz[:, :rows, :, :width], (dh0, dc0), tuple(d_new) or (dh0, dc0)
