@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-
-from jaxpar.nn.hidden import GateParams
-from jaxpar.nn.lstm import LSTMCarry, lstm_layer
-
-if jax.__version_info__ < (0, 12):
-    pytest.skip("the kernels need JAX 0.12", allow_module_level=True)
-
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxpar.nn import fused_lstm
 from jaxpar.nn.fused_lstm import Plan
+from jaxpar.nn.hidden import GateParams
+from jaxpar.nn.lstm import LSTMCarry, lstm_layer
+
+pytestmark = [
+    pytest.mark.law,
+    pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the kernels need JAX 0.12"),
+]
 
 
 @pytest.fixture

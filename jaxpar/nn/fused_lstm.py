@@ -19,8 +19,8 @@ Blocks wait at a counter in memory. The quarters are added in a fixed order, so 
 
 In a block, one *warpgroup* (128 threads) loads, and each of the others computes 64 rows. The loader copies
 tiles of both factors of the product into a ring of slots in shared memory (TMA). Tiles of W_h never
-change, so it copies them before it waits for h_t. `full` barriers tell the others that a tile is there. `empty`
-barriers tell the loader that a slot is free.
+change, so it copies them before it waits for h_t. `full` barriers tell the others that a tile is there.
+`empty` barriers tell the loader that a slot is free.
 
 Deadlock: each block waits for all others, so all must run at once. The plan has at most as many blocks as the
 GPU has multiprocessors, and each block fills one. Nothing else may hold a multiprocessor and wait for this
@@ -30,6 +30,7 @@ device meanwhile, such as a collective that waits for another GPU. So the kernel
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,14 @@ class _Kernel:
     def per_unit(self, *dims: int, dtype: DType = jnp.float32) -> Any:
         """Shared memory for all rows of a block's units."""
         return plgpu.SMEM((*dims, self.plan.rows, self.plan.units), dtype)
+
+    def block(self, *, a_smem: Any, b_smem: Any, full: Any, empty: Any, **scratch: Any) -> Any:
+        """What the warpgroups of a block see, by name."""
+        block = lax.axis_index("block")
+        return types.SimpleNamespace(
+            ring=_Ring(self, a_smem, b_smem, full, empty), block=block, group=lax.axis_index("group"),
+            units=pl.ds(block * self.plan.units, self.plan.units), **scratch,
+        )  # fmt: skip
 
     def call(
         self, body: Callable[..., None], name: str, outs: list[Any], scratch: Arrays, *args: Any
@@ -267,6 +276,95 @@ def _where_new(resets: Any, t: Any, rows: Any, units: int) -> jax.Array:
     return lax.broadcast_in_dim(is_new, (ROWS, units), [0]) > 0.5
 
 
+def _load_forward(kernel: _Kernel, r: Any, T: int) -> None:
+    """The warpgroup of a block that loads; `r` has what all of the block see, by name."""
+    plgpu.set_max_registers(40, action="decrease")
+
+    def step(t, _):
+        @pl.when(t > 0)
+        def _():
+            plgpu.barrier_wait(r.zx_empty)
+
+        for g in GATES:
+            plgpu.copy_gmem_to_smem(r.zx.at[t, :, g, r.units], r.zx_smem.at[g], r.zx_full)
+
+        def copy_h(column, smem, barrier):
+            plgpu.copy_gmem_to_smem(r.h_prev.at[t, :, pl.ds(column, kernel.tile)], smem, barrier)
+
+        def copy_w(column, smem, barrier):
+            plgpu.copy_gmem_to_smem(r.w.at[r.block, :, pl.ds(column, kernel.tile)], smem, barrier)
+
+        r.ring.load(t, copy_h, copy_w, lambda: _wait_for(r.made_h, (t + 1) * kernel.everyone))
+
+    lax.fori_loop(0, T, step, None)
+    r.ring.drain(T)
+    plgpu.barrier_wait(r.zx_empty)
+
+
+def _compute_forward(kernel: _Kernel, r: Any, T: int) -> None:
+    """A warpgroup that computes, likewise."""
+    plan, dtype, U = kernel.plan, kernel.dtype, kernel.plan.units
+    plgpu.set_max_registers(_REGISTERS[plan.groups], action="increase")
+    rows = pl.ds(r.group * ROWS, ROWS)
+
+    def send(h, t):
+        """Gives h to all blocks, for step t."""
+        r.h_smem[rows] = h
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(r.h_smem.at[rows], r.h_prev.at[t, rows, r.units])
+        plgpu.wait_smem_to_gmem(0)
+        _signal(r.made_h)
+
+    def step(t, c):
+        z = r.ring.product(t, rows)
+        plgpu.barrier_wait(r.zx_full)
+        z = [z[:, g * U : (g + 1) * U] + r.zx_smem[g, rows] + biases[g] for g in GATES]
+        i, f, g, o = _sigmoid(z[0]), _sigmoid(z[1]), _tanh(z[2]), _sigmoid(z[3])
+        c = f * c + i * g
+        h = h_next = (o * _tanh(c)).astype(dtype)
+        after = c
+        if r.news:
+            resets, h_new, c_new = r.news
+            is_new = _where_new(resets, jnp.minimum(t + 1, T - 1), rows, U)
+            h_next = jnp.where(is_new, _load(h_new.at[rows, r.units]), h)
+            after = jnp.where(is_new, _load(c_new.at[rows, r.units]), c)
+
+        @pl.when(t + 1 < T)
+        def _():  # the other blocks wait for it
+            send(h_next, t + 1)
+
+        r.h_smem[rows] = h
+        r.c_smem[rows] = c
+        for k, gate in enumerate((i, f, g, o)):
+            r.gates_smem[k, rows] = gate.astype(dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(r.h_smem.at[rows], r.y.at[t, rows, r.units])
+        for k in GATES:
+            plgpu.copy_smem_to_gmem(r.gates_smem.at[k, rows], r.gates.at[t, rows, k, r.units])
+
+        @pl.when(t + 1 < T)
+        def _():
+            plgpu.copy_smem_to_gmem(r.c_smem.at[rows], r.c_prev.at[t + 1, rows, r.units])
+
+        @pl.when(t + 1 == T)
+        def _():
+            plgpu.copy_smem_to_gmem(r.c_smem.at[rows], r.c_last.at[rows, r.units])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(r.zx_empty)
+        return after
+
+    c = _load(r.c0.at[rows, r.units])
+    r.c_smem[rows] = c
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(r.c_smem.at[rows], r.c_prev.at[0, rows, r.units])
+    send(_load(r.h0.at[rows, r.units]), 0)
+    b_of = [_load(r.b.at[g, r.units], plgpu.Layout.WGMMA.reduce(0)) for g in GATES]
+    biases = [lax.broadcast_in_dim(b_U, (ROWS, U), [1]) for b_U in b_of]
+    lax.fori_loop(0, T, step, c)
+    plgpu.wait_smem_to_gmem(0)
+
+
 def forward(
     plan: Plan,
     zx_TB4H: jax.Array,
@@ -304,105 +402,15 @@ def forward(
     w_NCH = w_HGH.reshape(H, 4, -1, U).transpose(2, 1, 3, 0).reshape(-1, kernel.columns, H)
     more = () if resets_TB is None else (_pad(resets_TB, T, B), *of_state(initial))
 
-    def body(
-        zx, w, b, h0, c0, *refs, zx_smem, zx_full, zx_empty, c_smem, h_smem, gates_smem=None, **ring
-    ):
+    def body(zx, w, b, h0, c0, *refs, **scratch):
         *news, y, h_prev, gates, c_prev, c_last = refs
-        ring = _Ring(kernel, **ring)
-        made_h = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        group, block = lax.axis_index("group"), lax.axis_index("block")
-        units = pl.ds(block * U, U)
-        gates_smem = zx_smem if in_place else gates_smem
-
-        @pl.when(group == plan.groups)
-        def _():
-            plgpu.set_max_registers(40, action="decrease")
-
-            def step(t, _):
-                @pl.when(t > 0)
-                def _():
-                    plgpu.barrier_wait(zx_empty)
-
-                for g in GATES:
-                    plgpu.copy_gmem_to_smem(zx.at[t, :, g, units], zx_smem.at[g], zx_full)
-
-                def copy_h(column, smem, barrier):
-                    plgpu.copy_gmem_to_smem(
-                        h_prev.at[t, :, pl.ds(column, kernel.tile)], smem, barrier
-                    )
-
-                def copy_w(column, smem, barrier):
-                    plgpu.copy_gmem_to_smem(
-                        w.at[block, :, pl.ds(column, kernel.tile)], smem, barrier
-                    )
-
-                ring.load(t, copy_h, copy_w, lambda: _wait_for(made_h, (t + 1) * kernel.everyone))
-
-            lax.fori_loop(0, T, step, None)
-            ring.drain(T)
-            plgpu.barrier_wait(zx_empty)
-
-        @pl.when(group < plan.groups)
-        def _():
-            plgpu.set_max_registers(_REGISTERS[plan.groups], action="increase")
-            rows = pl.ds(group * ROWS, ROWS)
-
-            def send(h, t):
-                """Gives h to all blocks, for step t."""
-                h_smem[rows] = h
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(h_smem.at[rows], h_prev.at[t, rows, units])
-                plgpu.wait_smem_to_gmem(0)
-                _signal(made_h)
-
-            def step(t, c):
-                z = ring.product(t, rows)
-                plgpu.barrier_wait(zx_full)
-                z = [z[:, g * U : (g + 1) * U] + zx_smem[g, rows] + biases[g] for g in GATES]
-                i, f, g, o = _sigmoid(z[0]), _sigmoid(z[1]), _tanh(z[2]), _sigmoid(z[3])
-                c = f * c + i * g
-                h = h_next = (o * _tanh(c)).astype(dtype)
-                after = c
-                if news:
-                    resets, h_new, c_new = news
-                    is_new = _where_new(resets, jnp.minimum(t + 1, T - 1), rows, U)
-                    h_next = jnp.where(is_new, _load(h_new.at[rows, units]), h)
-                    after = jnp.where(is_new, _load(c_new.at[rows, units]), c)
-
-                @pl.when(t + 1 < T)
-                def _():  # the other blocks wait for it
-                    send(h_next, t + 1)
-
-                h_smem[rows] = h
-                c_smem[rows] = c
-                for k, gate in enumerate((i, f, g, o)):
-                    gates_smem[k, rows] = gate.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(h_smem.at[rows], y.at[t, rows, units])
-                for k in GATES:
-                    plgpu.copy_smem_to_gmem(gates_smem.at[k, rows], gates.at[t, rows, k, units])
-
-                @pl.when(t + 1 < T)
-                def _():
-                    plgpu.copy_smem_to_gmem(c_smem.at[rows], c_prev.at[t + 1, rows, units])
-
-                @pl.when(t + 1 == T)
-                def _():
-                    plgpu.copy_smem_to_gmem(c_smem.at[rows], c_last.at[rows, units])
-
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(zx_empty)
-                return after
-
-            c = _load(c0.at[rows, units])
-            c_smem[rows] = c
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(c_smem.at[rows], c_prev.at[0, rows, units])
-            send(_load(h0.at[rows, units]), 0)
-            b_of = [_load(b.at[g, units], plgpu.Layout.WGMMA.reduce(0)) for g in GATES]
-            biases = [lax.broadcast_in_dim(b_U, (ROWS, U), [1]) for b_U in b_of]
-            lax.fori_loop(0, T, step, c)
-            plgpu.wait_smem_to_gmem(0)
+        r = kernel.block(**scratch)
+        r.zx, r.w, r.b, r.h0, r.c0, r.news = zx, w, b, h0, c0, news
+        r.y, r.h_prev, r.gates, r.c_prev, r.c_last = y, h_prev, gates, c_prev, c_last
+        r.gates_smem = scratch.get("gates_smem", r.zx_smem)
+        r.made_h = pl.get_global(plgpu.SemaphoreType.REGULAR)
+        pl.when(r.group == plan.groups)(lambda: _load_forward(kernel, r, T))
+        pl.when(r.group < plan.groups)(lambda: _compute_forward(kernel, r, T))
 
     scratch = {
         "zx_smem": kernel.per_unit(4),
@@ -417,6 +425,115 @@ def forward(
     args = zx_TB4H, w_NCH, b_4H, *of_state(carry), *more
     *of_steps, c_last = kernel.call(body, "lstm_forward", outs, scratch, *args)
     return [*(a[:, :rows, ..., :width] for a in of_steps), c_last[:rows, :width]]
+
+
+def _load_backward(kernel: _Kernel, r: Any, T: int) -> None:
+    """The warpgroup of a block that loads, as of `_load_forward`."""
+    plgpu.set_max_registers(40, action="decrease")
+
+    def step(s, _):
+        t = T - 1 - s
+
+        @pl.when(s > 0)
+        def _():
+            plgpu.barrier_wait(r.kept_empty)
+
+        for g in GATES:
+            plgpu.copy_gmem_to_smem(r.gates.at[t, :, g, r.units], r.gates_smem.at[g], r.kept_full)
+        plgpu.copy_gmem_to_smem(r.dy.at[t, :, r.units], r.dy_smem, r.kept_full)
+        plgpu.copy_gmem_to_smem(r.cs.at[t, :, r.units], r.c_smem, r.kept_full)
+
+        @pl.when(s == 0)  # a quarter of the gradient, four times
+        def _():
+            for g in GATES:
+                plgpu.copy_gmem_to_smem(r.dh1.at[:, r.units], r.parts_smem.at[g], r.parts_full)
+
+        @pl.when(s > 0)
+        def _():
+            _wait_for(r.made_parts, s * kernel.everyone)
+            for g in GATES:
+                plgpu.copy_gmem_to_smem(r.parts.at[g, :, r.units], r.parts_smem.at[g], r.parts_full)
+
+        def copy_dz(column, smem, barrier):
+            plgpu.copy_gmem_to_smem(
+                r.dz.at[t, :, r.gate, pl.ds(column, kernel.tile)], smem, barrier
+            )
+
+        def copy_w(column, smem, barrier):
+            of_part = r.w.at[pl.ds(r.first, kernel.columns), r.gate, pl.ds(column, kernel.tile)]
+            plgpu.copy_gmem_to_smem(of_part, smem, barrier)
+
+        r.ring.load(s, copy_dz, copy_w, lambda: _wait_for(r.made_dz, (s + 1) * kernel.everyone))
+
+    lax.fori_loop(0, T, step, None)
+    r.ring.drain(T)
+    plgpu.barrier_wait(r.kept_empty)
+
+
+def _compute_backward(kernel: _Kernel, r: Any, T: int) -> None:
+    """A warpgroup that computes, likewise."""
+    plan, dtype, U = kernel.plan, kernel.dtype, kernel.plan.units
+    plgpu.set_max_registers(_REGISTERS[plan.groups], action="increase")
+    rows = pl.ds(r.group * ROWS, ROWS)
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, U), jnp.float32), plgpu.Layout.WGMMA)
+
+    def step(s, carry):
+        dc, c, d_new = carry
+        t = T - 1 - s
+        plgpu.barrier_wait(r.kept_full)
+        i, f, g, o = (r.gates_smem[k, rows].astype(jnp.float32) for k in GATES)
+        c_before, dy_t, tanh_c = r.c_smem[rows], r.dy_smem[rows].astype(jnp.float32), _tanh(c)
+        plgpu.barrier_wait(r.parts_full)
+        dh = (
+            r.parts_smem[0, rows]
+            + r.parts_smem[1, rows]
+            + r.parts_smem[2, rows]
+            + r.parts_smem[3, rows]
+        )
+        c_prev, is_new = c_before, None
+        if r.news:
+            resets, c_new = r.news
+            after = jnp.minimum(t + 1, T - 1)
+            was_new = _where_new(resets, after, rows, U) & (t + 1 < T)
+            d_new = d_new[0] + jnp.where(was_new, dh, 0.0), d_new[1]
+            dh = jnp.where(was_new, 0.0, dh)
+            is_new = _where_new(resets, t, rows, U)
+            c_prev = jnp.where(is_new, _load(c_new.at[rows, r.units]), c_before)
+        dh += dy_t
+        dc += dh * o * (1 - tanh_c * tanh_c)
+        dz_i, dz_f = dc * g * (1 - i) * i, dc * c_prev * (1 - f) * f
+        dz_g, dz_o = dc * i * (1 - g * g), dh * tanh_c * (1 - o) * o
+        for k, dz_k in enumerate((dz_i, dz_f, dz_g, dz_o)):  # in place of the gates
+            r.gates_smem[k, rows] = dz_k.astype(dtype)
+        plgpu.commit_smem()
+        for k in GATES:
+            plgpu.copy_smem_to_gmem(r.gates_smem.at[k, rows], r.dz.at[t, rows, k, r.units])
+        plgpu.wait_smem_to_gmem(0)
+        _signal(r.made_dz)
+        plgpu.barrier_arrive(r.kept_empty)
+        part = r.ring.product(s, rows)
+        for k in GATES:
+            r.parts_smem[k, rows] = part[:, k * U : (k + 1) * U]
+        plgpu.commit_smem()
+        for k in GATES:
+            where = pl.ds(r.first + k * U, U)
+            plgpu.copy_smem_to_gmem(r.parts_smem.at[k, rows], r.parts.at[r.gate, rows, where])
+        plgpu.wait_smem_to_gmem(0)
+        _signal(r.made_parts)
+        dc = dc * f
+        if is_new is not None:
+            d_new = d_new[0], d_new[1] + jnp.where(is_new, dc, 0.0)
+            dc = jnp.where(is_new, 0.0, dc)
+        return dc, c_before, d_new
+
+    start = _load(r.dc1.at[rows, r.units]), _load(r.c_last.at[rows, r.units])
+    carry = *start, (zeros,) * (2 if r.news else 0)
+    dc, _, totals = lax.fori_loop(0, T, step, carry)
+    for where, total in zip((r.dc0, *r.d_new), (dc, *totals), strict=True):
+        r.c_smem[rows] = total
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(r.c_smem.at[rows], where.at[rows, r.units])
+        plgpu.wait_smem_to_gmem(0)
 
 
 def backward(
@@ -443,7 +560,7 @@ def backward(
       those that sequences begin with, as `d_carry`.
     """
     T, rows, _, width = gates_TB4H.shape
-    B, H, dtype, U = plan.rows, plan.width, w_HGH.dtype, plan.units
+    B, H, dtype = plan.rows, plan.width, w_HGH.dtype
     kernel = _Kernel(plan, dtype)
     of_gate = plan.blocks // 4  # blocks
     args = [
@@ -457,124 +574,16 @@ def backward(
     ]
     more = () if resets_TB is None else (_pad(resets_TB, T, B), _pad(initial[1], B, H))
 
-    def body(dy, gates, cs, c_last, w, dh1, dc1, *refs, gates_smem, parts_smem, c_smem, dy_smem, kept_full,
-             kept_empty, parts_full, **ring):  # fmt: skip
-        news, (dz, parts, dc0, *d_new) = refs[: len(more)], refs[len(more) :]
-        ring = _Ring(kernel, **ring)
-        made_dz = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        made_parts = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        group, block = lax.axis_index("group"), lax.axis_index("block")
-        units = pl.ds(block * U, U)
-        gate, first = (
-            lax.div(block, of_gate),
-            lax.rem(block, of_gate) * kernel.columns,
-        )  # of its quarter
-
-        @pl.when(group == plan.groups)
-        def _():
-            plgpu.set_max_registers(40, action="decrease")
-
-            def step(s, _):
-                t = T - 1 - s
-
-                @pl.when(s > 0)
-                def _():
-                    plgpu.barrier_wait(kept_empty)
-
-                for g in GATES:
-                    plgpu.copy_gmem_to_smem(gates.at[t, :, g, units], gates_smem.at[g], kept_full)
-                plgpu.copy_gmem_to_smem(dy.at[t, :, units], dy_smem, kept_full)
-                plgpu.copy_gmem_to_smem(cs.at[t, :, units], c_smem, kept_full)
-
-                @pl.when(s == 0)  # a quarter of the gradient, four times
-                def _():
-                    for g in GATES:
-                        plgpu.copy_gmem_to_smem(dh1.at[:, units], parts_smem.at[g], parts_full)
-
-                @pl.when(s > 0)
-                def _():
-                    _wait_for(made_parts, s * kernel.everyone)
-                    for g in GATES:
-                        plgpu.copy_gmem_to_smem(parts.at[g, :, units], parts_smem.at[g], parts_full)
-
-                def copy_dz(column, smem, barrier):
-                    plgpu.copy_gmem_to_smem(
-                        dz.at[t, :, gate, pl.ds(column, kernel.tile)], smem, barrier
-                    )
-
-                def copy_w(column, smem, barrier):
-                    of_part = w.at[pl.ds(first, kernel.columns), gate, pl.ds(column, kernel.tile)]
-                    plgpu.copy_gmem_to_smem(of_part, smem, barrier)
-
-                ring.load(s, copy_dz, copy_w, lambda: _wait_for(made_dz, (s + 1) * kernel.everyone))
-
-            lax.fori_loop(0, T, step, None)
-            ring.drain(T)
-            plgpu.barrier_wait(kept_empty)
-
-        @pl.when(group < plan.groups)
-        def _():
-            plgpu.set_max_registers(_REGISTERS[plan.groups], action="increase")
-            rows = pl.ds(group * ROWS, ROWS)
-            zeros = plgpu.layout_cast(jnp.zeros((ROWS, U), jnp.float32), plgpu.Layout.WGMMA)
-
-            def step(s, carry):
-                dc, c, d_new = carry
-                t = T - 1 - s
-                plgpu.barrier_wait(kept_full)
-                i, f, g, o = (gates_smem[k, rows].astype(jnp.float32) for k in GATES)
-                c_before, dy_t, tanh_c = c_smem[rows], dy_smem[rows].astype(jnp.float32), _tanh(c)
-                plgpu.barrier_wait(parts_full)
-                dh = (
-                    parts_smem[0, rows]
-                    + parts_smem[1, rows]
-                    + parts_smem[2, rows]
-                    + parts_smem[3, rows]
-                )
-                c_prev, is_new = c_before, None
-                if news:
-                    resets, c_new = news
-                    after = jnp.minimum(t + 1, T - 1)
-                    was_new = _where_new(resets, after, rows, U) & (t + 1 < T)
-                    d_new = d_new[0] + jnp.where(was_new, dh, 0.0), d_new[1]
-                    dh = jnp.where(was_new, 0.0, dh)
-                    is_new = _where_new(resets, t, rows, U)
-                    c_prev = jnp.where(is_new, _load(c_new.at[rows, units]), c_before)
-                dh += dy_t
-                dc += dh * o * (1 - tanh_c * tanh_c)
-                dz_i, dz_f = dc * g * (1 - i) * i, dc * c_prev * (1 - f) * f
-                dz_g, dz_o = dc * i * (1 - g * g), dh * tanh_c * (1 - o) * o
-                for k, dz_k in enumerate((dz_i, dz_f, dz_g, dz_o)):  # in place of the gates
-                    gates_smem[k, rows] = dz_k.astype(dtype)
-                plgpu.commit_smem()
-                for k in GATES:
-                    plgpu.copy_smem_to_gmem(gates_smem.at[k, rows], dz.at[t, rows, k, units])
-                plgpu.wait_smem_to_gmem(0)
-                _signal(made_dz)
-                plgpu.barrier_arrive(kept_empty)
-                part = ring.product(s, rows)
-                for k in GATES:
-                    parts_smem[k, rows] = part[:, k * U : (k + 1) * U]
-                plgpu.commit_smem()
-                for k in GATES:
-                    where = pl.ds(first + k * U, U)
-                    plgpu.copy_smem_to_gmem(parts_smem.at[k, rows], parts.at[gate, rows, where])
-                plgpu.wait_smem_to_gmem(0)
-                _signal(made_parts)
-                dc = dc * f
-                if is_new is not None:
-                    d_new = d_new[0], d_new[1] + jnp.where(is_new, dc, 0.0)
-                    dc = jnp.where(is_new, 0.0, dc)
-                return dc, c_before, d_new
-
-            start = _load(dc1.at[rows, units]), _load(c_last.at[rows, units])
-            carry = *start, (zeros,) * (2 if more else 0)
-            dc, _, totals = lax.fori_loop(0, T, step, carry)
-            for where, total in zip((dc0, *d_new), (dc, *totals), strict=True):
-                c_smem[rows] = total
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(c_smem.at[rows], where.at[rows, units])
-                plgpu.wait_smem_to_gmem(0)
+    def body(dy, gates, cs, c_last, w, dh1, dc1, *refs, **scratch):
+        r = kernel.block(**scratch)
+        r.dy, r.gates, r.cs, r.c_last, r.w, r.dh1, r.dc1 = dy, gates, cs, c_last, w, dh1, dc1
+        r.news, (r.dz, r.parts, r.dc0, *r.d_new) = refs[: len(more)], refs[len(more) :]
+        r.made_dz = pl.get_global(plgpu.SemaphoreType.REGULAR)
+        r.made_parts = pl.get_global(plgpu.SemaphoreType.REGULAR)
+        # The gate and the first unit of its quarter.
+        r.gate, r.first = lax.div(r.block, of_gate), lax.rem(r.block, of_gate) * kernel.columns
+        pl.when(r.group == plan.groups)(lambda: _load_backward(kernel, r, T))
+        pl.when(r.group < plan.groups)(lambda: _compute_backward(kernel, r, T))
 
     scratch = {
         "gates_smem": kernel.per_unit(4, dtype=dtype),
