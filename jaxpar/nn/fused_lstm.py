@@ -36,9 +36,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jaxpar.base.trees import vary_like
 from jaxpar.base.types import Arrays, Carry, DType
@@ -114,13 +116,13 @@ class _Kernel:
       everyone: how many times a counter is raised in a step.
     """
 
-    def __init__(self, plan: Plan, dtype: DType):
+    def __init__(self, plan: Plan, dtype: np.dtype):
         self.plan, self.dtype, self.columns = plan, dtype, 4 * plan.units
-        self.tile = plan.tile * 128 // jnp.dtype(dtype).itemsize
+        self.tile = plan.tile * 128 // dtype.itemsize
         self.tiles = plan.width // self.tile
         self.everyone = plan.blocks * plan.groups
 
-    def per_unit(self, *dims: int, dtype: DType = jnp.float32) -> Any:
+    def per_unit(self, *dims: int, dtype: DTypeLike = jnp.float32) -> Any:
         """Shared memory for all rows of a block's units."""
         return plgpu.SMEM((*dims, self.plan.rows, self.plan.units), dtype)
 
@@ -137,7 +139,7 @@ class _Kernel:
     ) -> list[jax.Array]:
         """Runs a kernel; in a `shard_map`, outputs vary over all axes that an argument varies over."""
         plan, slots = self.plan, self.plan.slots
-        per_row = 128 // jnp.dtype(self.dtype).itemsize
+        per_row = 128 // self.dtype.itemsize
         how = (plgpu.TilingTransform((8, per_row)), plgpu.SwizzleTransform(128))
         scratch |= {
             "a_smem": plgpu.SMEM((slots, plan.rows, self.tile), self.dtype, transforms=how),
@@ -159,7 +161,8 @@ class _Kernel:
             thread_name="group",
         )
         params = plgpu.CompilerParams()
-        found = pl.kernel(with_scratch, outs, mesh=mesh, compiler_params=params, name=name)(*args)
+        options: Any = {"mesh": mesh, "compiler_params": params, "name": name}
+        found = pl.kernel(with_scratch, outs, **options)(*args)
         # XLA would run the kernel twice where its results are used, and written into a stack of layers.
         return lax.optimization_barrier(found)
 
@@ -238,7 +241,8 @@ class _Ring:
             plgpu.barrier_arrive(self.empty.at[self._slot(step * tiles + tiles - 1)])
             return sums[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.kernel.columns), jnp.float32))
+        shape = ROWS, self.kernel.columns
+        return pl.run_scoped(multiply, plgpu.ACC(shape))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _pad(a: jax.Array, *shape: int) -> jax.Array:
@@ -266,7 +270,8 @@ def _wait_for(counter: Any, count: Any) -> None:
 
 def _load(ref: Any, layout: Any = None) -> jax.Array:
     """From memory to registers, as the matrix instruction lays out its results."""
-    found = plgpu.load(ref, layout=layout or plgpu.Layout.WGMMA, optimized=False)
+    options: Any = {"layout": layout or plgpu.Layout.WGMMA, "optimized": False}
+    found = plgpu.load(ref, **options)
     return found + jnp.zeros((), ref.dtype)  # a sum has the type of what is in a loop
 
 
