@@ -120,6 +120,19 @@ def test_a_time_step_is_few_launches_on_a_gpu(layer):
         assert opcodes.count("copy") <= 2
 
 
+@pytest.mark.parametrize("mesh", ["dp1", _slow("dp2")])
+def test_an_lstm_takes_all_steps_in_one_kernel_on_one_gpu(mesh):
+    """Each way; also with packed text and chunks of time. On several GPUs it could wait forever."""
+    parallel = Parallel(mesh, PipelineConfig(num_chunks=2))
+    devices = parallel.mesh.build(described_devices(f"h100:1x1x{mesh[2:]}"))
+    task = LM(
+        2, 256, 256, vocab_size=1024, batch_size=32, seq_len=32, packed=True, fused=True,
+    )  # fmt: skip
+    text = lower_step(Setup.of(task, parallel, mesh=devices)).as_text()
+    names = {*re.findall(r"lstm_(?:forward|backward)", text)}
+    assert names == ({"lstm_forward", "lstm_backward"} if mesh == "dp1" else set())
+
+
 def test_every_run_is_known_and_what_computes_beside(compiled):
     _, _, report = compiled
     assert all(c.count is not None for c in report.collectives)

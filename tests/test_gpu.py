@@ -14,8 +14,10 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from lib.laws import (
     MODEL,
@@ -32,6 +34,9 @@ from jaxpar import OptimizerConfig
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.data.batches import place_batch
 from jaxpar.model.task import find_task
+from jaxpar.nn import LSTM
+from jaxpar.nn.fused_lstm import Plan
+from jaxpar.nn.lstm import LSTMCarry, lstm_layer
 from jaxpar.planning import compare, estimate_step, find_machine
 from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
@@ -94,6 +99,39 @@ def test_a_language_model_is_the_cpus(name):
     actual = numbers(make_settings(units=units, **options), "gpu")
     for each, expected_one in zip(actual, expected, strict=True):
         assert_close(each, expected_one)
+
+
+@pytest.mark.parametrize(("width", "rows"), [(192, 5), (1024, 64), (2048, 128)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_lstm_in_one_kernel_equals_the_loop(width, rows, dtype):
+    """And itself, when it runs twice."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    layer = LSTM(width, rngs=nnx.Rngs(0), learn_initial=True)
+    carry, d = (draw(rows, width), draw(rows, width)), draw(12, rows, width)
+    x, resets = draw(12, rows, width).astype(dtype), jnp.asarray(rng.random((12, rows)) < 0.1)
+    new = LSTMCarry(draw(rows, width), draw(rows, width))
+    plan = Plan.of(rows, width, dtype, jax.devices()[0].core_count)
+
+    def loss(params, carry, x, new, how):
+        after, y = lstm_layer(params, LSTMCarry(*carry), x, resets, new, how)
+        return jnp.sum(d * y) + sum(map(jnp.sum, after)), (after, y)
+
+    def run(how):
+        with jax.default_matmul_precision("default"):
+            of = jax.jit(
+                jax.value_and_grad(lambda *args: loss(*args, how), (0, 1, 2, 3), has_aux=True)
+            )
+            return jax.tree.leaves(of(layer.params, carry, x, new))
+
+    found, again, wanted = run(plan), run(plan), run(8)
+    for a, b, c in zip(found, again, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+        far = np.linalg.norm(np.float32(a) - np.float32(c)) / np.linalg.norm(np.float32(c))
+        assert far < (1e-2 if dtype == "bfloat16" else 2e-3)
 
 
 KINDS = [kind for kind in MAKERS if "wide" not in kind]

@@ -12,7 +12,7 @@ from lib.laws import on_devices
 
 from jaxpar import nn
 from jaxpar.analysis import inspect_function
-from jaxpar.base.at import LayerContext
+from jaxpar.base.at import LayerContext, Processor
 from jaxpar.internal.in_place_scan import scan_in_place
 from jaxpar.internal.split import SplitLayer
 from jaxpar.internal.step_program import read_step
@@ -227,7 +227,9 @@ def test_turns_of_several_steps_equal_single_steps(make, length):
         def loss(params, x):
             layer = nnx.merge(graphdef, params)
             after, y = layer(
-                layer.initial_carry(B), x, LayerContext(0, 0, 0, batch=resets, platform=platform)
+                layer.initial_carry(B),
+                x,
+                LayerContext(0, 0, 0, batch=resets, processor=Processor(platform)),
             )
             return sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves((after, y))), (after, y)
 

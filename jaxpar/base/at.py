@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxpar.base.parts import LENGTHS, RESETS, part_of
 from jaxpar.base.trees import time_steps, timed_leaves
@@ -12,6 +13,25 @@ from jaxpar.base.types import Activations, Batch, Function, Index
 
 # Added to the number of a draw, so that no dropout has the same key.
 _DRAWS = 2**31 + 2**30
+
+
+class Processor(NamedTuple):
+    """The kind of device that computes.
+
+    Attributes:
+      platform: as JAX calls it.
+      cores: number of multiprocessors that a kernel may fill; 0 unless it is one GPU like H100, by itself.
+    """
+
+    platform: str
+    cores: int = 0
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "Processor":
+        """The devices of a mesh."""
+        device, *others = mesh.devices.flat
+        is_alone = not others and getattr(device, "compute_capability", None) == "9.0"
+        return cls(device.platform, device.core_count if is_alone else 0)
 
 
 def anywhere(x: Activations, *_dims: str | None) -> Activations:
@@ -32,7 +52,7 @@ class LayerContext(NamedTuple):
       batch: the block's part of the batch; what has no time (`static`) is [rows, ...], whole in every block.
       layout: lays activations out by the names of their dims, `at.layout(x, "batch", None, "heads")`.
       time_major: whether blocks are [time, rows, ...]; else [rows, ...].
-      platform: of the devices that compute, as JAX calls it; None is that of JAX's default devices.
+      processor: that computes; None is JAX's default device.
     """
 
     layer: Index
@@ -42,7 +62,7 @@ class LayerContext(NamedTuple):
     batch: Batch = None
     layout: Function = anywhere
     time_major: bool = True
-    platform: str | None = None
+    processor: Processor | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -61,7 +81,7 @@ class LayerContext(NamedTuple):
 
     @property
     def _platform(self) -> str:
-        return self.platform or jax.default_backend()
+        return self.processor.platform if self.processor else jax.default_backend()
 
     @property
     def resets(self) -> jax.Array | None:

@@ -24,7 +24,7 @@ def key_data(seed: int) -> np.ndarray:
     return np.array([low >> 32 if is_wide else 0, low], np.int64).astype(np.uint32)
 
 
-def key_of(data: jax.Array) -> jax.Array:
+def key_of(data: jax.Array | np.ndarray) -> jax.Array:
     """The key that `jax.random.key_data` gave as numbers."""
     return jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.base.at import LayerContext, anywhere
+from jaxpar.base.at import LayerContext, Processor, anywhere
 from jaxpar.base.axes import MESH_AXES
 from jaxpar.base.checks import check_names, check_takes, require
 from jaxpar.base.display import format_names
@@ -185,7 +185,13 @@ class TracedModel:
         """Of a whole batch, for tracing; with a key as in training, or without one."""
         zero, key = jnp.int32(0), new_key(0) if draws else None
         return LayerContext(
-            zero, zero, zero, key, batch, time_major=self.time_major, platform=self.platform
+            zero,
+            zero,
+            zero,
+            key,
+            batch,
+            time_major=self.time_major,
+            processor=Processor(self.platform),
         )
 
     @functools.cached_property

@@ -12,7 +12,7 @@ under data parallelism all-reduce it there.
 """
 
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from jaxpar.internal.products import sum_of_outer_products, transposable
 from jaxpar.nn.hidden import ForgetGate, GateParams
 from jaxpar.nn.param import named_param
 from jaxpar.nn.resets import begin_anew
+
+if TYPE_CHECKING:  # an import of Pallas takes a while, and only some GPUs need it
+    from jaxpar.nn.fused_lstm import Plan
 
 # Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
 _IS_TANH_4 = np.array([0, 0, 1, 0], np.float32)
@@ -57,7 +60,7 @@ def lstm_layer(
     x_TBI: jax.Array,
     resets_TB: jax.Array | None = None,
     initial: LSTMCarry | None = None,
-    unroll: int = 1,
+    how: "int | Plan" = 1,
 ) -> tuple[LSTMCarry, jax.Array]:
     """One layer over a window of time.
 
@@ -68,11 +71,11 @@ def lstm_layer(
       params: of one layer; H, or heads, may be sharded over `tensor`.
       carry: (h, c) before the first step, [B, H] float32; of heads [B, N, D] (`GateParams`), as outputs are.
       resets_TB: where a sequence begins, from the state `initial` (None: zeros); None means nowhere.
-      unroll: how many steps a turn of the loops over time takes, as in `lax.scan`.
+      how: a plan for kernels that take all steps; or how many steps a turn of a loop takes, as in `lax.scan`.
     Returns:
       (h, c) after the last step, and the outputs h_TBH in the dtype of x.
     """
-    return _forward(params, carry, x_TBI, resets_TB, initial, unroll)[0]
+    return _forward(params, carry, x_TBI, resets_TB, initial, how)[0]
 
 
 def _forward(
@@ -81,12 +84,22 @@ def _forward(
     x_TBI: jax.Array,
     resets_TB: jax.Array | None,
     initial: Carry,
-    unroll: int,
+    how: "int | Plan",
 ):
     """The layer, and what its backward pass needs."""
     dtype = x_TBI.dtype
     w_h, n = params.w_h_HGH.astype(dtype), _heads(params)
     zx_TB4H = _dot(f"tbi,ig{n}h->tbg{n}h", x_TBI, params.w_x_IGH.astype(dtype))
+    if not isinstance(how, int):
+        from jaxpar.nn import fused_lstm
+
+        news = _news(resets_TB, initial, carry)
+        carry = begin_anew(None if resets_TB is None else resets_TB[0], initial, carry)
+        found = fused_lstm.forward(how, zx_TB4H, w_h, params.b_GH, carry, *news)
+        y_TBH, h_prev, gates, c_prev, c = found
+        after = LSTMCarry(y_TBH[-1].astype(jnp.float32), c)
+        residuals = _Residuals(x_TBI, gates, h_prev, c_prev, c)
+        return (after, y_TBH), (params, residuals, resets_TB, initial)
     scale_141 = (1 + _is_tanh(zx_TB4H)) / 2
 
     def step(carry, inputs):
@@ -103,21 +116,57 @@ def _forward(
 
     start = (carry.h_BH.astype(dtype), carry.c_BH, zx_TB4H)
     steps = jnp.arange(len(x_TBI)), resets_TB
-    (h, c, gates), (y_TBH, h_prev, c_prev) = lax.scan(step, start, steps, unroll=unroll)
+    (h, c, gates), (y_TBH, h_prev, c_prev) = lax.scan(step, start, steps, unroll=how)
     residuals = _Residuals(x_TBI, gates.astype(dtype), h_prev, c_prev, c)
     after = LSTMCarry(h.astype(jnp.float32), c)
     return (after, y_TBH), (params, residuals, resets_TB, initial)
 
 
-def _backward(unroll: int, saved: Arrays, cotangents: tuple[LSTMCarry, jax.Array]):
+def _news(resets_TB: jax.Array | None, initial: Carry, like: LSTMCarry) -> tuple[Arrays, ...]:
+    """Where sequences begin, as numbers, and the state that they begin with; nothing if none does."""
+    if resets_TB is None:
+        return ()
+    initial = jax.tree.map(jnp.zeros_like, like) if initial is None else initial
+    return resets_TB.astype(jnp.float32), initial
+
+
+def _backward(how: "int | Plan", saved: Arrays, cotangents: tuple[LSTMCarry, jax.Array]):
     """From cotangents of the (h, c) after the last step and of the outputs to those of the arguments.
 
     Those of the weights are float32.
     """
     params, residuals, resets_TB, initial = saved
-    d_carry, dy_TBH = cotangents
     dtype = residuals.x_TBI.dtype
     w_x_I4H, n = transposable(params.w_x_IGH.astype(dtype)), _heads(params)
+    if isinstance(how, int):
+        dz_TB4H, d_carry, d_initial = _over_time(how, saved, cotangents)
+    else:
+        from jaxpar.nn import fused_lstm
+
+        d_carry, dy_TBH = cotangents
+        of_steps = dy_TBH, residuals.gates_TB4H, residuals.c_prev_TBH, residuals.c_last_BH
+        w_h, news = params.w_h_HGH.astype(dtype), _news(resets_TB, initial, d_carry)
+        dz_TB4H, *found = fused_lstm.backward(how, *of_steps, w_h, d_carry, *news)
+        d_carry, d_initial = (LSTMCarry(*own) for own in found)
+        d_initial = None if initial is None else d_initial
+    d_params = GateParams(
+        w_x_IGH=sum_of_outer_products(residuals.x_TBI, dz_TB4H),
+        w_h_HGH=sum_of_outer_products(
+            residuals.h_prev_TBH,
+            jnp.swapaxes(dz_TB4H, 2, 3) if n else dz_TB4H,  # heads come first
+            num_blocks=len(n),
+        ),
+        b_GH=jnp.sum(dz_TB4H.astype(jnp.float32), axis=(0, 1)),
+    )
+    dx_TBI = _dot(f"tbg{n}h,ig{n}h->tbi", dz_TB4H, w_x_I4H).astype(dtype)
+    return d_params, d_carry, dx_TBI, None, d_initial
+
+
+def _over_time(unroll: int, saved: Arrays, cotangents: tuple[LSTMCarry, jax.Array]):
+    """Cotangents of z of all steps, of the (h, c) before the first one, and of the initial state."""
+    params, residuals, resets_TB, initial = saved
+    d_carry, dy_TBH = cotangents
+    dtype, n = residuals.x_TBI.dtype, _heads(params)
     # Transposed here, or it would be at every step.
     order = (0, 2, 3, 1) if n else (1, 2, 0)
     w_h_4HH = lax.optimization_barrier(params.w_h_HGH.astype(dtype).transpose(order))
@@ -149,17 +198,7 @@ def _backward(unroll: int, saved: Arrays, cotangents: tuple[LSTMCarry, jax.Array
     start = (*d_carry, residuals.c_last_BH, d_initial)
     inputs = (dy_TBH, residuals.gates_TB4H, residuals.c_prev_TBH, resets_TB)
     (dh, dc, _, d_initial), dz_TB4H = lax.scan(step, start, inputs, reverse=True, unroll=unroll)
-    d_params = GateParams(
-        w_x_IGH=sum_of_outer_products(residuals.x_TBI, dz_TB4H),
-        w_h_HGH=sum_of_outer_products(
-            residuals.h_prev_TBH,
-            jnp.swapaxes(dz_TB4H, 2, 3) if n else dz_TB4H,  # heads come first
-            num_blocks=len(n),
-        ),
-        b_GH=jnp.sum(dz_TB4H.astype(jnp.float32), axis=(0, 1)),
-    )
-    dx_TBI = _dot(f"tbg{n}h,ig{n}h->tbi", dz_TB4H, w_x_I4H).astype(dtype)
-    return d_params, LSTMCarry(dh, dc), dx_TBI, None, d_initial
+    return dz_TB4H, LSTMCarry(dh, dc), d_initial
 
 
 lstm_layer.defvjp(_forward, _backward)
@@ -191,17 +230,21 @@ class LSTM(ForgetGate):
 
     carry_dims: ClassVar[Dims] = LSTMCarry(*[(BATCH, HIDDEN)] * 2)  # pyright: ignore[reportArgumentType]
 
-    def __init__(self, width: int, *, learn_initial: bool = False, **options: Any):
+    def __init__(
+        self, width: int, *, learn_initial: bool = False, fused: bool = False, **options: Any
+    ):
         """Draws the kernels; biases are 0 except for the forget gate's.
 
         Args:
           width: H, of state and outputs.
           learn_initial: learn the state that sequences begin with; otherwise it is zeros.
+          fused: take all time steps in one GPU kernel each way, on one GPU like H100 with JAX 0.12 or later
+            (`fused_lstm`); elsewhere nothing changes.
           options: `rngs`, `inputs`, `num_heads`, `init`, `dropout` and `forget_bias`, as of every
             `ForgetGate`.
         """
         super().__init__(width, **options)
-        self.learn_initial = learn_initial
+        self.learn_initial, self.fused = learn_initial, fused
         if learn_initial:
             self.h_0 = named_param(jnp.zeros(width, jnp.float32), (HIDDEN,))
             self.c_0 = named_param(jnp.zeros(width, jnp.float32), (HIDDEN,))
@@ -220,8 +263,19 @@ class LSTM(ForgetGate):
 
     def over_time(self, carry: Carry, x_TBH: jax.Array, at: LayerContext, initial: Carry):
         """See `lstm_layer`."""
-        found: Arrays = lstm_layer(self.params, carry, x_TBH, at.resets, initial, at.unroll)
+        how = self._plan(x_TBH, at) or at.unroll
+        found: Arrays = lstm_layer(self.params, carry, x_TBH, at.resets, initial, how)
         return found
+
+    def _plan(self, x_TBH: jax.Array, at: LayerContext) -> "Plan | None":
+        """Of the kernels for this GPU; None where the loop is XLA's."""
+        cores = at.processor.cores if at.processor else 0
+        is_exact = jax.config.read("jax_default_matmul_precision") in ("highest", "float32")
+        if not (self.fused and cores and self.num_heads == 1) or is_exact:
+            return None
+        from jaxpar.nn.fused_lstm import Plan
+
+        return Plan.of(x_TBH.shape[1], self.width, x_TBH.dtype, cores)
 
 
 def extend(x: jax.Array, width: int) -> jax.Array:

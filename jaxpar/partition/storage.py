@@ -83,7 +83,8 @@ class Storage(Packing):
         own, of = {}, (nnx.Param, nnx.Variable)[number]
         for place, (plane, array) in enumerate(zip(self.pools[number].planes, planes, strict=True)):
             known = {"out_sharding": plane.dims, "eager_sharding": False, **metadata}
-            own[plane.name] = of(array, **known, **{HELD: self._held[number, place]})
+            known[HELD] = self._held[number, place]
+            own[plane.name] = of(array, **known)
         rest = self._not_pooled(tree, number)
         return nnx.State({**rest, POOLS[number]: nnx.State(own)} if own else rest)
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.base.at import LayerContext
+from jaxpar.base.at import LayerContext, Processor
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.trees import add, has_time, time_steps, vary_like, zeros
 from jaxpar.base.types import (
@@ -330,7 +330,7 @@ class Stage:
             batch=batch,
             layout=self.spec.layout,
             time_major=self.spec.chunk_len is not None,
-            platform=self.spec.platform,
+            processor=Processor.of(self.spec.mesh),
         )
 
     def read_carry(self, carry: Carry, group: Index, microbatch: Index) -> Arrays:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.at import LayerContext
+from jaxpar.base.at import LayerContext, Processor
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import has_time, same_along, vary_like
@@ -106,7 +106,8 @@ def _run_at_once(parts: Parts, mesh, layers, predicts, params, frozen, carry, ba
 
     def run(params, frozen, carry, batch, key, at_layout, time: Index = 0, row: Index = 0):
         at = parts.facts.at(parts.facts.to_block(batch), draws=False)
-        at = at._replace(time=jnp.int32(time), row=jnp.int32(row), key=key, layout=at_layout)
+        where = {"time": jnp.int32(time), "row": jnp.int32(row), "processor": Processor.of(mesh)}
+        at = at._replace(**where, key=key, layout=at_layout)
         return run_block(parts, layers, params, frozen, carry, at, predicts=predicts)
 
     own = parts.facts.task.axes

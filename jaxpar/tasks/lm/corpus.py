@@ -175,7 +175,7 @@ def _user_texts(name: str) -> dict[str, str]:
         parts = [text[a:b].strip() + "\n" for a, b in itertools.pairwise(ends)]
     else:
         parts = ["".join(lines[a:b]) for a, b in itertools.pairwise(ends)]
-    texts = dict(zip(SPLITS, parts, strict=True))
+    texts: dict[str, str] = dict(zip(SPLITS, parts, strict=True))
     if empty := [split for split in SPLITS if not texts[split].strip()]:
         raise ValueError(
             f"{path} leaves {empty[0]} empty: of {num_lines} lines, the last {held_out} are for test, and "

@@ -59,6 +59,8 @@ class LanguageModel(nnx.Module):
         of_table = (of_head or lecun_uniform(E)) if tied else (init or UNIT_VARIANCE)
         self.embedding = Embedding(V, E, dims=dims, init=of_table, rngs=rngs)
         options: dict[str, Any] = {"init": init, "dropout": task.dropout}
+        if task.fused:
+            options["fused"] = True
         if task.forget_bias != 1.0:  # as layers have it by themselves
             options["forget_bias"] = task.forget_bias
         if task.heads != 1:

@@ -52,6 +52,7 @@ class Options(Task):
     num_heads: int | None = None
     forget_bias: float = _free(1.0)
     init_range: float = _free(0.0)
+    fused: bool = _free(False)
     tie_embedding: bool = False
     dtype: Literal["float32", "bfloat16"] = _free("float32")
     corpus: str = _free("python-docs")
@@ -86,6 +87,10 @@ class Options(Task):
             self.layer in HEADS or self.num_heads in (None, 1),
             f"num_heads={self.num_heads}: layer={self.layer!r} has no recurrent matrix to cut.\n"
             f"Fix: leave it out, or use layer={' or '.join(map(repr, HEADS))}.",
+        )
+        require(
+            self.layer == "lstm" or not self.fused,
+            f"fused: layer={self.layer!r} has no kernels.\nFix: leave it out, or use layer='lstm'.",
         )
         check_divides("hidden_size", self.hidden_size, {"num_heads": self.heads})
         fact = f"num_words={self.num_words} is more than vocab_size={self.vocab_size}."

@@ -53,6 +53,7 @@ class LM(Options):
         DeltaNet are in residual blocks, `jaxpar.nn.GatedBlock`.
       num_heads: blocks of units in each layer; a unit sees the state of its own block alone, and `tensor`
         splits blocks, with nothing to send in a time step. None is 1, and 4 of mLSTM and gated DeltaNet.
+      fused: take all time steps of an LSTM in one GPU kernel each way; see `nn.LSTM`.
       forget_bias: initial bias of the forget gates of an LSTM or sLSTM.
       init_range: initial weights are uniform within plus and minus this; 0 draws them by their widths.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
