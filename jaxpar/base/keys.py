@@ -4,6 +4,8 @@ Each row of a batch, and each layer, draws from a key of its own under `jax.vmap
 numbers as alone. `rbg` does not: what it draws would depend on the mesh.
 """
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ def key_data(seed: int) -> np.ndarray:
 
 def key_of(data: jax.Array | np.ndarray) -> jax.Array:
     """The key that `jax.random.key_data` gave as numbers."""
-    return jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
+    return jax.random.wrap_key_data(cast(jax.Array, data), impl=IMPLEMENTATION)
 
 
 def is_key(leaf: Array) -> bool:

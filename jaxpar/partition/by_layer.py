@@ -32,7 +32,7 @@ Tree = TypeVar("Tree")
 Rows = tuple[int, ...]  # the layer in each row of a kind's stack, -1 in empty ones
 
 
-def by_layer(state: Tree, storage: Storage) -> dict[str, jax.Array]:
+def by_layer(state: object, storage: Storage) -> dict[str, jax.Array]:
     """The arrays of a state, or a part of it, as they are stored: by name, stacked layers in their order.
 
     They stay sharded; where layers change places, over another dim than that of the layers.
