@@ -501,6 +501,10 @@ REFUSED = {
         lambda self, y, batch, at: {"y": jnp.sum(y)},
         r"an array of shape \[\] as 'y' for a block of \[8\]\.\nFix: return arrays \[rows, \.\.\.\]",
     ),
+    "a number of rows": (
+        lambda self, y, batch, at: {"y": y.reshape(8, 4)},
+        r"`predict` fails for fewer rows or time steps than a batch has: .*\nFix: take sizes from its",
+    ),
     "rows that mix": (
         lambda self, y, batch, at: {"a": y, "p": jax.nn.softmax(y, axis=0)},
         r"`predict` mixes the rows of a batch: .* its output 'p' changes in others",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from lib.laws import on_devices, slow
-from lib.models import MAKERS, WIDTH, Regress
+from lib.models import MAKERS, WIDTH, Regress, Regression
 
 from jaxpar import (
     ArrayBatches,
@@ -431,6 +431,27 @@ def test_rows_are_those_of_several_batches_and_a_short_stream_is_enough():
         batch, special = trial._rows_of(task := Streamed(), task.example_batch(), 4)
         np.testing.assert_array_equal(batch["id"][:, 0], expected)
         np.testing.assert_array_equal(special["id"], [-1, 0, max(expected)])
+
+
+def test_a_prediction_of_a_whole_window_is_found_where_that_is_cut():
+    class Centered(Regression):
+        def predict(self, y, batch, at):
+            return {"y": y - y.mean(0)[None]}
+
+    class Centers(Regress):
+        def make_model(self, rngs):
+            return Centered(self.kinds, rngs=rngs)
+
+    for num_chunks in (1, 2):
+        cut = Parallel("pp2", PipelineConfig(num_chunks=num_chunks))
+        parts = Setup.of(Centers(("dense", "dense")), cut).parts
+        if num_chunks == 1:
+            check_rows_alone(parts, predicts=True)
+            continue
+        with pytest.raises(
+            ValueError, match=r"`predict` gives .* cut into 2 chunks of time: its output 'y'"
+        ):
+            check_rows_alone(parts, predicts=True)
 
 
 def test_what_adds_up_over_layers_beside_the_rows_is_found_in_the_layer():

@@ -51,6 +51,7 @@ from jaxpar.model.tracing import flatten, made, module_of, program_of, shapes_an
 from jaxpar.sharding import named_leaves, user_name
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import used_inputs
+from jaxpar.trace.source_lines import source_line_of_error
 
 _log = logging.getLogger(__name__)
 
@@ -347,7 +348,7 @@ class TracedModel:
         dims = "[time, rows, ...]" if self.time_major else "[rows, ...]"
         shapes = "nothing" if x is None else ""
         for leaf in jax.tree.leaves(x):
-            if leaf.shape[place : place + 1] != (rows,):
+            if leaf.ndim > place and leaf.shape[place] != rows:
                 shapes = f"an array {list(leaf.shape)}"
         require(
             not shapes,
@@ -441,7 +442,8 @@ class TracedModel:
             if not _OF_SHAPES.search(str(error)) or "Fix: " in str(error):
                 raise
             shapes = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(x))
-            fact = f"layer {name} does not take its input, {shapes}: {str(error).partition(chr(10))[0]}"
+            line, said = source_line_of_error(error), str(error).partition("\n")[0]
+            fact = f"layer {name} does not take its input, {shapes}: {said} ({line})"
             fix = "let `first`, or the layer before, return what it takes, such as by nnx.Linear"
             raise ValueError(f"{fact}\nFix: {fix}.").with_traceback(error.__traceback__) from None
         check_floats(f"layer {name}: its output", y, WHY_FLOATS)

@@ -79,13 +79,24 @@ def check_rows_alone(parts: Parts, *, predicts: bool = False) -> None:
         time, it gives something else for these.
     """
     num_rows = min(ROWS, parts.facts.batch_size) // 2 * 2
-    chunks = 1 if predicts else parts.partition.parallel.num_chunks
-    sizes = parts.partition.parallel.mesh.sizes
+    chunks, sizes = parts.partition.parallel.num_chunks, parts.partition.parallel.mesh.sizes
     key = "rows", predicts, chunks, *(sizes[axis] for axis in parts.facts.time_axes)
     if num_rows and key not in parts.facts.checked:
         trial = IndependenceCheck(parts, num_rows, chunks, predicts=predicts)
         for make in trial.makers.values():
-            trial.check(make())
+            part = make()
+            try:
+                trial.check(part)
+            except (TypeError, ValueError) as error:  # of the user's code, in other sizes
+                if "Fix: " in str(error):
+                    raise
+                said = str(error).partition("
+")[0]
+                raise ValueError(
+                    f"{part.what} fails for fewer rows or time steps than a batch has: {said}
+"
+                    f"Fix: take sizes from its arguments, such as y.shape, and steps from at.time."
+                ).with_traceback(error.__traceback__) from None
         parts.facts.checked.add(key)
 
 
