@@ -256,7 +256,8 @@ _NO_TPU = {
 }
 
 
-_TPUS = ("v5e", "v5p", "v6e")
+# The sides of a pod in chips, by Google Cloud's pages on each: no slice is larger, none has a longer side.
+_TPUS = {"v5e": (16, 16), "v5p": (16, 20, 28), "v6e": (16, 16)}
 _GPUS = {path.stem: path for path in Path(__file__).with_name("gpus").iterdir()}
 
 
@@ -276,7 +277,14 @@ def split_machine(machine: str) -> tuple[str, tuple[int, ...]]:
             f"machine {machine!r}: must be one of {', '.join([*_TPUS, *sorted(_GPUS)])} with its sides\n"
             f"Fix: write chips, such as v5e:4x8, or partitions x hosts x GPUs, such as h100:1x2x8."
         )
-    return name, tuple(map(int, sides.split("x")))
+    shape, pod = tuple(map(int, sides.split("x"))), _TPUS.get(name)
+    if pod and (math.prod(shape) > math.prod(pod) or max(shape) > max(pod)):
+        whole = "x".join(map(str, pod))
+        raise ValueError(
+            f"machine {machine!r}: there is no such slice, for a pod of {name} has {whole} chips\n"
+            f"Fix: use a slice of a pod, with sides up to {max(pod)}."
+        )
+    return name, shape
 
 
 def described_devices(machine: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import random
 import re
 
@@ -273,6 +274,25 @@ def test_the_devices_that_are_there_are_a_machine():
 def test_machines_that_are_none_are_refused(name):
     with pytest.raises(ValueError, match=rf"machine '{name}': must be one of v5e"):
         find_machine(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "pod"),
+    [
+        ("v5e:16x32", "v5e has 16x16"), ("v5e:2x2x128", "v5e has 16x16"), ("v6e:32x1", "v6e has 16x16"),
+        ("v5p:32x2x2", "v5p has 16x20x28"), ("v5p:24x24x24", "v5p has 16x20x28"),
+    ],
+)  # fmt: skip
+def test_a_slice_larger_than_a_pod_is_refused(name, pod):
+    with pytest.raises(
+        ValueError, match=f"machine '{name}': there is no such slice, .* {pod} chips"
+    ):
+        find_machine(name)
+
+
+@pytest.mark.parametrize("name", ["v5e:16x16", "v6e:8x16", "v5p:12x24x24", "v5p:16x20x28"])
+def test_slices_as_large_as_a_pod_can_be_described(name):
+    assert find_machine(name).num_devices == math.prod(split_machine(name)[1])
 
 
 def test_every_machine_that_is_compiled_for_has_a_data_sheet():

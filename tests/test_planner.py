@@ -254,6 +254,24 @@ def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
     )
 
 
+def test_inspect_tells_why_a_compiler_refuses_a_step(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
+
+    def refuses(setup, lowered):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large\nand more")
+
+    monkeypatch.setattr(compiled, "inspect_lowered", refuses)
+    small = "--num-layers 2 --hidden-size 16 --embed-size 16 --batch-size 8 --seq-len 4"
+    assert main(["inspect", "lm", *small.split(), "--machine", "h100:1x1x2", "--mesh", "dp2"]) == 2
+    error = capsys.readouterr().err
+    refusal = (
+        "the compiler of h100:1x1x2 refuses this step: RESOURCE_EXHAUSTED: too large\nFix: use what"
+    )
+    assert refusal in error
+    assert "and more" not in error
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("home", ["/proc/nowhere", None, "broken"])
 def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, caplog, tmp_path):

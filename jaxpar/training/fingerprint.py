@@ -170,26 +170,32 @@ class HashedBatches(CheckedBatches):
         """
         if described["settings"] != self.settings:
             return
-        stream = self._stream if described["position"] else None
-        try:
-            if stream is not None:
-                stream.seek(described["position"])
-            self._compare(described, what)
-        except ValueError as error:
-            if stream is None:
-                raise
-            text = "the stream is read from its beginning, not from its position (%s)"
-            _log.warning(text, str(error).partition("\n")[0])
-            stream.restart()
-            self._compare(described, what)
-
-    def _compare(self, described: Json, what: str) -> None:
-        for step, expected in described["batches"].items():
-            require(
-                _as_text(hash_rows(self.batch(int(step)), 0)) == expected,
+        lost = ""
+        if self._stream is not None and described["position"]:
+            try:
+                self._stream.seek(described["position"])
+                lost = "other batches follow it" * bool(self._different(described))
+            except ValueError as error:
+                lost = str(error).partition("\n")[0]
+            if not lost:
+                return
+            self._stream.restart()
+        for step in self._different(described):
+            raise ValueError(
                 f"batch {step} is not the one that {what} continues with: the data have changed.\n"
-                f"Fix: restore them, or start another run.",
+                f"Fix: restore them, or start another run."
             )
+        if lost:
+            _log.warning(
+                "the stream was read from its beginning, for its source does not return to the position "
+                "that it gave (%s). The batches are the same: the run continues as it would have.",
+                lost,
+            )
+
+    def _different(self, described: Json) -> list[str]:
+        """Numbers of the batches that are not as described."""
+        expected = described["batches"].items()
+        return [n for n, text in expected if _as_text(hash_rows(self.batch(int(n)), 0)) != text]
 
 
 def _as_text(checksum: int) -> str:
