@@ -90,11 +90,9 @@ def check_rows_alone(parts: Parts, *, predicts: bool = False) -> None:
             except (TypeError, ValueError) as error:  # of the user's code, in other sizes
                 if "Fix: " in str(error):
                     raise
-                said = str(error).partition("
-")[0]
+                said = str(error).partition("\n")[0]
                 raise ValueError(
-                    f"{part.what} fails for fewer rows or time steps than a batch has: {said}
-"
+                    f"{part.what} fails for fewer rows or time steps than a batch has: {said}\n"
                     f"Fix: take sizes from its arguments, such as y.shape, and steps from at.time."
                 ).with_traceback(error.__traceback__) from None
         parts.facts.checked.add(key)
