@@ -88,7 +88,7 @@ class Layers(jaxpar.Task):
         def named(number, name):
             def make(rngs):
                 layer = MAKERS[name](rngs)
-                layer.kind_name = f"kind{number}"
+                getattr(layer, "layer", layer).kind_name = f"kind{number}"  # a block has its name
                 return layer
 
             return make
