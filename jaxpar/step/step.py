@@ -102,8 +102,12 @@ class CompiledStep:
 
     def run(self, state: TrainState, batch: Batch) -> Arrays:
         """The same, without checking the values of the batch."""
+        is_first = not self.num_programs
+        if is_first and isinstance(where := getattr(state.step, "sharding", None), NamedSharding):
+            # From the host they would be sent at each step.
+            self._numbers = jax.tree.map(lambda a: _on_all(a, where), self._numbers)
         arguments = state, *self._with_table(owned(batch)), self._numbers
-        if not self.num_programs:
+        if is_first:
             parallel = self._parts.partition.parallel
             if self._backward:
                 self._parts.facts.warn_of_resets()
@@ -168,6 +172,13 @@ class CompiledStep:
 
             batch = jax.tree.map(pad, batch, has_time(batch))
         return batch, table_of(parallel, length // chunk_len, self._backward)
+
+
+def _on_all(a: Any, where: NamedSharding) -> jax.Array:
+    """A small array on all devices; what lies on some stays there."""
+    if isinstance(a, jax.Array):
+        return a
+    return jax.make_array_from_callback(np.shape(a), where, lambda index: np.asarray(a)[index])
 
 
 def check_batch_shape(facts: ModelFacts, batch: Batch) -> int:
