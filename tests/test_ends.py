@@ -216,7 +216,7 @@ PLACED = "first, 0 | 1 | 2 | 3, last"
 ON_MESHES = [((1, 4, 1), PLACED), slow((2, 2, 1), "first, 0-1 | 2-3, last")]
 
 
-@pytest.mark.rows(2)
+@pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "placement"), ON_MESHES)
 @pytest.mark.parametrize(
