@@ -15,7 +15,6 @@ from lib.laws import make_settings as make_any_settings
 from jaxpar.config import OptimizerConfig, TrainConfig
 from jaxpar.model.task import find_task
 from jaxpar.planning import propose_shares, time_steps
-from jaxpar.step.forward import full_table
 from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
@@ -112,7 +111,8 @@ def test_20_clipped_steps_give_the_losses_of_one_device(mesh, units, shares, upd
 
 
 def test_a_smaller_share_runs_fewer_units():
-    table = full_table(make_settings((2, 2, 1), (2, 2), shares=(3, 1)).parallel, backward=True)
+    settings = make_settings((2, 2, 1), (2, 2), shares=(3, 1))
+    table = make_train_step(*settings).full_table
     units = [(np.asarray(table.forward.unit[group]) >= 0).sum(0).tolist() for group in (0, 1)]
     assert units == [[12, 12], [4, 4]]  # share x microbatches x chunks, on both stages
 

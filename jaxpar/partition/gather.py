@@ -9,7 +9,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxpar.base.axes import DATA, TENSOR
 from jaxpar.base.trees import in_float32
-from jaxpar.base.types import Arrays, Function, Params, Specs
+from jaxpar.base.types import Function, Specs
 from jaxpar.partition.partition import Partition
 from jaxpar.sharding import Axes, axes_of_spec, to_spec
 
@@ -26,10 +26,7 @@ def gathering(partition: Partition, run: Function, specs: Sequence[Specs]) -> Fu
     def of(a: jax.Array, spec: Any) -> jax.Array:
         return _gathered(partition, a, axes_of_spec(spec))
 
-    def with_parts(params: Params, frozen: Params, *others: Arrays) -> Arrays:
-        return run(*jax.tree.map(of, (params, frozen), tuple(specs)), *others)
-
-    return with_parts
+    return lambda *given: run(*jax.tree.map(of, given[:2], tuple(specs)), *given[2:])
 
 
 def _gathered(partition: Partition, part: jax.Array, split: Sequence[Axes]) -> jax.Array:
@@ -40,11 +37,9 @@ def _gathered(partition: Partition, part: jax.Array, split: Sequence[Axes]) -> j
     of_tensor = to_spec([tuple(axis for axis in axes if axis == TENSOR) for axes in split])
 
     def on_tensor(run: Function, a: jax.Array) -> jax.Array:
-        if partition.parallel.mesh.tensor == 1:
-            return run(a)
-        # Left to itself, the compiler would gather over `tensor` as well.
-        own = jax.shard_map(run, axis_names={TENSOR}, in_specs=of_tensor, out_specs=of_tensor)
-        return own(a)
+        if partition.parallel.mesh.tensor > 1:  # or the compiler would gather over it as well
+            run = jax.shard_map(run, axis_names={TENSOR}, in_specs=of_tensor, out_specs=of_tensor)
+        return run(a)
 
     def gather(a: jax.Array) -> jax.Array:
         if partition.facts.platform == "tpu":

@@ -316,23 +316,18 @@ class Partition:
 
     def specs(self, tree: Tree, *axes: str) -> Arrays:
         """Partition specs over these axes and those of one's own, of a tree of variables."""
-        return self._specs(tree, axes, lambda leaf: self.rules.split(dims_of(leaf)))
+        return self._specs(tree, axes, lambda dims, _: self.rules.split(dims))
 
     def param_specs(self, tree: Tree, *axes: str) -> Arrays:
         """The same of parameters as a step takes them: over `data`, too, where they are split over it."""
-        axes = (*axes, DATA) if self.gathers_layers else axes
-        return self._specs(
-            tree, axes, lambda leaf: self.step_split(dims_of(leaf), tuple(leaf.shape))
-        )
+        return self._specs(tree, (*axes, *[DATA] * self.gathers_layers), self.step_split)
 
-    def _specs(
-        self, tree: Tree, axes: tuple[str, ...], split: Callable[[Any], list[Axes]]
-    ) -> Arrays:
+    def _specs(self, tree: Tree, axes: Axes, split_of: Callable[..., list[Axes]]) -> Arrays:
         axes = (*axes, *self.task.axes)
 
         def of(leaf: Any) -> Arrays:
-            all_axes = split(leaf) if is_variable(leaf) else ()
-            spec = to_spec([tuple(a for a in own if a in axes) for own in all_axes])
+            split = split_of(dims_of(leaf), tuple(leaf.shape)) if is_variable(leaf) else ()
+            spec = to_spec([tuple(a for a in own if a in axes) for own in split])
             return jax.tree.map(lambda _: spec, leaf)
 
         return jax.tree.map(of, tree, is_leaf=is_variable)

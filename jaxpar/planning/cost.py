@@ -9,7 +9,6 @@ of one's own is not counted.
 
 import dataclasses
 import functools
-import itertools
 import math
 import statistics
 from collections import Counter
@@ -341,8 +340,8 @@ class Step:
 
     def sent(self) -> tuple[Sent, ...]:
         """The collectives of 1 kB and more."""
-        in_units = self._where_used(), self._over_stages(), self._over_tensor()
-        found = itertools.chain(self.sent_once(), *in_units)
+        in_units = *self._where_used(), *self._over_stages(), *self._over_tensor()
+        found = (*self.sent_once(), *in_units)
         return tuple(each for each in found if each.runs and each.bytes >= LEAST_BYTES)
 
     def sent_once(self) -> Iterator[Sent]:
@@ -368,21 +367,18 @@ class Step:
 
         Of what is before and after the layers, one pass reads it.
         """
-        passes = 2 + self.parallel.pipeline.remat
-        for arrays, is_trained in ((self.counts.params, True), (self.counts.frozen, False)):
-            for array in arrays:
-                if not (self.partition.gathers_layers and DATA in sum(self.axes_of(array), ())):
-                    continue
-                in_one = self._elements(array, self.partition.rules)
-                if array.kind is None:
-                    runs = self.units * sum(array.name in own for own in self.counts.facts.reads)
-                    gathers = runs
-                else:
-                    in_one /= self.rows[array.kind]
-                    runs = self.units * self.rows[array.kind]
-                    gathers = passes * runs
-                yield Sent("all-gather", (DATA,), in_one * array.itemsize, gathers)
-                yield Sent("reduce-scatter", (DATA,), in_one * FLOAT, runs * is_trained)
+        if not self.partition.gathers_layers:
+            return
+        for array in (*self.counts.params, *self.counts.frozen):
+            runs, passes = sum(array.name in own for own in self.counts.facts.reads), 1
+            if array.kind is not None:
+                runs, passes = self.rows[array.kind], 2 + self.parallel.pipeline.remat
+            if DATA in sum(self.axes_of(array), ()):
+                layers = 1 if array.kind is None else runs
+                one = self._elements(array, self.partition.rules) / layers
+                yield Sent("all-gather", (DATA,), one * array.itemsize, passes * runs * self.units)
+                if array in self.counts.params:
+                    yield Sent("reduce-scatter", (DATA,), one * FLOAT, runs * self.units)
 
     def _over_stages(self) -> Iterator[Sent]:
         """What goes from stage to stage in a tick, and what all of them exchange for shared ends."""

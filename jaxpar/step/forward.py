@@ -292,17 +292,15 @@ def _pipeline(
     axes = [axes for own in first_specs for spec in own for axes in axes_of_spec(spec)]
     last_names = (None if is_part else in_parts[1]) if sharded else frozenset[str]()
     stores = parts.storage.stores(outer.names(outer.first), outer.names(outer.last))
-    run_first, first_gradient = outer.run_first, outer.add_first_gradient
-    run_last = functools.partial(outer.run_last, is_part=sharded and is_part)
+    first, last = outer.run_first, functools.partial(outer.run_last, is_part=sharded and is_part)
     if partition.gathers_layers:
-        run_first = gathering(partition, run_first, outer.specs(outer.first, None, TENSOR))
-        run_last = gathering(partition, run_last, outer.specs(outer.last, None, TENSOR))
-        first_gradient = None
+        first = gathering(partition, first, outer.specs(outer.first, None, TENSOR))
+        last = gathering(partition, last, outer.specs(outer.last, None, TENSOR))
     constraint = partition.constraint(mesh, DATA, STAGE)
     return Pipeline(
         layers=tuple(layers),
-        first=run_first,
-        last=run_last,
+        first=first,
+        last=last,
         mesh=mesh,
         slots=partition.slots,
         chunk_len=partition.chunk_len,
@@ -319,7 +317,7 @@ def _pipeline(
         time_axes=facts.time_axes,
         config=parallel.pipeline,
         num_segments=parallel.num_segments,
-        first_gradient=first_gradient,
+        first_gradient=None if partition.gathers_layers else outer.add_first_gradient,
         first_rows=tuple(
             np.cumsum((0, *parallel.group_shares[:-1]))
             * parallel.microbatch_rows(facts.batch_size)
