@@ -244,7 +244,8 @@ def test_the_command_draws_a_measured_step(tmp_path, capsys):
     assert main(["plot", "timeline", "lm", *flags, *small, "-o", str(path)]) == 0
     pixels, words = opened(path)
     assert pixels.mean() > 0.5
-    assert "F0.0" in words  # how wide is the clock's
+    assert "stage 1 predicted measured" in words
+    assert "#0072b2" in path.read_text()  # units of microbatch 0: how wide is the clock's
 
 
 @pytest.mark.slow

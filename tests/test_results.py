@@ -105,7 +105,7 @@ def test_a_notebook_shows_what_came_of_it(result):
         "jaxpar.fit(*result.setup.settings, resume=True)",
     ):
         assert text in shown
-    assert len(shown) < 8_000
+    assert len(shown) < 16_000  # a stored notebook stays small
     printed = Console(width=100, file=io.StringIO())
     printed.print(result)
     assert re.search(r"^[▁-█]{8} training loss *$", printed.file.getvalue(), re.M)
