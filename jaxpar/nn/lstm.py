@@ -270,8 +270,10 @@ class LSTM(ForgetGate):
     def _plan(self, x_TBH: jax.Array, at: LayerContext) -> "Plan | None":
         """Of the kernels for this GPU; None where the loop is XLA's."""
         cores = at.processor.cores if at.processor else 0
-        is_exact = jax.config.read("jax_default_matmul_precision") in ("highest", "float32")
-        if not (self.fused and cores and self.num_heads == 1) or is_exact:
+        if not (self.fused and cores and self.num_heads == 1):
+            return None
+        config: Any = jax.config
+        if config.jax_default_matmul_precision in ("highest", "float32"):
             return None
         from jaxpar.nn.fused_lstm import Plan
 

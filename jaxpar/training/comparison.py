@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,7 @@ def _precision(setup: Setup) -> float:
     leaves = jax.tree.leaves((setup.facts.params, setup.facts.traces.x, setup.facts.traces.y))
     floats = [leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
     products = 0.0  # GPUs and TPUs take fewer digits of float32
-    if setup.facts.platform != "cpu" and jax.config.read("jax_default_matmul_precision") is None:
+    config: Any = jax.config
+    if setup.facts.platform != "cpu" and config.jax_default_matmul_precision is None:
         products = 2.0**-8
     return max(products, *(float(jnp.finfo(dtype).eps) for dtype in floats))
