@@ -264,7 +264,7 @@ class TracedModel:
     @functools.cached_property
     def whole_window(self) -> tuple[str, ...]:
         """Kinds of layers that read a whole window at once."""
-        pairs = zip(self.kinds, self._layers, strict=True)
+        pairs = zip(self.kinds, self.first_layers, strict=True)
         return tuple(name for name, layer in pairs if getattr(layer, "whole_window", False))
 
     @functools.cached_property
@@ -284,12 +284,12 @@ class TracedModel:
     @functools.cached_property
     def rows_together(self) -> dict[str, int]:
         """How many rows a layer mixes, of the kinds that do."""
-        pairs = zip(self.kinds, self._layers, strict=True)
+        pairs = zip(self.kinds, self.first_layers, strict=True)
         sizes = {name: getattr(layer, "rows_together", None) for name, layer in pairs}
         return {name: size for name, size in sizes.items() if size is not None}
 
     @functools.cached_property
-    def _layers(self) -> list[Module]:
+    def first_layers(self) -> list[Module]:
         """The first layer of each kind, of shapes."""
         stack = self.model.layers
         numbers = [self.kind_of.index(kind) for kind in range(len(self.kinds))]
@@ -420,7 +420,7 @@ class TracedModel:
 
     def _trace_layer(self, kind: int, x: Activations) -> tuple[Any, ...]:
         """As a function, with shapes of the arguments; and the shapes of y, and of the sums, or ()."""
-        layer, name, carry = self._layers[kind], self.kinds[kind], ()
+        layer, name, carry = self.first_layers[kind], self.kinds[kind], ()
         check_names(f"layer {name}", layer, Layer)
         if hasattr(layer, "initial_carry"):
 
