@@ -343,7 +343,7 @@ def freeze_by_hand(settings, num_steps=2):
         (loss, (carry, _)), grads = run(state, batch)
         grads["embedding"] = jax.tree.map(jnp.zeros_like, grads["embedding"])
         old = state.params, grads, state.opt_state
-        params, opt_state = update(given_loss(optimizer, "it"), *old, jnp.array(True))
+        params, opt_state = update(given_loss(optimizer, "it").update, *old, jnp.array(True))
         state = dataclasses.replace(
             state, step=state.step + 1, params=params, opt_state=opt_state, carry=carry
         )

@@ -40,6 +40,7 @@ _TABLES = (Embedding, nnx.Embed)
 
 ATTEND = "attend"  # the method of a table that is a head
 STACK = "layers"  # the attribute of a model that is its stack
+ENDS = "@first", "@last"  # the kinds of what comes before the layers and after them
 
 # How a module is called: (its own call, what it is called with) -> what it gives.
 Call = Function

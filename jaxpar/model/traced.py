@@ -310,7 +310,7 @@ class TracedModel:
         x = shapes_of("first", first, self.model, self.block)
         check_floats("what `first` gives", x, WHY_FLOATS)
         if self.cut_model is None:
-            self._check_first(x)
+            _check_first(self, x)
         shapes, layers, of_layers = [x], list[Any](), list[Any]()
         for number, kind in enumerate(self.kind_of):
             if kind == len(layers):  # kinds are numbered in the order of their first layers
@@ -341,20 +341,6 @@ class TracedModel:
         what = f"the model of task {self.task.name}"
         check_metrics(sums.metrics, self.task.unit, what)
         return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
-
-    def _check_first(self, x: Activations) -> None:
-        """Raises a ValueError if what `first` returned has not the rows of the batch where they must be."""
-        rows, place = self.batch_size, int(self.time_major)
-        dims = "[time, rows, ...]" if self.time_major else "[rows, ...]"
-        shapes = "nothing" if x is None else ""
-        for leaf in jax.tree.leaves(x):
-            if leaf.ndim > place and leaf.shape[place] != rows:
-                shapes = f"an array {list(leaf.shape)}"
-        require(
-            not shapes,
-            f"`first` of {type(self.model).__name__} returns {shapes} for a batch of {rows} rows.\n"
-            f"Fix: return x, {dims}, as the arrays of the batch come.",
-        )
 
     def warn_of_resets(self) -> None:
         """Warns, once, if batches of the user's let the state of layers begin anew in each, unsaid."""
@@ -459,6 +445,19 @@ class TracedModel:
 def _check_method(what: str, owner: Module, name: str, *arguments: str) -> None:
     use = f"write {name}({', '.join(('self', *arguments))})"
     check_takes(getattr(owner, name), arguments, f"{what}: {name}", use)
+
+
+def _check_first(facts: TracedModel, x: Activations) -> None:
+    """Raises a ValueError if nothing that `first` returned has the rows of the batch where they must be."""
+    rows, place = facts.batch_size, int(facts.time_major)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(x)]
+    if not any(shape[place : place + 1] == (rows,) for shape in shapes):
+        dims = "[time, rows, ...]" if facts.time_major else "[rows, ...]"
+        found = f"an array {[*shapes[0]]}" if shapes else "nothing"
+        raise ValueError(
+            f"`first` of {type(facts.model).__name__} returns {found} for a batch of {rows} rows.\n"
+            f"Fix: return x, {dims}, as the arrays of the batch come."
+        )
 
 
 def _example_of(task: Task) -> Batch:

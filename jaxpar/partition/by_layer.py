@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.checks import require
 from jaxpar.base.keys import data_of, is_key, key_as
 from jaxpar.base.types import Arrays, Shapes
+from jaxpar.model.outer import ENDS
 from jaxpar.model.stack import KIND
-from jaxpar.partition.pool import ENDS
 from jaxpar.partition.storage import Storage, on_device
 from jaxpar.sharding import array_of, axes_of_spec, is_variable, to_spec, user_name
 

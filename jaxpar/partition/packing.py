@@ -12,11 +12,11 @@ from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Module, Shapes
 from jaxpar.model.model import overrides
-from jaxpar.model.outer import STACK, name_dims, owner
+from jaxpar.model.outer import ENDS, STACK, name_dims, owner
 from jaxpar.model.task import Task
 from jaxpar.partition import partition
 from jaxpar.partition.partition import Partition
-from jaxpar.partition.pool import ENDS, OTHER, Pool, dim_over_tensor
+from jaxpar.partition.pool import OTHER, Pool, dim_over_tensor
 from jaxpar.sharding import PARAM_SHAPE, array_of, is_variable, named_leaves
 
 

@@ -38,7 +38,6 @@ from jaxpar.pipeline.store import Store, rows_of_group
 from jaxpar.sharding import Rules, dims_of
 
 COLUMNS = 128  # of a row, as many as of a TPU's tile
-ENDS = "@first", "@last"  # the kinds of what comes before the layers and after them
 OTHER = -1  # of an array that cannot be in a pool: the dim that `tensor` splits
 
 

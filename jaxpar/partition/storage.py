@@ -23,10 +23,10 @@ from jaxpar.base.axes import DATA, LAYERS, STAGE
 from jaxpar.base.keys import key_of
 from jaxpar.base.trees import zeros
 from jaxpar.base.types import Arrays, Module, Shapes, Tree
-from jaxpar.model.outer import STACK
+from jaxpar.model.outer import ENDS, STACK
 from jaxpar.model.stack import KIND, Stack
 from jaxpar.partition.packing import Packing
-from jaxpar.partition.pool import ENDS, LayerPool, Leaf, OuterPool, stack_of, with_stack
+from jaxpar.partition.pool import LayerPool, Leaf, OuterPool, stack_of, with_stack
 from jaxpar.pipeline.store import Store
 from jaxpar.sharding import (
     HELD,
@@ -65,6 +65,11 @@ class Storage(Packing):
             for pool in self.pools
         ]
         return self._in_pools((self.params, self.frozen), planes)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a state has variables in other arrays than their own."""
+        return self.pools is not None
 
     # ---- from stacks to pools and back, in a traced program ----
 

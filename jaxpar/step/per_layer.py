@@ -28,9 +28,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from jaxpar.base.axes import LAYERS
 from jaxpar.base.types import Arrays, OptState, Params, Shapes, Tree
+from jaxpar.model.outer import ENDS
 from jaxpar.model.stack import KIND
 from jaxpar.partition.by_layer import Rows, kind_of, places_in_order
-from jaxpar.partition.pool import ENDS
 from jaxpar.sharding import PARAM_SHAPE, USER_NAMES, array_of, is_variable, user_names
 from jaxpar.trace.jaxprs import function_of
 

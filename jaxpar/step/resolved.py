@@ -115,7 +115,7 @@ def _of_stored(
     optimizer: optax.GradientTransformation, storage: Storage, mesh: Mesh
 ) -> optax.GradientTransformation:
     """An optimizer of parameters as a state has them, which gives them to another one in stacks."""
-    if storage.pools is None:
+    if not storage.is_packed:
         return optimizer
 
     def init(params: Params) -> OptState:

@@ -283,7 +283,7 @@ def _without_optimizer(state: TrainState) -> TrainState:
 
 def train_step(setup: Resolved, *_: Any) -> CompiledStep:
     """One optimizer step; see `functions.make_train_step`."""
-    train, parts, mesh = setup.train, setup.parts, setup.mesh
+    train, parts, mesh, optimizer = setup.train, setup.parts, setup.mesh, setup.optimizer
     loss_and_grad = make_loss_and_grad(setup)
     numbers = {"key": key_data(train.seed), "allowed_skips": np.int32(train.allowed_skips)}
     if train.clip_norm:
@@ -306,15 +306,15 @@ def train_step(setup: Resolved, *_: Any) -> CompiledStep:
 
     target = abstract_state(setup)
     make = setup.task.make_optimizer
-    tell_of_optimizer(make, setup.optimizer.update, target.params, target.opt_state)
+    tell_of_optimizer(make, optimizer.update, target.params, target.opt_state)
     states, replicated = state_shardings(target, mesh), NamedSharding(mesh, P())
     if setup.parallel.update == "host":
         split = shardings(target.params, mesh, target.opt_rules)
         state = dataclasses.replace(states, params=split, opt_state=())
         out = (state, split, replicated, replicated, replicated, replicated)
-        return _HostStep(gradients, parts, numbers, setup.optimizer, states, out)
+        return _HostStep(gradients, parts, numbers, optimizer, states, out)
     args = target.params, target.opt_state, target.params, jax.ShapeDtypeStruct((), jnp.float32)
-    numbers["optimizer"], run = with_numbers(setup.optimizer.update, *args)
+    numbers["optimizer"], run = with_numbers(optimizer.update, *args)
 
     def step(
         state: TrainState, batch: Batch, table: TickTable | None, numbers: Numbers
