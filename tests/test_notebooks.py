@@ -92,15 +92,11 @@ def test_predicted_and_measured_differ_by_what_is_said(name, rows):
         assert measured == pytest.approx(schedule + late, abs=0.11)
         # More than a tenth of the time that the schedule does not explain has its reason in the last column.
         assert abs(schedule - predicted * (100 - late) / 100) < 10
-        found.append((line, equal, predicted))
-    (first, equal, worse), (second, fewer, better) = found
+        found.append((equal, predicted))
+    (equal, worse), (fewer, better) = found
     assert better < worse
     if equal:
         assert fewer < equal
-        steps = [re.findall(r"([\d.]+) ms", line) for line in (first, second)]
-        (one, least), (two, more) = (map(float, step) for step in steps)
-        assert least < one
-        assert least < more < two
 
 
 @pytest.mark.slow

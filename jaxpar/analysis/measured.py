@@ -156,12 +156,12 @@ def measure_step(
     _check(parallel, mesh, num_steps)
     step, state = setup.train_step(), setup.init_state()
     batch = put_batch(setup.task.example_batch(), batch_sharding(setup))
-    compiled, table = step.lower(state, batch).compile(), step.full_table
+    text, table = step.lower(state, batch).compile().as_text(), step.full_table
     assert table is not None
 
     def run() -> Arrays:
         nonlocal state
-        state, metrics = compiled(state, batch, table)
+        state, metrics = step.run(state, batch)
         return state, metrics
 
     seconds_of(run)
@@ -175,7 +175,7 @@ def measure_step(
     first = 0 if setup.partition.head == "sharded" else num_stages - 1
     busy = {part: busy[0, ticks] for part, busy in busy_of(table).items()}
     busy[HEAD] = busy[HEAD] & (np.arange(num_stages) >= first)
-    branches = _find_branches(compiled.as_text())
+    branches = _find_branches(text)
     by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE), 0).reshape(num_stages, -1)
     stages = [device.id for device in by_stage[:, 0]]
     own = [each for each in operations if each.device in stages]
