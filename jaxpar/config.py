@@ -172,6 +172,14 @@ class Parallel:
         return self.shares is None or len(set(self.shares)) == 1
 
     @property
+    def splits_units(self) -> bool:
+        """Whether devices of `tensor` share a unit's work, in which others do not take part.
+
+        Stages, and groups that take fewer rows, are not all in it at the same time.
+        """
+        return self.mesh.tensor > 1 and (self.mesh.stage > 1 or not self.has_equal_shares)
+
+    @property
     def runs_in_units(self) -> bool:
         """Whether a step runs unit by unit on a schedule; if not, it runs as a whole."""
         return (

@@ -28,6 +28,8 @@ from jaxpar.data.batches import place_batch
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings
 from jaxpar.nn import named_param
+from jaxpar.planning import find_machine
+from jaxpar.planning.compiled import compile_step
 from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
@@ -590,6 +592,8 @@ def test_an_exchange_within_a_unit_is_refused_before_it_would_hang(mesh, shares)
     program = jax.jit(make_loss_and_grad(Setup.of(task, parallel))).lower(state, batch).compile()
     with refused():
         check_program(program)
+    found = compile_step(Setup.of(task, parallel), find_machine())  # a plan goes on with others
+    assert "cuts, joins or reshapes" in found
     assert_same(Task(whole=True), parallel)  # as the message says
 
 

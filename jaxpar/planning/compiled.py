@@ -26,6 +26,7 @@ from jaxpar.planning.cost import StepCost
 from jaxpar.planning.machine import Machine
 from jaxpar.planning.running import batch_of_run
 from jaxpar.step.setup import Setup
+from jaxpar.step.step import StuckError, check_program
 
 _PACKAGES = ("jaxpar", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 # What is kept of a program, and how it is read; another number where either changes.
@@ -52,7 +53,7 @@ def setup_of(cost: StepCost) -> Setup:
 
 
 def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> ProgramReport | str:
-    """What the compiled step does; or why the compiler refuses it, in its own words.
+    """What the compiled step does; or why the compiler refuses it, or jaxpar, as it would never end.
 
     A program that was compiled before for a machine that is not there is read from the user's cache folder.
     One for the devices that are there stays in memory with the setup, for `running.time_steps`.
@@ -64,15 +65,15 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
     try:
         if machine.is_here and runs:
             arguments = setup.init_state(), batch_of_run(setup, 0)
-            return inspect_lowered(setup, setup.train_step().lower(*arguments))
+            return _checked(setup, setup.train_step().lower(*arguments))
         lowered = lower_step(setup)
         if machine.is_here:
-            return inspect_lowered(setup, lowered)
+            return _checked(setup, lowered)
         name = _name_of(lowered, machine)
         with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):  # not there, or broken
             return pickle.loads((_folder() / name).read_bytes())
-        report = inspect_lowered(setup, lowered)
-    except jax.errors.JaxRuntimeError as error:
+        report = _checked(setup, lowered)
+    except (jax.errors.JaxRuntimeError, StuckError) as error:
         return str(error).partition("\n")[0]
     try:
         _folder().mkdir(parents=True, exist_ok=True)
@@ -83,6 +84,18 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
             "compiled programs cannot be kept: %s\nFix: set XDG_CACHE_HOME to a writable folder.",
             error,
         )
+    return report
+
+
+def _checked(setup: Setup, lowered: jax.stages.Lowered) -> ProgramReport:
+    """What a compiled step does.
+
+    Raises:
+      StuckError: it would not end.
+    """
+    report = inspect_lowered(setup, lowered)
+    if setup.parallel.splits_units:
+        check_program(lowered.compile())
     return report
 
 

@@ -64,6 +64,10 @@ class Metrics(NamedTuple):
     sums: Sums
 
 
+class StuckError(ValueError):
+    """A compiled step would never end."""
+
+
 class CompiledStep:
     """A step as one compiled program for batches of every length up to that of the task's example.
 
@@ -116,10 +120,8 @@ class CompiledStep:
             if self._backward and (splits or parallel.runs_in_units):
                 check_rows_alone(self._parts)
                 check_custom_backward(self._parts)
-            # Stages, and groups that take fewer rows, are not all in a unit's work at the same time.
-            is_apart = mesh.stage > 1 or not parallel.has_equal_shares
             program = compile_once(self._jitted, *arguments)
-            if mesh.tensor > 1 and is_apart:
+            if parallel.splits_units:
                 check_program(program)
             release_freed_memory()
         return self._jitted(*arguments)
@@ -359,7 +361,7 @@ def check_program(program: jax.stages.Compiled) -> None:
     """Checks that a compiled step would terminate; one that might not does so itself before its first run.
 
     Raises:
-      ValueError: a unit's work contains an exchange that all devices must take part in: it would never end.
+      StuckError: a unit's work contains an exchange that all devices must take part in: it would never end.
     """
     text = program.as_text() or ""
     places = {}  # those of lines of the user's first
@@ -368,7 +370,7 @@ def check_program(program: jax.stages.Compiled) -> None:
         place = source_line_of_instruction(text, int(found[2] or 0))
         places.setdefault(not place, f"{operation} ({place})" if place else operation)
     if places:
-        raise ValueError(
+        raise StuckError(
             f"{places[min(places)]} cuts, joins or reshapes a dim that {TENSOR!r} splits: stages would wait "
             f"for each other forever.\nFix: give gates or heads a dim of their own, or call "
             f'at.layout(x, None, "batch", None) before, or use tensor=1.'

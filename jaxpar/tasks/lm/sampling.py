@@ -137,6 +137,6 @@ def _make_sampler(setup: Setup, num_steps: int) -> jax.stages.Compiled:
     given_TB = jax.ShapeDtypeStruct((num_steps, setup.facts.batch_size), jnp.int32)
     jitted = jax.jit(run, compiler_options=options, out_shardings=everywhere)
     program = jitted.lower(state.params, state.frozen, state.carry, given_TB, Draw.of()).compile()
-    if setup.parallel.mesh.tensor > 1 and setup.parallel.mesh.stage > 1:
+    if setup.parallel.splits_units:
         check_program(program)
     return program
