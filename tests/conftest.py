@@ -27,6 +27,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 # Of each operation the line that it is from, not those that led there: a twentieth of tracing and compiling.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
+os.environ["JAXPAR_COMPILES"] = ""  # commands of tests compile in their own process
 if "XDG_CACHE_HOME" not in os.environ:  # the user's stays as it is
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxpar-cache-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)

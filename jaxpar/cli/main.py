@@ -96,6 +96,11 @@ def _run(argv: list[str]) -> int:
         start_processes()  # so that a mistake in one of them ends all
         await_agreement()
     command = read_command(argv)
+    if machine := getattr(command, "machine", None):
+        from jaxpar.cli.guarded import WATCHED, run_guarded
+
+        if WATCHED not in os.environ:  # else this is the child
+            return run_guarded([sys.executable, "-m", "jaxpar", *argv], machine)
     _load("jaxpar.hosts.launch" if isinstance(command, Launch) else "jaxpar.training.fit")
     if isinstance(command, Options):
         if command.simulate is not None:

@@ -31,6 +31,9 @@ from jaxpar.step.step import StuckError, check_program
 _PACKAGES = ("jaxpar", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 # What is kept of a program, and how it is read; another number where either changes.
 _VERSION = 3
+# A variable with a folder, in which a file stands for each program that is compiled (`cli.guarded`); and the
+# name of a file there that says to compile one after the other.
+WATCHED, ONE_BY_ONE = "JAXPAR_COMPILES", "one"
 _log = logging.getLogger(__name__)
 
 
@@ -72,7 +75,10 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
         name = _name_of(lowered, machine)
         with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):  # not there, or broken
             return pickle.loads((_folder() / name).read_bytes())
-        report = _checked(setup, lowered)
+        with _noted(name) as has_failed:
+            if has_failed:
+                return "its process ends"
+            report = _checked(setup, lowered)
     except (jax.errors.JaxRuntimeError, StuckError) as error:
         return str(error).partition("\n")[0]
     try:
@@ -85,6 +91,20 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
             error,
         )
     return report
+
+
+@contextlib.contextmanager
+def _noted(name: str) -> Iterator[bool]:
+    """Leaves a file while a program is compiled; whether there is one from a process that ended meanwhile."""
+    note = Path(folder) / name if (folder := os.environ.get(WATCHED)) else None
+    if note is None or note.exists():
+        yield note is not None
+        return
+    note.touch()
+    try:
+        yield False
+    finally:
+        note.unlink()
 
 
 def _checked(setup: Setup, lowered: jax.stages.Lowered) -> ProgramReport:
@@ -119,5 +139,7 @@ def compile_steps(
 ) -> Iterator[tuple[int, ProgramReport | str]]:
     """The number of each setup, and what `compile_step` says of it."""
     # Of those that are there, devices have room for one state.
-    with ThreadPoolExecutor(1 if machine.is_here else os.cpu_count()) as executor:
+    folder = os.environ.get(WATCHED)
+    one_by_one = machine.is_here or (folder and (Path(folder) / ONE_BY_ONE).exists())
+    with ThreadPoolExecutor(1 if one_by_one else os.cpu_count()) as executor:
         yield from enumerate(executor.map(lambda setup: compile_step(setup, machine), setups))
