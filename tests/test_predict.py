@@ -499,7 +499,7 @@ REFUSED = {
     "none in it": (lambda self, y, batch, at: {"y": None}, r"returns nothing in its dict\.\nFix"),
     "a sum": (
         lambda self, y, batch, at: {"y": jnp.sum(y)},
-        r"an array of shape \[\] as 'y' for a block of \[8\]\.\nFix: return arrays \[rows, \.\.\.\]",
+        r"an array of shape \[\] as 'y' for 8 rows\.\nFix: return arrays \[rows, \.\.\.\]",
     ),
     "a number of rows": (
         lambda self, y, batch, at: {"y": y.reshape(8, 4)},
