@@ -30,7 +30,7 @@ from jaxpar.model.task import find_task
 from jaxpar.nn import Stateless
 from jaxpar.step import independence, trial
 from jaxpar.step.functions import init_state, make_train_step, value_and_grad
-from jaxpar.step.independence import check_rows_alone
+from jaxpar.step.independence import IndependenceCheck, check_rows_alone
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.tasks.lm.task import LM
@@ -532,9 +532,16 @@ SMALL = {
     ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",
 )
 def test_what_comes_with_jaxpar_mixes_no_rows(task):
-    parts = Setup.of(task, ONE).parts
-    check_rows_alone(parts)
-    assert parts.facts.checked
+    check_all(Setup.of(task, ONE).parts)
+
+
+def check_all(parts):
+    """A run leaves out the parts that are of jaxpar's own modules; here they are checked."""
+    num_rows = min(independence.ROWS, parts.facts.batch_size) // 2 * 2
+    own = IndependenceCheck(parts, num_rows, parts.partition.parallel.num_chunks)
+    assert {"`first`", "`last`"} <= own.makers.keys()
+    for make in own.makers.values():
+        own.check(make())
 
 
 @pytest.mark.rows(1)
@@ -552,9 +559,14 @@ def test_what_comes_with_jaxpar_mixes_no_rows(task):
     ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",
 )
 def test_what_comes_with_jaxpar_is_the_same_in_chunks_of_time(task):
-    parts = Setup.of(task, TWO_CHUNKS).parts
-    check_rows_alone(parts)
-    assert parts.facts.checked
+    check_all(Setup.of(task, TWO_CHUNKS).parts)
+
+
+def test_modules_of_jaxpar_alone_are_not_checked(monkeypatch):
+    monkeypatch.setattr(independence, "IndependenceCheck", None)
+    check_rows_alone(Setup.of(LM(vocab_size=64), TWO_CHUNKS).parts)
+    with pytest.raises(TypeError, match="NoneType"):  # its `first` and `last` are of the user's
+        check_rows_alone(Setup.of(Regress(("gru",)), TWO_CHUNKS).parts)
 
 
 def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
@@ -600,7 +612,7 @@ def test_the_model_of_a_setup_is_looked_at_once_and_one_row_not_at_all(monkeypat
         Setup.of(setup.task, TWO_CHUNKS, facts=setup.facts),
     ):
         with pytest.raises(TypeError, match="NoneType"):
-            check_rows_alone(changed.layout)
+            check_rows_alone(changed.parts)
 
 
 def noise(x, scale):

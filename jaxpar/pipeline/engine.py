@@ -316,7 +316,8 @@ class Pipeline(Spec):
             rows = leaf.shape[self.rows_dim * timed] if jnp.ndim(leaf) else num_rows
             _expect("rows of a batch", rows, num_rows, "change microbatch_rows, or the batch")
         lengths = {*time_steps(batch, 0).values()}
-        if (K := table.max_chunks * self.num_segments) > 1 and lengths:
+        has_any = any(timed for _, timed in timed_leaves(batch))
+        if (K := table.max_chunks * self.num_segments) > 1 and has_any:
             fix = f"change chunk_len={self.chunk_len}, or the {K} chunks of the table"
             wanted = [K * (self.chunk_len or 0)]
             _expect("time steps of a batch", sorted(lengths), wanted, fix)
