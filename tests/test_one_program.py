@@ -11,10 +11,13 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar import ArrayBatches, OptimizerConfig, Stack, Sums, Task, TrainConfig
+from jaxpar import ArrayBatches, OptimizerConfig, Parallel, Stack, Sums, Task, TrainConfig
 from jaxpar.base.jax_private import _executables, call_once
 from jaxpar.base.keys import key_data, new_key
+from jaxpar.data.batches import put_batch
 from jaxpar.nn import GRU
+from jaxpar.step.setup import Setup
+from jaxpar.step.step import batch_sharding
 from jaxpar.trace.numbers import with_numbers
 from jaxpar.training.callbacks import Report
 
@@ -58,12 +61,12 @@ class Own(Small):
 
 @contextlib.contextmanager
 def compiled():
-    """The programs that are compiled meanwhile: a list that grows."""
+    """The names of programs that are compiled meanwhile: a list that grows."""
     events = []
 
-    def note(name, *_, **__):
+    def note(name, *_, fun_name="", **__):
         if name == "/jax/core/compile/backend_compile_duration":
-            events.append(name)
+            events.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
@@ -195,3 +198,14 @@ def test_the_numbers_of_a_key_are_jax_s(seed, x64):
         expected = jax.random.key_data(new_key(seed))
         np.testing.assert_array_equal(key_data(seed), expected)
         assert key_data(seed).dtype == expected.dtype
+
+
+@pytest.mark.parametrize("update", ["replicated", "host"])
+def test_a_step_that_was_compiled_to_be_read_runs_as_it_is(update):
+    setup = Setup.of(Small(), Parallel("dp1", update=update))
+    step, state = setup.train_step(), setup.init_state()
+    batch = put_batch(setup.task.example_batch(), batch_sharding(setup))
+    step.lower(state, batch).compile()
+    with compiled() as programs:
+        step.run(state, batch)
+    assert not {"jit(step)", "jit(gradients)"} & {*programs}

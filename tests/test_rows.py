@@ -27,7 +27,7 @@ from jaxpar import (
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.model.task import find_task
-from jaxpar.nn import Stateless
+from jaxpar.nn import GRU, Bidirectional, Stateless
 from jaxpar.step import independence, trial
 from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.independence import IndependenceCheck, check_rows_alone
@@ -567,6 +567,18 @@ def test_modules_of_jaxpar_alone_are_not_checked(monkeypatch):
     check_rows_alone(Setup.of(LM(vocab_size=64), TWO_CHUNKS).parts)
     with pytest.raises(TypeError, match="NoneType"):  # its `first` and `last` are of the user's
         check_rows_alone(Setup.of(Regress(("gru",)), TWO_CHUNKS).parts)
+
+
+def test_a_function_of_the_users_in_a_layer_of_jaxpars_is_checked():
+    def both_ways(merge):
+        def make(rngs):
+            return Bidirectional(GRU(WIDTH, rngs=rngs), GRU(WIDTH, rngs=rngs), merge)
+
+        return Setup.of(task_of(make=make), ONE).parts
+
+    check_rows_alone(both_ways(jnp.add))
+    with pytest.raises(ValueError, match=r"layer .*bidirectional.* mixes the rows of a batch"):
+        check_rows_alone(both_ways(lambda y, z: y + batch_norm(z)))
 
 
 def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():

@@ -25,12 +25,16 @@ from jaxpar import (
     Task,
     TrainConfig,
 )
+from jaxpar.base.at import LayerContext
+from jaxpar.data.batches import put_batch
 from jaxpar.data.bucketed import BucketedBatches
 from jaxpar.model.facts import ModelFacts
-from jaxpar.nn import GRU, LSTM, dropout
+from jaxpar.nn import GRU, LSTM, Bidirectional, dropout
 from jaxpar.partition.checks import check_fit
 from jaxpar.planning import estimate_step
 from jaxpar.step.setup import Setup
+from jaxpar.step.step import batch_sharding
+from jaxpar.training.nonfinite import Origin, find_in_batch
 
 pytestmark = pytest.mark.law
 TWO_STEPS = TrainConfig(num_steps=2)
@@ -268,3 +272,30 @@ def test_adopted_models_have_arrays_without_time():
     chunks = Parallel("pp2", PipelineConfig(num_chunks=2))
     one, many = (jaxpar.fit(task, own, TWO_STEPS, quiet=True).losses for own in ("dp1", chunks))
     np.testing.assert_allclose(one, many, rtol=RELATIVE_ERROR)
+
+
+class Plus(nnx.Module):
+    """A layer that adds an array without time."""
+
+    def initial_carry(self, rows):
+        return ()
+
+    def __call__(self, carry, x, at):
+        return carry, x + at.batch["static"]["first"][None]
+
+
+@pytest.mark.parametrize("lengths", [{}, {"lengths": np.array([5, 2, 4])}])
+def test_both_directions_see_arrays_without_time_as_they_are(lengths):
+    rng = np.random.default_rng(0)
+    x, first = (rng.normal(size=size).astype(np.float32) for size in ((5, 3, 2), (3, 2)))
+    at = LayerContext(0, 0, 0, batch={"static": {"first": first}, **lengths})
+    _, y = Bidirectional(Plus(), Plus())((), jnp.asarray(x), at)
+    np.testing.assert_allclose(y, 2 * (x + first), rtol=1e-6)
+
+
+def test_what_is_not_finite_in_an_array_without_time_has_no_time_step():
+    setup = Setup.of(Static(), Parallel("dp2"))
+    batch = setup.task.make_batches("train", 0).batch(0)
+    batch["static"]["first"][3, 1] = np.nan
+    found = find_in_batch(setup, put_batch(batch, batch_sharding(setup)))
+    assert found == Origin("batch['static']['first']", (3,), None)

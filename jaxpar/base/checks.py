@@ -31,8 +31,7 @@ def check_fields(config: "DataclassInstance") -> None:
     """Nothing, if every field has a value of its type; to be called in `__post_init__`.
 
     Whole numbers are numbers; truth values are not. Numbers must be finite, and whole ones of 64 bits. A list
-    is taken for a tuple, as JSON and TOML have no other; a path for its text, where
-    a string is meant.
+    is taken for a tuple, as JSON and TOML have no other; a path for its text, where a string is meant.
 
     Args:
       config: a dataclass whose fields are of int, float, bool, str, None, a class, a Literal, a tuple

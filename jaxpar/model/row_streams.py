@@ -152,9 +152,8 @@ def _with_draws(module: Module, name: str, given: list[Tree], at: LayerContext) 
     keys = keys_of(*time_and_row)
     whole, out = jax.make_jaxpr(run, return_shape=True)(keys, arrays)
     needed = pruned(jaxpr_as_fun(whole), *keys, *arrays)
-    if not any(
-        used_inputs(needed, *keys, *arrays)[: len(keys)]
-    ):  # as of `nnx.RNN`: its state is zeros
+    uses_keys = any(used_inputs(needed, *keys, *arrays)[: len(keys)])
+    if not uses_keys:  # as of `nnx.RNN`: its state is zeros
         return run(keys, arrays)
     if at.key is None:
         raise ValueError(

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxpar.base.at import LayerContext
 from jaxpar.base.parts import RESETS, with_part
+from jaxpar.base.trees import has_time
 from jaxpar.base.types import Activations, Carry, Dims, LayerOutput, Module, Tree
 
 SECOND = 2**31 - 1  # folded into the key of the second layer's dropout
@@ -75,7 +76,8 @@ def _flip(tree: Tree, lengths_B: jax.Array | None) -> Tree:
 
 def _reversed(at: LayerContext) -> LayerContext:
     """`at` of the window read from its end: a sequence begins with what was its last step."""
-    batch = jax.tree.map(lambda a: _flip(a, at.lengths) if jnp.ndim(a) > 1 else a, at.batch)
+    flip = lambda a, timed: _flip(a, at.lengths) if timed else a  # noqa: E731
+    batch = jax.tree.map(flip, at.batch, has_time(at.batch))
     if at.resets is not None:
         ends = jnp.concatenate([at.resets[1:], jnp.zeros_like(at.resets[:1])])
         batch = with_part(batch, RESETS, _flip(ends, at.lengths))

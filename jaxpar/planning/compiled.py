@@ -77,7 +77,7 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
             return pickle.loads((_folder() / name).read_bytes())
         with _noted(name) as has_failed:
             if has_failed:
-                return "its process ends"
+                return "it crashed"
             report = _checked(setup, lowered)
     except (jax.errors.JaxRuntimeError, StuckError) as error:
         return str(error).partition("\n")[0]

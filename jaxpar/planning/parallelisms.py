@@ -175,11 +175,8 @@ def _estimate(
     if axis == STAGE and len(facts.kind_of) < n:
         count = format_count(len(facts.kind_of), "layer")
         raise ValueError(f"{count} for {n} devices\nFix: use {n} layers or more, or fewer devices.")
-    tried, rows, steps = (
-        [parallel.pipeline],
-        facts.batch_size,
-        1 if facts.why_whole else facts.num_steps or 1,
-    )
+    tried, rows = [parallel.pipeline], facts.batch_size
+    steps = 1 if facts.why_whole else facts.num_steps or 1
     if name.startswith("pipeline") and parallel.num_units == 1:
         tried = [
             replace(parallel.pipeline, num_microbatches=M, num_chunks=K)

@@ -114,10 +114,12 @@ def _known_parts(facts: ModelFacts) -> Collection[str] | None:
 
 
 def _is_own(module: Module) -> bool:
-    """Whether a module, all in it, and their classes are jaxpar's and none that it makes of a user's."""
-    classes = {of for _, node in nnx.iter_graph(module) for of in type(node).__mro__}
-    classes = {of for of in classes if issubclass(of, nnx.Module)} - {*nnx.Module.__mro__}
-    return all(of.__module__.startswith("jaxpar.") for of in classes)
+    """Whether all code of a module is jaxpar's: its class, and the modules and functions in it."""
+    nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
+    code = {of for node in nodes for of in type(node).__mro__} - {*nnx.Module.__mro__}
+    held = [value for node in nodes for value in vars(node).values() if callable(value)]
+    functions = [value for value in held if not isinstance(value, nnx.Pytree | nnx.Variable)]
+    return all(str(of.__module__).startswith("jaxpar.") for of in [*code, *functions])
 
 
 class IndependenceCheck(Trial):
@@ -172,11 +174,11 @@ class IndependenceCheck(Trial):
             own = part.map("row", functools.partial(_replace, row=row, by_nan=by_nan), inputs)
             found = self.run(part, self.with_special(own, row) if by_nan else own, self.key)
             if name := _unlike(others(whole), others(found), same):
+                is_of_loss = name == "gradient"
+                hint = "" if is_of_loss or not self.parts.facts.time_major else _ROWS_FIRST
                 raise ValueError(
                     f"{part.what} mixes the rows of a batch: where row {row} of its input is replaced, "
-                    f"its {name} changes in others, too.\nFix: {_ALONE[name == 'gradient']}"
-                    + _ROWS_FIRST
-                    * (name != "gradient" and self.parts.facts.time_major)
+                    f"its {name} changes in others, too.\nFix: {_ALONE[is_of_loss]}{hint}"
                 )
 
         moved = functools.partial(self.moved, part, inputs, "row")
@@ -271,10 +273,11 @@ class IndependenceCheck(Trial):
 
     def exchanges(self, part: Part) -> bool:
         """Whether a part has a collective along an axis of the task's own."""
+        if not (axes := {*self.parts.facts.task.axes}):
+            return False
         jitted: Any = self.jitted(part.run)
         program = jitted.trace(part.variables, part.draw(), 0, 0, self.key).jaxpr.jaxpr
-        axes = {*self.parts.facts.task.axes}
-        return bool(axes) and any(
+        return any(
             axes & {*np.ravel(eqn.params.get("axes", eqn.params.get("axis_name", ())))}
             for eqn in equations_in(program)
         )

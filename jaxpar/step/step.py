@@ -106,10 +106,8 @@ class CompiledStep:
 
     def run(self, state: TrainState, batch: Batch) -> Arrays:
         """The same, without checking the values of the batch."""
-        is_first = not self.num_programs
-        if is_first and isinstance(where := getattr(state.step, "sharding", None), NamedSharding):
-            # From the host they would be sent at each step.
-            self._numbers = jax.tree.map(lambda a: _on_all(a, where), self._numbers)
+        if is_first := not self.num_programs:
+            self._place_numbers(state)
         arguments = state, *self._with_table(owned(batch)), self._numbers
         if is_first:
             parallel = self._parts.partition.parallel
@@ -140,7 +138,14 @@ class CompiledStep:
 
     def lower(self, state: Tree, batch: Batch) -> Arrays:
         """`jax.jit(...).lower` of the program, for arrays or their shapes."""
+        self._place_numbers(state)
         return self._jitted.lower(state, *self._with_table(batch), self._numbers)
+
+    def _place_numbers(self, state: Tree) -> None:
+        """Puts the numbers where the state lies: from the host they would be sent at each step."""
+        where = getattr(state.step, "sharding", None)
+        if isinstance(state.step, jax.Array) and isinstance(where, NamedSharding):
+            self._numbers = jax.tree.map(lambda a: _on_all(a, where), self._numbers)
 
     @property
     def full_table(self) -> TickTable | None:

@@ -114,22 +114,21 @@ def find_origin(setup: Setup, state: TrainState, batch: Batch) -> Origin:
 
 def find_in_batch(setup: Setup, batch: Batch) -> Origin | None:
     """The first array of a batch that is not finite; with several processes, all of them call it."""
-    everywhere, has_time = NamedSharding(setup.mesh, P()), setup.facts.time_major
+    everywhere = NamedSharding(setup.mesh, P())
 
-    @functools.partial(jax.jit, out_shardings=everywhere)
-    def marks(leaf: jax.Array) -> jax.Array:  # [B, T], or [B, 1]
+    @functools.partial(jax.jit, out_shardings=everywhere, static_argnums=1)
+    def marks(leaf: jax.Array, timed: bool) -> jax.Array:  # [B, T], or [B, 1]
         bad = ~jnp.isfinite(leaf)
-        return bad.any((*range(1 + has_time, bad.ndim),)).reshape(len(bad), -1)
+        return bad.any((*range(1 + timed, bad.ndim),)).reshape(len(bad), -1)
 
-    for path, leaf in jax.tree.leaves_with_path(batch):
+    timed_of = jax.tree.leaves(has_time(batch))
+    for (path, leaf), timed in zip(jax.tree.leaves_with_path(batch), timed_of, strict=True):
+        timed = timed and setup.facts.time_major
         if np.ndim(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            marks_TB = np.asarray(marks(leaf)).T
+            marks_TB = np.asarray(marks(leaf, timed)).T
             if marks_TB.any():
-                return _origin(
-                    f"batch{jax.tree_util.keystr(path)}",
-                    marks_TB,
-                    first=0 if has_time and leaf.ndim > 1 else None,
-                )
+                place = f"batch{jax.tree_util.keystr(path)}"
+                return _origin(place, marks_TB, first=0 if timed else None)
     return None
 
 
