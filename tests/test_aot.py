@@ -6,7 +6,10 @@ import importlib.metadata
 import itertools
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -120,17 +123,78 @@ def test_a_time_step_is_few_launches_on_a_gpu(layer):
         assert opcodes.count("copy") <= 2
 
 
-@pytest.mark.parametrize("mesh", ["dp1", _slow("dp2")])
-def test_an_lstm_takes_all_steps_in_one_kernel_on_one_gpu(mesh):
-    """Each way; also with packed text and chunks of time. On several GPUs it could wait forever."""
+@pytest.mark.parametrize("mesh", ["dp1", _slow("dp2"), _slow("pp2"), "dp2pp2", _slow("dp2tp2")])
+def test_an_lstm_takes_all_steps_in_one_kernel(mesh):
+    """Each way, once; also with packed text and chunks of time. No transfer is in flight beside one.
+
+    Where the compiler divides a layer over `tensor` there are no kernels: transfers run beside other work.
+    """
     parallel = Parallel(mesh, PipelineConfig(num_chunks=2))
-    devices = parallel.mesh.build(described_devices(f"h100:1x1x{mesh[2:]}"))
+    num_devices = math.prod(map(int, re.findall("[0-9]", mesh)))
+    devices = described_devices(f"h100:1x1x{num_devices}")
     task = LM(
-        2, 256, 256, vocab_size=1024, batch_size=32, seq_len=32, packed=True, fused=True,
+        4, 256, 256, vocab_size=1024, batch_size=32, seq_len=32, packed=True, fused=True,
     )  # fmt: skip
-    text = lower_step(Setup.of(task, parallel, mesh=devices)).as_text()
-    names = {*re.findall(r"lstm_(?:forward|backward)", text)}
-    assert names == ({"lstm_forward", "lstm_backward"} if mesh == "dp1" else set())
+    setup = Setup.of(task, parallel, mesh=parallel.mesh.build(devices))
+    visits = [visit.instruction for visit in Module(lower_step(setup).compile().as_text()).visits()]
+    kernels = [each.op_name for each in visits if "mosaic_gpu" in each.attributes]
+    has_kernels = "tp" not in mesh
+    for name in ("lstm_forward", "lstm_backward"):
+        assert sum(name in each for each in kernels) == has_kernels
+    sent = {each.opcode for each in visits if re.match(_TRANSFER, each.opcode)}
+    assert bool(sent) == (mesh != "dp1")
+    assert any(opcode.endswith("-start") for opcode in sent) == (not has_kernels)
+
+
+_TRANSFER = "(all-|reduce-|collective-|async-|send|recv)"
+_SPILLS = """
+import sys, jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxpar.mesh import described_devices
+from jaxpar.nn.fused_lstm import Plan
+from jaxpar.nn.hidden import GateParams
+from jaxpar.nn.lstm import LSTMCarry, lstm_layer
+place = NamedSharding(Mesh(np.array(described_devices("h100:1x1x1")), "d"), P())
+of = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+H, B, dtype, packed = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "packed"
+plan = Plan.of(B, H, dtype, 132)
+
+def loss(params, carry, x, new, resets):
+    after, y = lstm_layer(params, carry, x, resets, new, plan)
+    return jnp.sum(y.astype(jnp.float32)) + sum(map(jnp.sum, after))
+
+params, carry = GateParams(of(H, 4, H), of(H, 4, H), of(4, H)), LSTMCarry(of(B, H), of(B, H))
+given = (carry, of(8, B, dtype="bool")) if packed else (None, None)
+run = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=place)
+run.lower(params, carry, of(8, B, H, dtype=dtype), *given).compile()
+"""
+_QUICK_KERNELS = (1024, 64, "bfloat16", "packed"), (2048, 128, "float32", "plain")
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "dtype", "packed"),
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] * (row not in _QUICK_KERNELS))
+        for row in itertools.product(
+            (256, 448, 704, 1024, 1536, 2048, 3072),
+            (64, 128),
+            ("bfloat16", "float32"),
+            ("plain", "packed"),
+        )
+    ],
+)
+def test_kernels_keep_all_in_registers(width, rows, dtype, packed):
+    """The assembler says so; the widest one with resets in float32 spills 14 numbers of a thread."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SPILLS, *map(str, (width, rows, dtype, packed))],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"},
+        capture_output=True, text=True, errors="replace", timeout=600, check=True,
+    )  # fmt: skip
+    spilled = [
+        int(found) for found in re.findall(r" frame, (\d+) bytes spill", done.stdout + done.stderr)
+    ]
+    widest = (width, rows, dtype, packed) == (3072, 128, "float32", "packed")
+    assert spilled == [0, 56 if widest else 0]
 
 
 def test_every_run_is_known_and_what_computes_beside(compiled):

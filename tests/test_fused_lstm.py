@@ -1,18 +1,24 @@
 """The LSTM kernels for GPUs like H100: in interpret mode on a CPU, and their plans."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from jaxpar.nn import fused_lstm
+from jaxpar.base.at import LayerContext, Processor
+from jaxpar.base.compiler import compiler_options
+from jaxpar.nn import LSTM, fused_lstm
 from jaxpar.nn.fused_lstm import Plan
 from jaxpar.nn.hidden import GateParams
-from jaxpar.nn.lstm import LSTMCarry, lstm_layer
+from jaxpar.nn.lstm import LSTMCarry, has_kernels, lstm_layer
 
 pytestmark = [
     pytest.mark.law,
@@ -54,12 +60,23 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("resets", "is_learned", "sizes"),
-    [(False, False, (3, 64, 64)), (True, True, (4, 5, 60)), (True, False, (3, 70, 64))],
-    ids=["plain", "resets to a learned state, padded", "resets, two groups of rows"],
+    ("resets", "is_learned", "sizes", "most"),
+    [
+        (False, False, (3, 64, 64), 256),
+        (True, True, (4, 5, 60), 256),
+        (True, False, (3, 70, 64), 256),
+        (True, True, (3, 70, 64), 128),
+    ],
+    ids=[
+        "plain",
+        "resets to a learned state, padded",
+        "resets, two groups of rows",
+        "rows of two kernels",
+    ],
 )
-def test_the_kernels_equal_the_loop(interpreted, resets, is_learned, sizes):
+def test_the_kernels_equal_the_loop(interpreted, resets, is_learned, sizes, most, monkeypatch):
     """Outputs, the state after, and all gradients, in float32."""
+    monkeypatch.setattr(fused_lstm, "MAX_ROWS", most)
     T, B, H = sizes
     rng = np.random.default_rng(0)
 
@@ -78,7 +95,7 @@ def test_the_kernels_equal_the_loop(interpreted, resets, is_learned, sizes):
     run = functools.partial(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True), params, carry, x)
     plan = Plan.of(B, H, jnp.float32, cores=132)
     assert plan is not None
-    assert plan.rows >= B
+    assert plan.rows == min(-(-B // 64) * 64, most // 2)
     assert plan.width >= H
     found, wanted = (jax.jit(lambda new, how=how: run(new, how))(new) for how in (plan, 1))
     for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
@@ -86,15 +103,82 @@ def test_the_kernels_equal_the_loop(interpreted, resets, is_learned, sizes):
 
 
 def test_a_plan_fits_every_width():
-    """From 256 to 3,072 units in steps of 64, for 1 to 128 rows; others are left to the loop."""
+    """From 256 to 3,072 units in steps of 64, for 1 to 256 rows; others are left to the loop."""
     for width in range(256, 3073, 64):
-        for rows, dtype in ((1, "bfloat16"), (64, "float32"), (128, "bfloat16"), (128, "float32")):
+        for rows, dtype in ((1, "bfloat16"), (64, "float32"), (128, "bfloat16"), (256, "float32")):
             plan = Plan.of(rows, width, dtype, cores=132)
             assert plan is not None, (width, rows)
             assert plan.width - width <= 128
             assert plan.blocks <= 132
             assert plan.blocks % 4 == 0
             assert plan.width % plan.units == 0
-    assert Plan.of(129, 1024, "float32", cores=132) is None
+    assert Plan.of(257, 1024, "float32", cores=132) is None
     assert Plan.of(64, 1024, "float64", cores=132) is None
     assert Plan.of(64, 4096, "float32", cores=132) is None
+
+
+ON_GPU = LayerContext(0, 0, 0, processor=Processor("gpu", 132))
+X_TBH = jax.ShapeDtypeStruct((4, 64, 256), jnp.float32)
+
+
+@pytest.mark.parametrize("precision", ["highest", "float32"])
+def test_products_that_are_not_rounded_are_left_to_the_loop(precision):
+    layer = LSTM(256, rngs=nnx.Rngs(0), fused=True)
+    assert layer._plan(X_TBH, ON_GPU) == Plan.of(64, 256, "float32", cores=132)
+    with jax.default_matmul_precision(precision):
+        assert layer._plan(X_TBH, ON_GPU) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True, "num_heads": 4}])
+def test_other_layers_are_left_to_the_loop(options):
+    assert LSTM(256, rngs=nnx.Rngs(0), **options)._plan(X_TBH, ON_GPU) is None
+
+
+def gpus(number, capability="9.0"):
+    """What `Processor` reads of a mesh of GPUs."""
+    device = types.SimpleNamespace(platform="gpu", compute_capability=capability, core_count=132)
+    return types.SimpleNamespace(
+        devices=np.full((number,), device), shape={"data": number, "tensor": 1}, size=number
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "version", "cores"),
+    [
+        (gpus(1), (0, 12, 0), 132),
+        (gpus(1), (0, 10, 1), 0),
+        (gpus(1, "8.0"), (0, 12, 0), 0),
+        (gpus(2), (0, 12, 0), 0),
+    ],
+    ids=["an H100", "an older JAX", "an A100", "the compiler divides arrays"],
+)
+def test_which_devices_run_kernels(mesh, version, cores, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert Processor.of(mesh) == ("gpu", cores)
+
+
+def test_kernels_run_where_every_axis_is_divided_by_hand():
+    mesh, found = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2), []
+    of = types.SimpleNamespace(devices=gpus(4).devices, shape=dict(mesh.shape))
+
+    def note(x):
+        found.append(Processor.of(of).cores)
+        return x
+
+    for axes in ({"data"}, {"data", "tensor"}):
+        run = jax.shard_map(note, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes)
+        jax.jit(run).trace(jnp.zeros(4))
+    assert found == [0, 132]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_nothing_is_sent_beside_kernels(fused, monkeypatch):
+    """Also where a flag of the user's says otherwise; on one GPU nothing is sent at all."""
+    name = "xla_gpu_disable_async_collectives"
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=ALLREDUCE")
+    for number in (1, 2):
+        mesh = gpus(number)
+        mesh.shape["stage"] = 1
+        model = nnx.Sequential(LSTM(8, rngs=nnx.Rngs(0), fused=fused))
+        options = compiler_options(mesh, has_kernels=has_kernels(model, mesh))
+        assert options == ({name: "ALLCOLLECTIVES"} if fused and number > 1 else {})

@@ -101,9 +101,9 @@ def test_a_language_model_is_the_cpus(name):
         assert_close(each, expected_one)
 
 
-@pytest.mark.parametrize(("width", "rows"), [(192, 5), (1024, 64), (2048, 128)])
+@pytest.mark.parametrize(("width", "rows"), [(192, 5), (1024, 64), (2048, 128), (1024, 200)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_lstm_in_one_kernel_equals_the_loop(width, rows, dtype):
+def test_a_kernel_equals_the_loop(width, rows, dtype):
     """And itself, when it runs twice."""
     rng = np.random.default_rng(0)
 
@@ -132,6 +132,23 @@ def test_an_lstm_in_one_kernel_equals_the_loop(width, rows, dtype):
         np.testing.assert_array_equal(a, b)
         far = np.linalg.norm(np.float32(a) - np.float32(c)) / np.linalg.norm(np.float32(c))
         assert far < (1e-2 if dtype == "bfloat16" else 2e-3)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_language_model_with_kernels_is_that_with_loops(name):
+    """Packed text, chunks of time and what is computed again: up to the rounding to TF32."""
+    units, options = LAYOUTS[name]
+
+    def of(**own):
+        task = LM(
+            2, 256, 256, vocab_size=512, batch_size=64, seq_len=32, packed=True, dropout=0.0, **own
+        )
+        with jax.default_matmul_precision("default"):
+            return numbers(make_settings(units=units, task=task, **options), "gpu")
+
+    for found, wanted in zip(of(fused=True), of(), strict=True):
+        for key, array in wanted.items():
+            assert np.linalg.norm(found[key] - array) <= 2e-3 * np.linalg.norm(array), key
 
 
 KINDS = [kind for kind in MAKERS if "wide" not in kind]

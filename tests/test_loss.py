@@ -6,12 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.base.at import LayerContext, Processor
 from jaxpar.mesh import MeshConfig
+from jaxpar.model.facts import ModelFacts
 from jaxpar.nn.linear import matmul
+from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.loss import cross_entropy, linear_cross_entropy, without_padding
 from jaxpar.tasks.lm.streams import IGNORE
+from jaxpar.trace.jaxprs import equations_in
 
 # float32 rounding of a sum of 24 terms and of a logarithm.
 RELATIVE_ERROR = 1e-6
@@ -157,3 +162,40 @@ def test_logits_of_all_time_steps_are_never_held():
     text = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arrays).compile().as_text()
     shapes = (map(int, found.split(",")) for found in re.findall(r"\[([0-9,]+)\]", text))
     assert max(map(np.prod, map(list, shapes))) == 128 * 1000
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 2**-8), ("float32", 0)])
+def test_a_head_of_few_bits_multiplies_its_gradients_in_them_where_asked(dtype, error):
+    rng = np.random.default_rng(0)
+    y_TBH, kernel_HV = rng.normal(size=(6, 4, 16)), rng.normal(size=(16, 24)).astype(np.float32)
+    y_TBH, bias_V, targets_TB = jnp.asarray(y_TBH, dtype), np.zeros(24, np.float32), draw(1)[1]
+    targets_TB = np.concatenate([targets_TB, targets_TB[:1]])
+
+    def gradients(**how):
+        def run(*args):
+            return linear_cross_entropy(*args, targets_TB, max_logits=2**20, **how).loss
+
+        return jax.jit(jax.grad(run, (0, 1, 2)))(y_TBH, kernel_HV, bias_V)
+
+    for rounded, whole in zip(gradients(rounds_gradient=True), gradients(), strict=True):
+        far = np.linalg.norm(np.float32(rounded) - np.float32(whole))
+        assert rounded.dtype == whole.dtype
+        assert far <= error * np.linalg.norm(np.float32(whole))
+
+
+@pytest.mark.parametrize(("platform", "narrow"), [("gpu", 3), ("cpu", 1), ("tpu", 1)])
+def test_only_gpus_round_the_gradient_of_logits(platform, narrow):
+    """Of a head's three products, so many are of two arrays of bfloat16."""
+    task = LM(1, 16, 16, vocab_size=96, batch_size=2, seq_len=4, dtype="bfloat16", dropout=0.0)
+    facts = ModelFacts.of(task, "cpu")
+    model, batch = facts.task.make_model(nnx.Rngs(0)), facts.to_block(task.example_batch())
+    at = LayerContext(0, 0, 0, batch=batch, processor=Processor(platform))
+
+    def last(y_TBH):
+        return model.last(y_TBH, batch, at).loss
+
+    program = jax.make_jaxpr(jax.grad(last))(jnp.zeros((4, 2, 16), jnp.bfloat16)).jaxpr
+    products = [eqn for eqn in equations_in(program) if eqn.primitive.name == "dot_general"]
+    types = [{each.aval.dtype for each in eqn.invars} for eqn in products]
+    assert sum(own == {jnp.dtype("bfloat16")} for own in types) == narrow
+    assert len(types) == 3

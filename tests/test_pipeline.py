@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -807,8 +808,13 @@ def test_a_tpu_keeps_arrays_in_an_order_that_wastes_no_room(shape, itemsize, ord
 
 
 def test_options_of_the_compiler_are_for_stages_and_below_those_of_the_user(monkeypatch):
-    [(name, value)] = compiler_options("gpu", 2).items()
+    def options(platform, stages):
+        device = types.SimpleNamespace(platform=platform)
+        mesh = types.SimpleNamespace(devices=np.full((stages,), device), shape={"stage": stages})
+        return compiler_options(mesh, has_kernels=False)
+
+    [(name, value)] = options("gpu", 2).items()
     assert value == 2
-    assert compiler_options("gpu", 1) == compiler_options("cpu", 2) == {}
+    assert options("gpu", 1) == options("cpu", 2) == {}
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=3")
-    assert compiler_options("gpu", 2) == {}
+    assert options("gpu", 2) == {}

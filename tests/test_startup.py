@@ -56,7 +56,7 @@ def test_the_import_adds_less_than_that_of_jax_and_flax(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("E",), "argument work: invalid choice: 'E'"),
+        (("E",), "argument works: invalid choice: 'E'"),
         (("C", "--numbers", "float16"), "argument --numbers: invalid choice: 'float16'"),
         (("C", "--rounds", "1"), "--rounds 1 --steps 10: use 2 or more"),
         (("D",), f"JAX of {sys.executable} finds no GPU"),

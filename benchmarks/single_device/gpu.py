@@ -1,6 +1,8 @@
 """The training step on a GPU, against that of PyTorch, whose LSTM is cuDNN's.
 
-    python -m benchmarks.single_device.gpu C --numbers tf32 float32 bfloat16 --torch-python venv/bin/python
+    python -m benchmarks.single_device.gpu C D --numbers tf32 bfloat16 --torch-python venv/bin/python
+
+jaxpar runs twice, with its loop over time and with its kernels (`fused`), but for float32, which has none.
 
 tf32: float32 whose matmuls round to TF32, what both do by themselves (PyTorch in its LSTM, here in its head
 as well). float32: they do not. bfloat16: jaxpar with float32 parameters; PyTorch likewise, by its autocast,
@@ -8,6 +10,7 @@ and with parameters of bfloat16.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -39,11 +42,11 @@ def sides_of(work: str, numbers: str, torch_python: str | None, xla_flags: str =
         arguments = ("-m", "benchmarks.single_device.torch_side", work, "cuda", numbers)
         return Side(f"torch.nn.LSTM, {numbers}", arguments, cores, torch_python or "")
 
-    def jaxpar_side(flags: str = "") -> Side:
-        options = {"dtype": "bfloat16" if numbers == "bfloat16" else "float32"}
+    def jaxpar_side(flags: str = "", *, fused: bool = False) -> Side:
+        options = {"dtype": "bfloat16" if numbers == "bfloat16" else "float32", "fused": fused}
         settings = ('{"devices": [0]}', "{}", json.dumps(options))
         arguments = ("-m", "benchmarks.jaxpar_side", work, *settings)
-        name = ", ".join(["jaxpar", numbers, *flags.split()])
+        name = ", ".join(["jaxpar", numbers, *["fused"] * fused, *flags.split()])
         flagged = (("XLA_FLAGS", flags),) if flags else ()
         return Side(name, arguments, cores, env=env + flagged)
 
@@ -51,6 +54,7 @@ def sides_of(work: str, numbers: str, torch_python: str | None, xla_flags: str =
     return [
         *(map(torch_side, of_torch) if torch_python else ()),
         jaxpar_side(),
+        *([jaxpar_side(fused=True)] if numbers != "float32" else []),
         *([jaxpar_side(xla_flags)] if xla_flags else []),
     ]
 
@@ -58,7 +62,7 @@ def sides_of(work: str, numbers: str, torch_python: str | None, xla_flags: str =
 def main() -> None:
     """Prints the table; says so and ends with code 2 where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("work", choices=WORKS)
+    parser.add_argument("works", nargs="+", choices=WORKS)
     parser.add_argument("--numbers", nargs="+", choices=NUMBERS, default=NUMBERS[:1])
     parser.add_argument("--xla-flags", default="", help="of one more side")
     parser.add_argument("--torch-python", help="of an environment with torch for CUDA, and numpy")
@@ -79,11 +83,11 @@ def main() -> None:
                 f"{name} of {python} finds no GPU ({said.strip().splitlines()[-1]}); run this where there is "
                 f"one, with {name} for CUDA"
             )
-    print(f"work {args.work}: {WORKS[args.work]}\n")
-    for numbers in args.numbers:
-        sides = sides_of(args.work, numbers, args.torch_python, args.xla_flags)
+    for work, numbers in itertools.product(args.works, args.numbers):
+        print(f"work {work}, {numbers}: {WORKS[work]}\n")
+        sides = sides_of(work, numbers, args.torch_python, args.xla_flags)
         results = measure(sides, num_rounds=args.rounds, num_steps=args.steps)
-        print(table(results, WORKS[args.work].tokens), "\n")
+        print(table(results, WORKS[work].tokens), "\n")
         peaks = (f"{result.side.name} {result.about['peak_mib']:.0f}" for result in results)
         print(f"Peak memory on the GPU, MiB: {'; '.join(peaks)}\n", flush=True)
 

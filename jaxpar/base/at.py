@@ -20,7 +20,8 @@ class Processor(NamedTuple):
 
     Attributes:
       platform: as JAX calls it.
-      cores: number of multiprocessors that a kernel may fill; 0 unless it is one GPU like H100, by itself.
+      cores: number of multiprocessors that a kernel may fill; 0 where the compiler divides arrays over
+        devices, on GPUs other than H100 and its like, and with JAX older than 0.12.
     """
 
     platform: str
@@ -28,10 +29,20 @@ class Processor(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Mesh) -> "Processor":
-        """The devices of a mesh."""
-        device, *others = mesh.devices.flat
-        is_alone = not others and getattr(device, "compute_capability", None) == "9.0"
-        return cls(device.platform, device.core_count if is_alone else 0)
+        """The devices of a mesh. Call it where they compute: within the `shard_map` if there is one."""
+        by_hand = jax.sharding.get_abstract_mesh().manual_axes
+        is_whole = all(size == 1 or axis in by_hand for axis, size in mesh.shape.items())
+        return cls(mesh.devices.flat[0].platform, kernel_cores(mesh) if is_whole else 0)
+
+
+def kernel_cores(mesh: Mesh) -> int:
+    """Number of multiprocessors of each device, where kernels of `nn.fused_lstm` can run; else 0."""
+    device = mesh.devices.flat[0]
+    can_run = getattr(device, "compute_capability", None) == "9.0" and jax.__version_info__ >= (
+        0,
+        12,
+    )
+    return device.core_count if can_run else 0
 
 
 def anywhere(x: Activations, *_dims: str | None) -> Activations:
@@ -70,6 +81,11 @@ class LayerContext(NamedTuple):
         return self._platform == "cpu"
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether GPUs compute: they multiply numbers of 16 bits several times as fast as float32."""
+        return self._platform == "gpu"
+
+    @property
     def unroll(self) -> int:
         """How many time steps a turn of a loop over time takes at most.
 
@@ -77,7 +93,7 @@ class LayerContext(NamedTuple):
         LSTM's step is 9 operations forward and 11 backward, with 8 steps a turn 4.75 and 3.9, a GRU's 9 and
         13, or 3 and 4 (compiled for an H100, `tests/test_aot.py`).
         """
-        return 8 if self._platform == "gpu" else 1
+        return 8 if self.on_gpu else 1
 
     @property
     def _platform(self) -> str:

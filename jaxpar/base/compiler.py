@@ -8,6 +8,9 @@ What each was seen to do in the programs that JAX 0.12.0.1 compiles for eight H1
           With 1, XLA's own, no work with a transfer in it, such as a layer split over `tensor`, runs beside
           another transfer: the permutes of a pipeline wait. With 2 they run beside a unit's work, and the
           head's sum over `stage` beside W.
+    gpu   xla_gpu_disable_async_collectives
+          No transfer runs beside other work. A kernel that fills the GPU needs this (`nn.fused_lstm`), also
+          where XLA_FLAGS say otherwise.
 
 Tried, without a difference: xla_gpu_enable_latency_hiding_scheduler (it is on), xla_gpu_enable_pipelined_p2p,
 xla_gpu_all_reduce_combine_threshold_bytes=0; on TPUs, which do not start and end sums apart,
@@ -21,15 +24,23 @@ import os
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from jaxpar.base.axes import STAGE
 from jaxpar.base.files import cache_folder
 
 _OF_STAGES = {"gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}}
+_ALONE: dict[str, Any] = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
 
 
-def compiler_options(platform: str, num_stages: int) -> dict[str, int]:
-    """For `jax.jit`, of a training or evaluation step on a mesh of so many stages."""
-    return _not_in_flags(_OF_STAGES.get(platform, {}) if num_stages > 1 else {})
+def compiler_options(mesh: Mesh, *, has_kernels: bool) -> dict[str, Any]:
+    """For `jax.jit`, of a training or evaluation step.
+
+    Args:
+      has_kernels: whether kernels that fill a GPU run in it.
+    """
+    of_stages = _OF_STAGES.get(mesh.devices.flat[0].platform, {}) if mesh.shape[STAGE] > 1 else {}
+    return _not_in_flags(of_stages) | (_ALONE if has_kernels and mesh.size > 1 else {})
 
 
 def options_to_draw(platform: str) -> dict[str, int]:

@@ -22,9 +22,18 @@ tiles of both factors of the product into a ring of slots in shared memory (TMA)
 change, so it copies them before it waits for h_t. `full` barriers tell the others that a tile is there.
 `empty` barriers tell the loader that a slot is free.
 
-Deadlock: each block waits for all others, so all must run at once. The plan has at most as many blocks as the
-GPU has multiprocessors, and each block fills one. Nothing else may hold a multiprocessor and wait for this
-device meanwhile, such as a collective that waits for another GPU. So the kernels are for one device.
+Why this cannot deadlock. Each block waits for all others, so all must run at once. A plan has at most as
+many blocks as the GPU has multiprocessors, and each block fills one. So a kernel ends unless something else
+holds a multiprocessor and itself waits. Only two things would:
+
+  a collective    It waits for another device. On several devices XLA is told to run none beside other work
+                  (`base.compiler`). Then a device runs kernels and collectives one after another, all devices
+                  in the same order: each kernel ends, so each device comes to each collective.
+  such a kernel   of the same program, beside it. XLA runs kernels one after another. More rows than fit take
+                  one kernel after another too.
+
+Programs that `jax.jit` compiles without that option get no kernels on several devices: only `Processor.of`
+within a `shard_map` of jaxpar's offers them. Do not let two processes share a GPU.
 """
 
 import dataclasses
@@ -47,7 +56,7 @@ from jaxpar.base.types import Arrays, Carry, DType
 
 GATES = range(4)
 ROWS = 64  # of a warpgroup: the height of its matrix instruction
-MAX_ROWS = 128
+MAX_ROWS = 256  # of a layer; a kernel takes half of them
 _SHARED_BYTES = 226 * 1024  # of a block, at most; the barriers take the rest
 _REGISTERS = {
     1: 232,
@@ -60,7 +69,7 @@ class Plan:
     """How a layer is divided among blocks.
 
     Attributes:
-      rows: B, a multiple of 64.
+      rows: B of a kernel, 64 or 128; more rows of a layer are divided among kernels.
       width: H, a multiple of 64.
       units: U.
       tile: bytes in a row of a tile, in units of 128.
@@ -75,14 +84,14 @@ class Plan:
 
     @classmethod
     def of(cls, rows: int, width: int, dtype: DType, cores: int) -> "Plan | None":
-        """The plan for a layer, whose rows and units are padded to multiples of 64; None if there is none.
+        """The plan for a layer, whose rows and units are padded; None if there is none.
 
         Args:
           cores: number of multiprocessors of the GPU.
         """
-        B, H = (-(-size // ROWS) * ROWS for size in (rows, width))
+        B, H = (-(-size // ROWS) * ROWS for size in (min(rows, MAX_ROWS // 2), width))
         itemsize = jnp.dtype(dtype).itemsize
-        if B > MAX_ROWS or jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        if rows > MAX_ROWS or jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
             return None
         for more, units in itertools.product(range(0, 3 * ROWS, ROWS), (8, 16, 24)):
             wide = H + more
@@ -370,6 +379,34 @@ def _compute_forward(kernel: _Kernel, r: Any, T: int) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
+def _in_parts(*axes: int | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For more rows than a kernel has: one kernel after another, each for some of them.
+
+    Args:
+      axes: that of the rows of each argument after the plan; None has none. Results: 1 where there is time.
+    """
+
+    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def run_all(plan: Plan, *args: Any) -> Any:
+            found = []
+            for start in range(0, args[0].shape[1], plan.rows):
+                rows = slice(start, start + plan.rows)
+                of_axis = {None: (...,), 0: (rows,), 1: (slice(None), rows)}
+                part = [
+                    jax.tree.map(lambda a, own=of_axis[axis]: a[own], arg)
+                    for arg, axis in zip(args, axes, strict=False)
+                ]
+                part, found = lax.optimization_barrier((part, found)) if found else (part, found)
+                found.append(run(plan, *part))
+            return jax.tree.map(lambda *own: jnp.concatenate(own, int(own[0].ndim > 2)), *found)
+
+        return run_all
+
+    return decorate
+
+
+@_in_parts(1, None, None, 0, 1, 0)
 def forward(
     plan: Plan,
     zx_TB4H: jax.Array,
@@ -541,6 +578,7 @@ def _compute_backward(kernel: _Kernel, r: Any, T: int) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
+@_in_parts(1, 1, 1, 0, None, 0, 1, 0)
 def backward(
     plan: Plan,
     dy_TBH: jax.Array,

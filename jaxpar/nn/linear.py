@@ -41,13 +41,23 @@ class Linear(nnx.Module):
         return matmul(x, self.kernel[...]) + jnp.expand_dims(self.bias[...], range(x.ndim - 1))
 
 
-def matmul(x: jax.Array, kernel_IO: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+def matmul(
+    x: jax.Array,
+    kernel_IO: jax.Array,
+    dtype: jnp.dtype | None = None,
+    *,
+    rounds_gradient: bool = False,
+) -> jax.Array:
     """`x @ kernel` in `dtype` (None: that of x), accumulated and returned in float32.
 
     The gradient of x has x's dtype. Where devices hold parts of the kernel and add what each of them finds
     for x, a float32 x and a narrower `dtype` round the sum alone, not every part of it.
+
+    Args:
+      rounds_gradient: multiply in `dtype` in the backward pass as well, of the rounded gradient.
     """
-    how = _How(1, x.dtype if dtype is None else dtype, jnp.dtype(jnp.float32), None)
+    dtype = x.dtype if dtype is None else dtype
+    how = _How(1, dtype, jnp.dtype(jnp.float32), None, rounds_gradient)
     return _product(how, *vary_like((x, kernel_IO), (x, kernel_IO)))
 
 
@@ -85,12 +95,16 @@ def dot_general(
 
 
 class _How(NamedTuple):
-    """Of a product: dims that are summed over, dtypes of what is multiplied and of what comes out."""
+    """Of a product: dims that are summed over, dtypes of what is multiplied and of what comes out.
+
+    `rounds_gradient`: as of `matmul`.
+    """
 
     num_summed: int
     dtype: jnp.dtype
     out: jnp.dtype
     precision: Precision
+    rounds_gradient: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -108,6 +122,7 @@ def _product_bwd(how: _How, saved, dy: jax.Array):
     """Of rounded values, but the rounding itself counts as the identity."""
     # A gradient has the type of what it is of: over which axes parts are added was told before.
     x, kernel = saved
+    dy = dy.astype(how.dtype) if how.rounds_gradient else dy
     outs = kernel.ndim - how.num_summed
     dims = (range(dy.ndim - outs, dy.ndim), range(how.num_summed, kernel.ndim))
     dx = dot(dy, kernel.astype(how.dtype), dims, how.precision, wide(how.dtype))

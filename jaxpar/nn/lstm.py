@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 
-from jaxpar.base.at import LayerContext
-from jaxpar.base.axes import BATCH, HIDDEN
+from jaxpar.base.at import LayerContext, kernel_cores
+from jaxpar.base.axes import BATCH, HIDDEN, TENSOR
 from jaxpar.base.checks import require
 from jaxpar.base.trees import vary_like
 from jaxpar.base.types import Arrays, Carry, Dims
@@ -32,6 +34,8 @@ from jaxpar.nn.resets import begin_anew
 if TYPE_CHECKING:  # an import of Pallas takes a while, and only some GPUs need it
     from jaxpar.nn.fused_lstm import Plan
 
+# Names of precisions of matmuls in which a GPU may round float32 to TF32, as the kernels do.
+_ROUNDED = (None, "default", "fastest", "high", "bfloat16", "bfloat16_3x", "tensorfloat32")
 # Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
 _IS_TANH_4 = np.array([0, 0, 1, 0], np.float32)
 
@@ -238,8 +242,8 @@ class LSTM(ForgetGate):
         Args:
           width: H, of state and outputs.
           learn_initial: learn the state that sequences begin with; otherwise it is zeros.
-          fused: take all time steps in one GPU kernel each way, on one GPU like H100 with JAX 0.12 or later
-            (`fused_lstm`); elsewhere nothing changes.
+          fused: take all time steps in one GPU kernel each way, on GPUs like H100 with JAX 0.12 or later
+            (`fused_lstm`). Elsewhere nothing changes. With several GPUs, no transfer overlaps other work.
           options: `rngs`, `inputs`, `num_heads`, `init`, `dropout` and `forget_bias`, as of every
             `ForgetGate`.
         """
@@ -273,11 +277,18 @@ class LSTM(ForgetGate):
         if not (self.fused and cores and self.num_heads == 1):
             return None
         config: Any = jax.config
-        if config.jax_default_matmul_precision in ("highest", "float32"):
+        if config.jax_default_matmul_precision not in _ROUNDED:
             return None
         from jaxpar.nn.fused_lstm import Plan
 
         return Plan.of(x_TBH.shape[1], self.width, x_TBH.dtype, cores)
+
+
+def has_kernels(model: nnx.Module, mesh: Mesh) -> bool:
+    """Whether the kernels of `fused_lstm` may run in a program of a model."""
+    can_run = kernel_cores(mesh) > 0 and mesh.shape[TENSOR] == 1
+    layers = (node for _, node in nnx.iter_graph(model) if isinstance(node, LSTM))
+    return can_run and any(layer.fused for layer in layers)
 
 
 def extend(x: jax.Array, width: int) -> jax.Array:

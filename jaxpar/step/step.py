@@ -23,6 +23,7 @@ from jaxpar.data.batches import check_numbers, owned
 from jaxpar.mesh import release_freed_memory
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.model import Sums, describe_value, mean_loss
+from jaxpar.nn.lstm import has_kernels
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.sharding import constrain, shardings
 from jaxpar.step.custom_backward import check_custom_backward
@@ -85,7 +86,8 @@ class CompiledStep:
           numbers: what else it computes with. Steps that differ in them alone are one program.
         """
         self._parts, self._backward, self._numbers = parts, backward, numbers
-        options = compiler_options(parts.facts.platform, parts.partition.parallel.mesh.stage)
+        [mesh] = {place.mesh for place in jax.tree.leaves(jit_options["out_shardings"])}
+        options = compiler_options(mesh, has_kernels=has_kernels(parts.facts.model, mesh))
         self._jitted = jax.jit(step, compiler_options=options, **jit_options)
 
     def __call__(self, state: TrainState, batch: Batch) -> Arrays:

@@ -138,6 +138,7 @@ def linear_cross_entropy(
     targets_TB: jax.Array,
     *,
     max_logits: int,
+    rounds_gradient: bool = False,
 ) -> Sums:
     """`cross_entropy(y @ kernel + bias, targets)` that never holds the logits of all time steps.
 
@@ -150,24 +151,30 @@ def linear_cross_entropy(
       kernel_HV, bias_V: float32; V may be split by the compiler.
       targets_TB: int32.
       max_logits: how many are computed at once; at least those of `MIN_ROWS` rows.
+      rounds_gradient: of the logits, as of `matmul`.
     """
     num_chunks, y_TBH, targets_TB = _padded(y_TBH, targets_TB, kernel_HV.shape[1], max_logits)
-    nll: Arrays = _linear_nll(num_chunks, y_TBH, kernel_HV, bias_V, targets_TB)
+    how = num_chunks, rounds_gradient
+    nll: Arrays = _linear_nll(how, y_TBH, kernel_HV, bias_V, targets_TB)
     return Sums(nll, jnp.sum(targets_TB != IGNORE, dtype=jnp.float32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear_nll(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB) -> jax.Array:
+def _linear_nll(how: tuple[int, bool], y_TBH, kernel_HV, bias_V, targets_TB) -> jax.Array:
+    num_chunks, rounds_gradient = how
+
     def step(nll, chunk):
         y_tBH, targets_tB = chunk
-        return nll + _nll_of_chunk(y_tBH, kernel_HV, bias_V, targets_tB), None
+        return nll + _nll_of_chunk(rounds_gradient, y_tBH, kernel_HV, bias_V, targets_tB), None
 
     chunks = _cut(num_chunks, y_TBH, targets_TB)
     return lax.scan(step, vary_like(jnp.float32(0), y_TBH), chunks)[0]
 
 
-def _linear_nll_fwd(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB):
-    nll_and_grads = jax.value_and_grad(_nll_of_chunk, (0, 1, 2))
+def _linear_nll_fwd(how: tuple[int, bool], y_TBH, kernel_HV, bias_V, targets_TB):
+    num_chunks, rounds_gradient = how
+    of_chunk = functools.partial(_nll_of_chunk, rounds_gradient)
+    nll_and_grads = jax.value_and_grad(of_chunk, (0, 1, 2))
 
     def step(totals, chunk):
         y_tBH, targets_tB = transposable(chunk[0]), chunk[1]
@@ -179,7 +186,7 @@ def _linear_nll_fwd(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB):
     return loss, (dy.reshape(y_TBH.shape), *grads)
 
 
-def _linear_nll_bwd(num_chunks: int, grads, d_nll: jax.Array):
+def _linear_nll_bwd(_how: tuple[int, bool], grads, d_nll: jax.Array):
     scaled = ((d_nll * grad.astype(jnp.float32)).astype(grad.dtype) for grad in grads)
     return (*scaled, None)
 
@@ -187,12 +194,13 @@ def _linear_nll_bwd(num_chunks: int, grads, d_nll: jax.Array):
 _linear_nll.defvjp(_linear_nll_fwd, _linear_nll_bwd)
 
 
-def _nll_of_chunk(y_tBH: jax.Array, kernel_HV, bias_V, targets_tB) -> jax.Array:
-    return cross_entropy(_logits(y_tBH, kernel_HV, bias_V), targets_tB).loss
+def _nll_of_chunk(rounds_gradient: bool, y_tBH, kernel_HV, bias_V, targets_tB) -> jax.Array:
+    logits_tBV = _logits(y_tBH, kernel_HV, bias_V, rounds_gradient=rounds_gradient)
+    return cross_entropy(logits_tBV, targets_tB).loss
 
 
-def _logits(y_tBH: jax.Array, kernel_HV, bias_V) -> jax.Array:
-    return matmul(y_tBH, kernel_HV) + bias_V[None, None]
+def _logits(y_tBH: jax.Array, kernel_HV, bias_V, *, rounds_gradient: bool = False) -> jax.Array:
+    return matmul(y_tBH, kernel_HV, rounds_gradient=rounds_gradient) + bias_V[None, None]
 
 
 def _padded(

@@ -104,11 +104,13 @@ class LanguageModel(nnx.Module):
         """Negative log-likelihood of the targets, and how many there are."""
         y_TBH, most = dropout(self._normed(y_TBH), self.dropout, at), loss.logits_at_once(at)
         targets_TB = jnp.asarray(batch.targets_BT)
-        return loss.linear_cross_entropy(y_TBH, *self._head(), targets_TB, max_logits=most)
+        how = {"max_logits": most, "rounds_gradient": at.on_gpu}
+        return loss.linear_cross_entropy(y_TBH, *self._head(), targets_TB, **how)
 
     def last_part(self, y_TBH: jax.Array, batch: Batch, at: LayerContext) -> Sums:
         """`last` on every stage with its part of the vocabulary."""
-        logits_TBV = self._logits_part(dropout(self._normed(y_TBH), self.dropout, at))
+        y_TBH = dropout(self._normed(y_TBH), self.dropout, at)
+        logits_TBV = self._logits_part(y_TBH, rounds_gradient=at.on_gpu)
         return loss.cross_entropy(logits_TBV, jnp.asarray(batch.targets_BT), manual_axis=STAGE)
 
     def predict(self, y_TBH: jax.Array, batch: Batch, at: LayerContext) -> dict[str, jax.Array]:
@@ -134,10 +136,11 @@ class LanguageModel(nnx.Module):
         """y with a norm where it is a sum of what blocks add."""
         return rms_norm(y) if self.has_blocks else y
 
-    def _logits_part(self, y_TBH: jax.Array) -> jax.Array:
+    def _logits_part(self, y_TBH: jax.Array, *, rounds_gradient: bool = False) -> jax.Array:
         """Those of this stage's part of the vocabulary."""
-        kernel_HV, bias_V = self._head(STAGE)
-        return matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
+        (kernel_HV, bias_V), dtype = self._head(STAGE), jnp.dtype(self.dtype)
+        logits_TBV = matmul(y_TBH, kernel_HV, dtype, rounds_gradient=rounds_gradient)
+        return logits_TBV + bias_V[None, None]
 
     @jax.named_scope("head")
     def logits(self, y: jax.Array) -> jax.Array:

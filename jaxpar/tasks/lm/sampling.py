@@ -21,6 +21,7 @@ from jaxpar.base.compiler import compiler_options
 from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.data.order import check_at_least
+from jaxpar.nn.lstm import has_kernels
 from jaxpar.partition.by_layer import by_layer, from_layers
 from jaxpar.partition.partition import Partition
 from jaxpar.step.forward import full_table, make_forward
@@ -132,7 +133,8 @@ def _make_sampler(setup: Setup, num_steps: int) -> jax.stages.Compiled:
         places = jnp.arange(num_steps, dtype=jnp.int32)
         return lax.scan(step, (carry, given_TB[0]), (places, given_TB))[1]
 
-    options = compiler_options(setup.facts.platform, setup.parallel.mesh.stage)
+    kernels = has_kernels(setup.facts.model, setup.mesh)
+    options = compiler_options(setup.mesh, has_kernels=kernels)
     everywhere, state = NamedSharding(setup.mesh, P()), abstract_state(setup)
     given_TB = jax.ShapeDtypeStruct((num_steps, setup.facts.batch_size), jnp.int32)
     jitted = jax.jit(run, compiler_options=options, out_shardings=everywhere)
