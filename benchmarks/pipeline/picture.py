@@ -2,9 +2,9 @@
 
     python -m benchmarks.pipeline.picture -o docs/memory.svg
 
-The numbers are those of `memory.csv`: MiB of temporary memory per device, as$
-`benchmarks.pipeline.memory` prints them (8 layers of 256 on 4 stages, 8 rows a microbatch, 64 steps in 4 chunks;
-jax 0.10.1). Needs the extra `plot`.
+The numbers are those of `memory.csv`: MiB of temporary memory per device, as `benchmarks.pipeline.memory`
+prints them (8 layers of 256 on 4 stages, 8 rows a microbatch, 64 steps in 4 chunks; jax 0.10.1).
+Needs the extra `plot`.
 """
 
 import argparse
