@@ -308,7 +308,7 @@ HELP = {
     (): ["train TASK", "evaluate", "TASK is lm (a language model)", "COMMAND --help"],
     ("train",): ["train TASK [-h]", "--mesh SHAPE", "--train.num-steps INT", "TASK is lm", "train lm --help"],
     ("train", "lm"): [
-        "train lm [-h]", "--hidden-size INT units of each layer. (default: 192)", "--mesh SHAPE",
+        "train lm [-h]", "--hidden-size INT Hidden size of each layer. (default: 192)", "--mesh SHAPE",
         "--optimizer.learning-rate FLOAT", "--pipeline.num-chunks INT", "--fsdp", "--devices",
     ],
     ("train", "--resume"): ["train TASK"],

@@ -252,7 +252,7 @@ def test_the_help_names_all_kinds_and_shows_what_works(capsys):
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for kind in (*PICTURES, *PICTURES_OF_RUNS):
         assert f'"{kind}"' in text
-    [shapes] = re.findall(r"meshes to compare, such as ([^;]*);", text)
+    [shapes] = re.findall(r"Meshes to compare in memory and bytes, such as ([^.]*)\.", text)
     facts = ModelFacts.of(LM().resolve())
     for shape in shapes.split():
         assert Partition(facts, Parallel.of(shape, LM.parallel)).parallel.mesh.num_devices == 8

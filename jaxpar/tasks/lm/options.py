@@ -1,4 +1,4 @@
-"""The options of a language model's task, and what follows from them for its model and its weights."""
+"""The options of the language model task, and properties of the model that follow from them."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
