@@ -75,7 +75,7 @@ class PipelineConfig:
         )
         require(
             self.remat_keeps != "carries" or num_segments(self.num_chunks) > 1,
-            f"num_chunks={self.num_chunks} with remat_keeps='carries' has no segments of two chunks\n"
+            f"num_chunks={self.num_chunks} with remat_keeps='carries' cannot be split into segments\n"
             f"Fix: use num_chunks=4, 16, 64 or 256.",
         )
         require(
@@ -88,7 +88,7 @@ class PipelineConfig:
             object.__setattr__(self, "placement", str(named))
             require(
                 self.head in ("auto", "last" if named.has_last else "sharded"),
-                f"head={self.head!r} with placement={self.placement!r}, which decides it\n"
+                f"head={self.head!r} contradicts placement={self.placement!r}, which places the head\n"
                 f"Fix: use head='auto'.",
             )
 
@@ -140,7 +140,7 @@ class Parallel:
         fixed = self.pipeline.placement == "even" or self.pipeline.named_placement
         require(
             self.speeds is None or not fixed,
-            f"speeds={self.speeds} with placement={self.pipeline.placement!r}, which does not go by them\n"
+            f"speeds={self.speeds} has no effect with placement={self.pipeline.placement!r}\n"
             f"Fix: use placement='balanced', or leave out speeds.",
         )
 
@@ -248,7 +248,7 @@ class Parallel:
         is_asked = self.fsdp or self.update == "sharded"
         require(
             not is_asked or self.mesh.data != 1 or {*self.mesh.sizes.values()} == {1},
-            f"{asked} splits over data, and mesh {short_name(self.mesh)} has data=1\n"
+            f"{asked} shards over data-parallel groups, but mesh {short_name(self.mesh)} has data=1\n"
             f"Fix: use a mesh such as dp2, or leave it out.",
         )
 
@@ -386,7 +386,7 @@ class TrainConfig:
         require_not_negative(self, "checkpoint_every", "checkpoint_minutes")
         require(
             self.eval_every > 0 or self.patience == 0,
-            f"patience={self.patience} needs validations during the run, and eval_every=0 has none\n"
+            f"patience={self.patience} needs validations during the run, but eval_every=0 has none\n"
             f"Fix: set eval_every.",
         )
         require(0 <= self.seed < 2**32, f"seed={self.seed}\nFix: use one from 0 to {2**32 - 1}.")

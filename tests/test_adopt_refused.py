@@ -392,7 +392,7 @@ REFUSED = {
     "shared": (Adopted(SharedBetween), "blocks 1 and 2 share up.kernel", "of its own"),
     "shared outside": (
         Adopted(SharedOutside),
-        "norm.scale of block 3 is used outside of it",
+        "norm.scale of block 3 is also used outside the block",
         "of its own",
     ),
     "one block": (Adopted(SameBlock), "blocks 0 and 1 share", "of its own"),
@@ -404,16 +404,16 @@ REFUSED = {
     "integers of a block": (
         Adopted(Counting),
         "goes to block 1",
-        "make it within the block that needs it",
+        "compute it in the block that needs it",
     ),
     "integers of parameters": (
         Adopted(Routed),
         "goes to block 0 ({integers of parameters})",
-        "make it within the block that needs it",
+        "compute it in the block that needs it",
     ),
     "given rngs": (
         Adopted(GivenRngs),
-        "block 0 is given an Rngs ({given rngs})",
+        "block 0 receives an Rngs ({given rngs})",
         "nnx.Dropout(rate, rngs=rngs)",
     ),
     "not called": (Adopted(Uncalled), "block 3 of 4 is never called", ONCE),
@@ -432,7 +432,7 @@ REFUSED = {
     ),
     "path to a layer": (
         Adopted(Text, "norm"),
-        "no nnx.scan goes over the 8 stacked blocks",
+        "no nnx.scan runs over the 8 stacked blocks",
         "name a list of blocks in layers",
     ),
     "path to an array": (Adopted(Text, "pos"), "a Param has no such blocks", "use the path of"),
@@ -441,7 +441,7 @@ REFUSED = {
     "nothing of a list": (Adopted(Text, "blocks[4:]"), "has no such blocks", "use the path of"),
     "list with others": (
         Unweighted(models.AsSequential, "net", loss_of=of_tokens),
-        "block 0 is given the batch alone",
+        "block 0 receives only the batch",
         "layers='net[1:]'",
     ),
     "changed in a block": (
@@ -461,12 +461,12 @@ REFUSED = {
     "draws in evaluation": (
         Adopted(Noisy),
         "block 0 of the model Noisy draws random numbers in evaluation",
-        "draw in training alone",
+        "draw only in training",
     ),
     "dims": (
         Adopted(Text, by_path=(("blocks.*.down.kernel", (None, "tensor")),)),
         "dims of blocks.*.down.kernel match no parameter",
-        "use such names",
+        "use names of its parameters",
     ),
     "too many dims": (
         Adopted(Text, by_path=(("blocks.*.up.bias", (None, "tensor")),)),
@@ -495,12 +495,12 @@ REFUSED = {
     ),
     "outputs of a loop": (
         Adopted(StackedOutputs),
-        "the loop over stacked blocks ({outputs of each}) gives an output of each block",
-        "let the loop give",
+        "the loop over stacked blocks ({outputs of each}) returns an output of each block",
+        "return only what the next block receives",
     ),
     "no loop": (
         Adopted(StackedUnused),
-        "no nnx.scan goes over the 4 stacked blocks",
+        "no nnx.scan runs over the 4 stacked blocks",
         "by nnx.scan",
     ),
     "mean": (

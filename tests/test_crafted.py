@@ -313,7 +313,7 @@ def model_of_one_terabyte():
     change_arrays(change)
 
 
-DAMAGED = "holds no whole checkpoint; 2"
+DAMAGED = "holds no complete checkpoint; 2"
 UNKNOWN = rf"{DAMAGED}: checkpoint\.json is not what was written"
 CHECKPOINTS = {
     "a task that is a number": (described(task=3), UNKNOWN),

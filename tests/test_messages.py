@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jaxpar
+from jaxpar.step.independence import _ROWS_MIX
 
 PACKAGE = Path(jaxpar.__file__).parent
 MOST_WORDS = 40
@@ -55,3 +56,13 @@ def test_messages_have_at_most_40_words():
 def test_messages_to_users_say_what_to_do():
     silent = [where for where, text in MESSAGES if "Fix: " not in text and text not in FACTS]
     assert silent == []
+
+
+def test_headings_named_by_messages_are_on_the_page_on_troubleshooting():
+    calls = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    named = [c.args[0] for c in calls if isinstance(c, ast.Call) and ast.unparse(c.func) == "see"]
+    literal = {node.value for node in named if isinstance(node, ast.Constant)} | {_ROWS_MIX}
+    assert len(literal) > 8
+    page = PACKAGE.parent / "docs/help/troubleshooting.md"
+    headings = {line.lstrip("# ") for line in page.read_text().splitlines() if line[:1] == "#"}
+    assert literal - headings == set()

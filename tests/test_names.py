@@ -212,9 +212,9 @@ def test_metrics_that_are_named_as_other_numbers_of_a_run_are_refused(name, tmp_
 
 
 def test_two_metrics_that_are_written_under_one_name_are_refused():
-    with pytest.raises(ValueError, match="gives a metric 'a_b', and another number"):
+    with pytest.raises(ValueError, match="gives a metric 'a_b', but another number"):
         _ = ModelFacts.of(Named(metric_names=("a b", "a_b"))).traces
-    with pytest.raises(ValueError, match="gives a metric 'error', and another number"):
+    with pytest.raises(ValueError, match="gives a metric 'error', but another number"):
         check_reported(Named(), 1.0, {"loss": 1.0, "error": 2.0}, ["error"])  # of the baseline
 
 
@@ -315,5 +315,5 @@ def test_a_name_that_is_almost_an_optional_one_is_refused(owner, name, value, me
 
     task.make_model = make_model
     report = of(jaxpar.Report, "report")()
-    with pytest.raises(ValueError, match=f" has {name}, which .*\nFix: call it {meant},"):
+    with pytest.raises(ValueError, match=f" has {name}, which .*\nFix: rename it to {meant},"):
         jaxpar.fit(task(), "dp1", TrainConfig(1), report=report)

@@ -115,7 +115,7 @@ def test_a_norm_over_the_batch_is_refused_before_a_file_is_written(tmp_path):
     whole, halves = (loss_on(task, (data, 1, 1), unchecked) for data in (1, 2))
     assert abs(whole - halves) > 1e-3 * whole  # why
     train = TrainConfig(num_steps=2, out_dir=str(tmp_path / "run"))
-    refused = r"^layer layer0 mixes the rows of a batch: where row 0 .* its output changes .*\n.*nnx\.Layer"
+    refused = r"^layer layer0 mixes the rows of a batch: a change in row 0 .* output in other.*\n.*nnx\.Layer"
     for mesh in ((1, 1, 1), (2, 1, 1), (2, 2, 2)):
         with pytest.raises(ValueError, match=refused):
             fit(task, Parallel(on_devices(mesh)), train)
@@ -234,7 +234,7 @@ MIXED = {
     ),
     "a penalty once a call": (
         {"last": last_with(lambda sums, y, batch: sums._replace(loss=sums.loss + 0.1))},
-        r"its loss is .*\n.* such as a penalty",
+        r"its loss is .*\n.* a penalty",
     ),
     "a metric": (
         {"last": last_with(lambda sums, y, batch: sums._replace(metrics={"best": jnp.max(y)}))},
@@ -281,7 +281,7 @@ CHUNKED = {
     "sums": ({"layer": penalty}, "layer layer0 .*: its loss is .* for the window, and .* for its chunks"),
     "first": (
         {"layer": causal, "first": lambda model, batch: plain_first(model, batch)[::-1]},
-        "^`first` gives something else where its window is cut .*: its output is another one",
+        "^`first` gives other numbers when its window is split .*: its output differs",
     ),
     "last": (
         {"layer": causal, "last": lambda model, y, batch: plain_last(model, y[::-1], batch)},
@@ -313,7 +313,7 @@ def heeds_resets(carry, x, at):
 def test_a_layer_whose_state_goes_on_between_sequences_is_told(layer, is_told, caplog):
     check_rows_alone(Setup.of(task_of(layer), ONE).parts)
     said = (
-        "layer layer0 does not heed the batch's 'resets': its state goes on .*at\\.resets says so"
+        "layer layer0 ignores 'resets' of the batch, so its state continues .*at\\.resets is true"
     )
     assert (re.search(said, caplog.text) is not None) == is_told, caplog.text
 
@@ -449,7 +449,7 @@ def test_a_prediction_of_a_whole_window_is_found_where_that_is_cut():
             check_rows_alone(parts, predicts=True)
             continue
         with pytest.raises(
-            ValueError, match=r"`predict` gives .* cut into 2 chunks of time: its output 'y'"
+            ValueError, match=r"`predict` gives .* split into 2 time chunks: its output 'y'"
         ):
             check_rows_alone(parts, predicts=True)
 

@@ -110,7 +110,7 @@ def test_what_training_says_of_speeds():
     assert "work" not in rows
     warning = dict(describe_balance(laid_out(2, (1, 3.0), placement=(4, 4))))["warning"]
     assert warning.startswith("placement=(4, 4): stages wait")
-    assert "a step with placement=(2, 6) would be up to ~1.92 times as fast" in warning
+    assert "up to ~1.92 times as fast with placement=(2, 6)" in warning
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from jaxpar.step.state import TrainState, abstract_state
 from jaxpar.step.step import abstract_batch
 
 _WIDE = (
-    "\nsent: XLA for CPUs sends what is bfloat16 or float16 as float32; a TPU or GPU sends half as many "
-    "bytes for it"
+    "\nsent: on CPUs, XLA sends bfloat16 and float16 as float32; TPUs and GPUs send half as many bytes "
+    "for them"
 )
 
 
@@ -228,7 +228,7 @@ def _with_purposes(memory: Memory, state: TrainState) -> Memory:
         "parameters": device_bytes(state.params),
         "frozen parameters": device_bytes(state.frozen),
         "optimizer state": 0 if state.opt_memory else device_bytes(state.opt_state),
-        "carried state": device_bytes(state.carry),
+        "recurrent state": device_bytes(state.carry),
     }
     purposes["batch and schedule"] = memory.arguments - sum(purposes.values())
     return replace(memory, purposes=purposes)

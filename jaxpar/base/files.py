@@ -251,7 +251,7 @@ def check_path(name: str, path: str | os.PathLike[str], *, of_run: bool = False)
         allowed = "a folder of this machine" + " or gs://BUCKET/FOLDER" * of_run
         raise ValueError(
             f"{name}={text!r} must be {allowed}, got another address\n"
-            f"Fix: mount that storage, and give the folder where it is"
+            f"Fix: mount that storage, and give the mounted folder"
         )
 
 

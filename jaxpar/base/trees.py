@@ -51,7 +51,7 @@ def uneven(batch: Batch) -> str:
     if len({*steps.values()}) < 2:
         return ""
     each = " and ".join(f"{size} time steps ({name})" for name, size in steps.items())
-    return f"arrays of a batch have {each}; those without time belong under {STATIC!r}"
+    return f"arrays of a batch have {each}; put arrays without time under {STATIC!r}"
 
 
 def in_float32(tree: Arrays) -> Arrays:

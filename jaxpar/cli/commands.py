@@ -338,7 +338,7 @@ class Inspect(RunOptions):
         report = compile_step(setup_on(self.settings, machine), machine, runs=False)
         if isinstance(report, str):
             fact = f"the compiler of {machine.name} refuses this step: {report}"
-            raise ValueError(f"{fact}\nFix: use what plan finds, or another machine.")
+            raise ValueError(f"{fact}\nFix: use a layout that plan finds, or another machine.")
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))
         else:

@@ -56,7 +56,9 @@ def read_command(argv: Sequence[str]) -> Command:
         return read_options(command, words, arguments, known=fields)
     spec, note, resumes = _take_word(arguments), "", False
     if spec is None and asks_help(argv):
-        note = f"TASK is {TASKS}. For the options of a task: {' '.join([PROGRAM, *words])} lm --help"
+        note = (
+            f"TASK is {TASKS}. For the options of a task: {' '.join([PROGRAM, *words])} lm --help"
+        )
         words, settings = [*words, "TASK"], default_settings(Task)
     else:
         words += [] if spec is None else [spec]

@@ -138,7 +138,7 @@ def check_variables(what: str, state: nnx.State) -> None:
     for path, leaf in nnx.to_flat_state(state):
         if isinstance(leaf, _CHANGING):
             raise ValueError(
-                f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which its calls change.\n"
+                f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which calls would change.\n"
                 f"Fix: use jaxpar.nn.dropout(x, rate, at), or a norm over features, such as nnx.LayerNorm."
             )
 
@@ -295,8 +295,8 @@ def run_layer(
             for leaf in jax.tree.leaves(tree):
                 require(
                     leaf.shape[dim : dim + 1] == (size,),
-                    f"layer {name} is called for {size} rows (rows_together), and {what} has the shape "
-                    f"{list(leaf.shape)}.\nFix: let dim {dim} be these rows, or say time_major = False in a "
+                    f"layer {name} is called for {size} rows (rows_together), but {what} has the shape "
+                    f"{list(leaf.shape)}.\nFix: let dim {dim} be these rows, or set time_major = False in a "
                     f"model without time.",
                 )
         return after, y, *sums

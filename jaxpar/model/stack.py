@@ -249,7 +249,7 @@ def _look_at(make: Maker) -> _Look:
             require(
                 before.get(name) is not variable,
                 f"a maker of a Stack gives {type(module).__name__}s that share {name}, but each layer may "
-                f"run elsewhere.\nFix: make it in the function, or call it several times in one layer.",
+                f"run on another device.\nFix: make it in the function, or call it many times in one layer.",
             )
         before.update(own)
         return module

@@ -85,7 +85,7 @@ class Recurrence(nnx.Module):
         require_positive(self, "num_heads")
         require(
             num_heads == 1 or "w_h" in self.kernels,
-            f"num_heads={num_heads}: {type(self).__name__} has no recurrent matrix to cut.\n"
+            f"num_heads={num_heads}: {type(self).__name__} has no recurrent matrix to split into heads.\n"
             f"Fix: leave it out, or use LSTM, GRU or SLSTM.",
         )
         check_divides("width", width, {"num_heads": num_heads})

@@ -45,7 +45,7 @@ def suggest_rules(task: Task, mesh: MeshConfig | str) -> SuggestedRules:
     size = (mesh if isinstance(mesh, MeshConfig) else MeshConfig.parse(mesh)).tensor
     require(
         size > 1,
-        f"mesh {mesh} has tensor={size}, which splits nothing.\nFix: use one such as 'tp4'.",
+        f"mesh {mesh} has tensor={size}, so nothing is split.\nFix: use one such as 'tp4'.",
     )
     model = ModelFacts.of(task.resolve()).cut_model
     assert model is not None

@@ -69,8 +69,8 @@ class Drawing:
         for name, v in zip(names, outs, strict=True):
             if isinstance(v, Var) and v in self._drawn:
                 raise ValueError(
-                    f"{name} is drawn at random and is no nnx.Param, so it would be a constant.\n"
-                    f"Fix: write nnx.Param(...), and keep it from training by `frozen`."
+                    f"{name} is random but not an nnx.Param, so it would become a constant.\n"
+                    f"Fix: write nnx.Param(...), and exclude it from training with `frozen`."
                 )
         return dict(zip(names, self._values(outs), strict=True))
 

@@ -64,7 +64,7 @@ class TextRun(LoadedRun):
         num_unknown = int((tokens == self.vocabulary.words.index(UNK)).sum())
         if num_unknown and jax.process_index() == 0:
             _log.warning(
-                "%s of the %s tokens of %s are not in the vocabulary of the run, and are read as %s",
+                "%s of the %s tokens of %s are not in the vocabulary of the run; they are read as %s",
                 f"{num_unknown:,}", f"{len(tokens):,}", data, UNK,
             )  # fmt: skip
         assert isinstance(self.setup.task, LM)

@@ -67,7 +67,7 @@ def sample_tokens(
         check_tokens(prompt, task.num_words or task.known_vocab_size)
     if setup.facts.whole_window:
         raise ValueError(
-            f"layer {setup.facts.whole_window[0]} reads the whole window at once, and text is drawn "
+            f"layer {setup.facts.whole_window[0]} reads the whole window at once, but text is generated "
             f"token by token.\nFix: use layers that carry state from step to step."
         )
     data = setup.parallel.mesh.data

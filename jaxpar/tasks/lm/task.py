@@ -171,7 +171,7 @@ class LM(Options):
         require(
             room is None or found <= room, f"{fact}\nFix: leave it out, or use a smaller max_vocab."
         )
-        fact = f"vocab_size={room} has rows that are not words: corpus {corpus.name!r} has {found}."
+        fact = f"vocab_size={room} has more rows than words: corpus {corpus.name!r} has {found}."
         is_valid = self.num_words is not None or room in (None, found)
         require(is_valid, f"{fact}\nFix: use num_words={found} with it, or leave vocab_size out.")
         return corpus
