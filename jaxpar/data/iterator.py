@@ -174,7 +174,7 @@ class IteratorBatches:
             return arrays
         require(
             next(self._iterator, None) is None,
-            f"batch {number} of the stream has {size} rows; only the last may have fewer than batch_size={B}.\n"
+            f"batch {number} of the stream has {size} rows, but batch_size={B}, and it is not the last.\n"
             f"Fix: leave out smaller batches (drop_remainder, drop_last).",
         )
         return map_arrays(lambda name, a: self._padded(name, a) if a.ndim else a, arrays)

@@ -64,7 +64,6 @@ _ALONE = (
     "(rows_together = 8)",
     "return sums over rows, not means over rows or time steps",
 )
-_ROWS_MIX = "A layer mixes the rows of a batch"  # a heading of the troubleshooting page
 _ROWS_FIRST = (
     "; blocks are [time, rows, ...], so swap these dims around a module that wants rows first"
 )
@@ -180,7 +179,8 @@ class IndependenceCheck(Trial):
                 hint = "" if is_of_loss or not self.parts.facts.time_major else _ROWS_FIRST
                 raise ValueError(
                     f"{part.what} mixes the rows of a batch: a change in row {row} of its input changes its "
-                    f"{name} in other rows.\nFix: {_ALONE[is_of_loss]}{hint}.{see(_ROWS_MIX)}"
+                    f"{name} in other rows.\nFix: {_ALONE[is_of_loss]}{hint}."
+                    f"{see('A layer mixes the rows of a batch')}"
                 )
 
         moved = functools.partial(self.moved, part, inputs, "row")
