@@ -1,4 +1,4 @@
-"""Whether the fields of a frozen dataclass have values of the types that it declares."""
+"""Checks of values and types, and the errors that name what to change."""
 
 import dataclasses
 import difflib

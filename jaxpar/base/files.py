@@ -1,4 +1,4 @@
-"""Files: read as anybody may have made them, and written whole or not at all; and the user's cache folder."""
+"""Files: read whatever their content, written whole or not at all; and the user's cache folder."""
 
 import codecs
 import contextlib

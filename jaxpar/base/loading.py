@@ -1,4 +1,4 @@
-"""Which file of a user's is being run, to find the task in it."""
+"""The user's file that is being loaded to find its task."""
 
 from contextvars import ContextVar
 from pathlib import Path

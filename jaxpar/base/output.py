@@ -1,4 +1,4 @@
-"""What is printed where nobody takes it, which is dropped; and what a reader is told to start."""
+"""Printed output that nobody reads is dropped; and the name of the program."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""Names that mean something to jaxpar: parts of a batch, as fields or keys, and numbers of a run.
+"""Names that have a meaning in jaxpar: parts of a batch, and numbers of a run.
 
 A user's arrays and metrics must not have them by chance: `check_parts` and `check_metrics` look.
 """

@@ -1,4 +1,4 @@
-"""A placement in words, such as "first, 0-2 | 3-5 | 6-7, last": which parts of a model are on which stage.
+"""Placements as text, such as "first, 0-2 | 3-5 | 6-7, last": the parts of a model on each stage.
 
 Between bars stand the parts of a stage, in the order of the data: `first`, what comes before the layers;
 layers by their numbers, from 0; `last`, what comes after them. `first` and `last` are left out where each

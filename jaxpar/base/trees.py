@@ -1,4 +1,4 @@
-"""Trees of arrays: added up, zero, as shapes, compared, and cast to differ over the axes of a `shard_map`."""
+"""Trees of arrays: sums, zeros, shapes, comparisons, and casts over the axes of a `shard_map`."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Batches of what can only be read one after the other: an input pipeline, a generator.
+"""Batches from a stream that can only be read in order, such as an input pipeline or a generator.
 
 Every process reads all of the stream and takes its own rows, so the processes read the same. What is asked
 for again is kept, or read again: from a position that the source has told, or else from the beginning.
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class IteratorBatches:
-    """Batches that an iterator gives, such as one of Grain, Hugging Face's `datasets` or PyTorch.
+    """Batches from an iterator, such as one of Grain, Hugging Face's `datasets` or PyTorch.
 
     In training the stream has as many batches as there are steps; in an evaluation it is read to its end,
     where the last batch may be smaller: it is padded with copies of its first row whose weight is 0. A
@@ -77,12 +77,12 @@ class IteratorBatches:
         return map_arrays(lambda _, leaf: leaf[rows] if leaf.ndim else leaf, self._kept[step])
 
     def keep_from(self, step: int) -> None:
-        """Keeps this batch and those after it, which may be asked for again, instead of the last alone."""
+        """Keeps this batch and later ones for repeated reads, not only the last batch."""
         self._kept_from = step
         self._forget()
 
     def position(self, step: int) -> str | None:
-        """Where the source was before a batch, one that is kept; for `seek`."""
+        """Position of the source before a batch that is kept, for `seek`."""
         return self._positions.get(step)
 
     def seek(self, position: str) -> None:

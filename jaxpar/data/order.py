@@ -1,4 +1,4 @@
-"""Which part of the data a batch holds: drawn from the seed and the epoch, the same in every process.
+"""The rows of each batch: shuffled by the seed and the epoch, the same in every process.
 
 Nothing is kept between batches: a resumed run continues with the batch that it would have had, and every
 process reads only its own rows. Dims: B batch rows, T time steps.

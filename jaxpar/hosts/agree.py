@@ -1,4 +1,4 @@
-"""All processes come to the same place, and hear the same there: one exchange, by JAX's coordinator.
+"""Exchanges between processes: all come to the same place and receive the same result.
 
     process 0    its value, or its error  |  reads all of them, and makes an answer  |  goes on, or raises
     process 1    its value, or its error  |  waits for process 0                     |  goes on, or raises

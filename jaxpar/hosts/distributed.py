@@ -1,4 +1,4 @@
-"""How the processes of one program find each other, and part; see `group` for who they are."""
+"""Joins the processes of a program and ends them together; see `group` for how they are found."""
 
 import contextlib
 import hashlib

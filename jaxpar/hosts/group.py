@@ -1,4 +1,4 @@
-"""Several processes, one program: whether this is one of them, by its environment alone.
+"""The group of processes that this one belongs to, found from its environment variables.
 
 The same command runs under every launcher; the environment says which one it was:
 

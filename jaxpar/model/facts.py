@@ -1,4 +1,4 @@
-"""All that is known of a task's model from shapes, whatever the devices; nothing is made.
+"""All that is known of a task's model from shapes, on any devices; no array is made.
 
 How devices share it is a `partition.Partition`, which is arithmetic on these facts.
 """

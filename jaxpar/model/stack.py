@@ -27,7 +27,7 @@ NO_SLOTS = Slots((), (), (), (), ())
 
 
 class Stack(nnx.Module):
-    """Layers, one after the other; those of equal structure share stacked parameters.
+    """Layers in sequence. Layers of equal structure store their parameters in one stack.
 
     Each *kind* of layer is stored under the name of its class in lower case (or its attribute `kind_name`),
     as a module whose variables have a leading dim `layers`: `stack.gru.w_x` is [layers, ...].

@@ -1,4 +1,4 @@
-"""What is learned: options, and what follows from them. The base class, and how a user's own is found.
+"""The base class of tasks, and how a task is found by its name or file.
 
 Plain data: what needs JAX is imported where it is used.
 """
@@ -39,7 +39,7 @@ FILE_OF_TASK = "jaxpar_task_"  # how the name of the module of a user's file beg
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is learned: derive a frozen dataclass, whose fields are its options.
+    """Base class of tasks: derive a frozen dataclass that makes a model, its data and its optimizer.
 
     A task must have `make_model` and `make_batches`, and either `make_optimizer` or a field
     `optimizer: OptimizerConfig`, unless a loop of your own updates its parameters (`value_and_grad`). The
@@ -77,12 +77,12 @@ class Task:
 
     @property
     def name(self) -> str:
-        """What people call it: the name of the class."""
+        """Name of the task: the name of its class."""
         return type(self).__name__
 
     @property
     def rules(self) -> "Rules":
-        """From the names of dims to axes of the mesh."""
+        """Rules that map the names of dims to axes of the mesh."""
         from jaxpar.sharding import RULES
 
         return RULES
@@ -94,12 +94,12 @@ class Task:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether it says how it is trained: `fit` and `make_train_step` need that."""
+        """Whether it has an optimizer, which `fit` and `make_train_step` need."""
         return hasattr(self, "optimizer") or self.has_own_optimizer
 
     @property
     def has_own_optimizer(self) -> bool:
-        """Whether it has a `make_optimizer` of its own, which need not use a field `optimizer`."""
+        """Whether it has its own `make_optimizer`, which need not use a field `optimizer`."""
         return type(self).make_optimizer is not Task.make_optimizer
 
     @property
@@ -109,7 +109,7 @@ class Task:
 
     @property
     def evaluates_others(self) -> bool:
-        """Whether it evaluates other parameters than it trains; see `evaluated_params`."""
+        """Whether it evaluates parameters other than those it trains; see `evaluated_params`."""
         return type(self).evaluated_params is not Task.evaluated_params
 
     @property

@@ -1,4 +1,4 @@
-"""What recurrent layers have in common: their constructors, and a state of h, one vector per row.
+"""The base of recurrent layers whose state is one vector per row: constructors and initial state.
 
 With N heads (Beck et al. 2024, arXiv:2405.04517, section 2.2) a recurrent matrix is N blocks on a diagonal:
 a unit sees the state of the D = H / N units of its own head. Where `tensor` splits heads, no time step waits

@@ -1,4 +1,4 @@
-"""A state without its mesh: arrays by name, stacked layers in order, as it is stored and compared.
+"""A state independent of its mesh: arrays by name, stacked layers in order.
 
     slots of (1, 2)             by layer            slots of (3,)
     0  -  |  1  2       -->     0  1  2     -->     0  1  2

@@ -1,4 +1,4 @@
-"""Which variables of a model are in pools, and which in stacks: arithmetic on a partition."""
+"""Decides which variables of a model are stored in pools and which in stacks."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""How devices share a task's model: arithmetic on its facts and on a `Parallel`; nothing is made.
+"""The division of a task's model over devices, computed from its facts and a `Parallel`.
 
 The facts say what the model is, a `Parallel` how devices share the work. A partition says on which stage each
 layer is, which rules split its arrays, and which sizes follow.

@@ -1,4 +1,4 @@
-"""Which device has what, as a table of any number of dims: a mesh, or the shards of an array."""
+"""The devices of a mesh, or the shards of an array, as a table."""
 
 import html
 import itertools

@@ -1,4 +1,4 @@
-"""A measured step as a picture: on each stage what was predicted, and what it did."""
+"""A measured step as a picture: the predicted and the measured times of each stage."""
 
 from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""Four ways to share a step: a chart that plays by itself, and a table."""
+"""Four kinds of parallelism for one step: an animated chart, and a table."""
 
 import textwrap
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A schedule as a picture: a row a stage, units coloured by microbatch.
+"""A schedule as a picture: one row per stage, units colored by microbatch.
 
 Units are drawn as wide as `Schedule.bubble` counts them: the share of grey is the bubble.
 """

@@ -1,4 +1,4 @@
-"""The layout of a run whose devices are not those it was made for: some are gone, or there are more."""
+"""Chooses a layout for a run whose devices have changed."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ from jaxpar.planning.search import describe, divisors, rank
 def fit_devices(
     task: Task, parallel: Parallel, train: TrainConfig, *, keep: bool = True
 ) -> tuple[Parallel, str]:
-    """The layout that was asked for, if its mesh fits the devices that there are; else another one.
+    """Returns the given layout if its mesh fits the available devices, or else another layout.
 
     Losses are the same on all of them. Arithmetic alone chooses, by the data sheet of such devices, so all
     processes choose alike. With `keep` it splits layers over `tensor` only if that was asked for, into a

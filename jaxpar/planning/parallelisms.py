@@ -1,4 +1,4 @@
-"""One model's step, shared in four ways: what each device holds and sends, and an estimate of its time.
+"""One step under four kinds of parallelism: storage and communication per device, and time.
 
 Bytes sent and memory are those of the compiled programs. Where none can be compiled, they are not known.
 """
@@ -75,7 +75,7 @@ class Parallelism(NamedTuple):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Parallelisms(Printed):
-    """Four ways to share a step of one task; `print` it, or read its attributes.
+    """A step of one task under four kinds of parallelism. Print it, or read its attributes.
 
     Attributes:
       task: whose step it is, with its sizes.
@@ -98,7 +98,7 @@ def compare_parallelisms(
     train: TrainConfig | None = None,
     machine: Machine | str | None = None,
 ) -> Parallelisms:
-    """Data, tensor, model and pipeline parallelism of a task's training step on so many devices.
+    """Compares data, tensor, model and pipeline parallelism for a task's training step.
 
     Each of the four is compiled for the machine, from shapes; nothing is run. Model parallelism is layers on
     devices, through which the batch goes in one piece.

@@ -52,7 +52,7 @@ class Ranking(Printed):
 
     @classmethod
     def of(cls, machine: Machine, costs: Sequence[StepCost]) -> "Ranking":
-        """Of layouts in any order."""
+        """Makes a ranking of layouts in any order."""
         by_time = sorted(costs, key=lambda c: (not c.measured, c.program is None, c.seconds))
         by_size = sorted(costs, key=lambda c: (not c.memory_bytes, c.memory_bytes or c.least_bytes))
         fitting = tuple(cost for cost in by_time if cost.fits)
@@ -60,7 +60,7 @@ class Ranking(Printed):
 
     @property
     def best(self) -> StepCost:
-        """The first.
+        """The first layout.
 
         Raises:
           ValueError: none fits.

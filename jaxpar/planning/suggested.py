@@ -1,4 +1,4 @@
-"""Rules that split a Flax model over `tensor`, proposed."""
+"""Proposes rules that shard a Flax model over `tensor`."""
 
 from jaxpar.base.checks import require
 from jaxpar.base.types import Dims

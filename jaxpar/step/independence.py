@@ -1,4 +1,4 @@
-"""Whether a model gives the same numbers however a batch is cut: its parts are run on few rows, and compared.
+"""Checks that a model gives the same numbers however a batch is split, by runs on a few rows.
 
 A step gives each device, and each microbatch, some of the rows, and each chunk of time some of the steps.
 Some models would give another loss on every mesh then, and no error: those that mix rows, as a norm by the

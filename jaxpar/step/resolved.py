@@ -1,4 +1,4 @@
-"""A task on devices, with everything filled in that was left open."""
+"""A task with its layout resolved on devices."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The one way from a task to its state and its compiled steps."""
+"""A task on a mesh: the one way to its state and its compiled steps."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The state of a training run, born sharded: abstract first, then initialised where it will live."""
+"""The state of a training run, initialized in shards on its devices."""
 
 import dataclasses
 import functools

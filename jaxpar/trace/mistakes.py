@@ -1,4 +1,4 @@
-"""What a part of a model cannot do where it is traced, in words: with its name, its line, and what to use."""
+"""Messages for things that a part of a model cannot do: with its name, its line and a remedy."""
 
 import itertools
 import re

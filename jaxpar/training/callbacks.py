@@ -1,4 +1,4 @@
-"""Callbacks, which receive what happens in a run: the console, trackers of experiments, and your own.
+"""Callbacks, which receive the events of a run: the console, experiment trackers, and your own.
 
 Trackers name numbers after their split, as `train/loss` and `valid/loss`. A resumed run keeps its name. If it
 repeats steps after a crash, it gives the same numbers again.

@@ -135,7 +135,7 @@ def fit(
     report: Report | Sequence[Report] | None = None,
     quiet: bool = False,
 ) -> FitResult:
-    """Trains the model of a task, and evaluates it.
+    """Trains and evaluates the model of a task.
 
     SIGINT (Ctrl-C, or a notebook's stop button) and SIGTERM end the run after the current step. The state is
     saved, and a resumed run continues with the same losses as an undisturbed one. A second signal ends it at

@@ -520,7 +520,7 @@ def _read_rows(array: "TensorStore", rows: Sequence[int], index: tuple[Tree, ...
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    r"""Weights that a run begins with, instead of random ones; without optimizer state, steps and data.
+    r"""Initial weights of a run, for fine-tuning. Optimizer state, steps and data start from the beginning.
 
     Patterns are regular expressions of Python, for whole names: r"layers\.[45]\..*".
 

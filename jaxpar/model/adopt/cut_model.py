@@ -1,4 +1,4 @@
-"""A user's model, cut: its blocks, its parameters by their names, and the parts of its programs."""
+"""A user's model, split into blocks: their parameters by name, and the parts of the program."""
 
 import functools
 from collections.abc import Callable, Sequence

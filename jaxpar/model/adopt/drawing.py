@@ -1,4 +1,4 @@
-"""How `make_model` draws its variables: one program, cut by what each block needs.
+"""The initial values of a user's model: one program, split by the variables of each block.
 
 So no device draws all blocks, and the values are those of the plain model of the same seed. Blocks whose
 programs differ in numbers alone, such as the counts of a random stream, are drawn by one program. So compile

@@ -1,4 +1,4 @@
-"""Which modules of a user's model are its blocks, and what no model that is cut can have."""
+"""Finds the blocks of a user's model, and refuses models that cannot be split."""
 
 import re
 from collections.abc import Iterator, Sequence

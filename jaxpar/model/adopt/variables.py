@@ -1,4 +1,4 @@
-"""The variables of a user's model by their names: which block each is of, how they are drawn and held."""
+"""The variables of a user's model by name: the block of each, its initial value and its storage."""
 
 import fnmatch
 import functools

@@ -1,4 +1,4 @@
-"""Text from a language model, on any mesh, one token of all prompts at a time.
+"""Generates text from a language model, on any mesh, one token of all prompts at a time.
 
 A step is one time step of one window: the token that was drawn before goes in, the state of the layers is
 carried. Parameters and that state lie where they do in training.

@@ -1,4 +1,4 @@
-"""Weights of a language model: which rows are which words', and PyTorch's names and layout.
+"""Weights of a language model: rows matched by words, and PyTorch's names and layout.
 
 Legend of the dim suffixes: V vocabulary, E embedding, H hidden, G gates (i f g o, or r z n), L layers.
 
