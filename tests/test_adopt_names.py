@@ -360,7 +360,7 @@ PREDICTIONS = {
     "by name": (Best(), {"best": (8, 4), "mean": (8, 4)}),
     "two arrays": (
         Pairs(),
-        r"Pair predicts has a tuple.*in it\.\nFix: write predict\(self, model, batch\)",
+        r"Pair contains a tuple.*\.\nFix: write predict\(self, model, batch\)",
     ),
     "not called": (
         Methods(),

@@ -389,13 +389,13 @@ REFUSED = {
         "the loss takes a derivative of the model ({a derivative})",
         "leave jax.grad",
     ),
-    "shared": (Adopted(SharedBetween), "blocks 1 and 2 share up.kernel", "of its own"),
+    "shared": (Adopted(SharedBetween), "blocks 1 and 2 share up.kernel", "its own"),
     "shared outside": (
         Adopted(SharedOutside),
         "norm.scale of block 3 is also used outside the block",
-        "of its own",
+        "its own",
     ),
-    "one block": (Adopted(SameBlock), "blocks 0 and 1 share", "of its own"),
+    "one block": (Adopted(SameBlock), "blocks 0 and 1 share", "its own"),
     "read outside": (
         Adopted(ReadOutside),
         "blocks.0.up.bias is read outside of its block ({read outside})",
@@ -454,10 +454,10 @@ REFUSED = {
         "the model Counted changes its variable calls",
         "compute it in the loss",
     ),
-    "NumPy's weights": (Adopted(OtherWeights), "begins with other numbers", "draw it from rngs"),
+    "NumPy's weights": (Adopted(OtherWeights), "has other initial values", "draw it from rngs"),
     "NumPy's noise": (Adopted(OtherNoise), "computes with other numbers", "a random stream"),
-    "drawn constant": (Adopted(DrawnConstant), "basis is drawn at random", "write nnx.Param(...)"),
-    "drawn array": (Adopted(DrawnArray), "basis is drawn at random", "write nnx.Param(...)"),
+    "drawn constant": (Adopted(DrawnConstant), "basis is random", "write nnx.Param(...)"),
+    "drawn array": (Adopted(DrawnArray), "basis is random", "write nnx.Param(...)"),
     "draws in evaluation": (
         Adopted(Noisy),
         "block 0 of the model Noisy draws random numbers in evaluation",
@@ -470,7 +470,7 @@ REFUSED = {
     ),
     "too many dims": (
         Adopted(Text, by_path=(("blocks.*.up.bias", (None, "tensor")),)),
-        "dims of blocks.*.up.bias are (None, 'tensor'), and blocks.0.up.bias has shape [8]",
+        "dims of blocks.*.up.bias are (None, 'tensor'), but blocks.0.up.bias has shape [8]",
         "for each dim",
     ),
     "unknown axis": (

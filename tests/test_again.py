@@ -110,7 +110,7 @@ MAKERS = {
     ),
     "widths": (
         lambda: [lambda rngs: Layer(rngs=rngs, init=lambda *_: jnp.ones((WIDTH, next(COUNT))))],
-        r"^layer Layer has w=\(16, \d+\), and \(16, \d+\) where",
+        r"^layer Layer has w=\(16, \d+\), but \(16, \d+\) when",
     ),
 }  # fmt: skip
 
@@ -174,7 +174,7 @@ class Own(Regress):
 
 
 PLACES = {
-    "parameter": r"^the model of task Own, a Model.*: more begins with other numbers each time it is made",
+    "parameter": r"^the model of task Own, a Model.*: more has other initial values each time it is made",
     "field": r"^the model of task Own, a Model has made=\d+, but \d+ when the same function makes it again",
     "first": r"^first \(test_again\.py, line \d+\) computes with other numbers .*\nFix: use at\.draw\(",
     "layer": r"^layer noisy \(test_again\.py, line \d+\) computes with other numbers each time it is traced",

@@ -83,7 +83,8 @@ def test_orthogonal_kernels_are_drawn_one_by_one():
 def test_a_layer_that_needs_the_whole_window_refuses_chunks():
     units = PipelineConfig(num_microbatches=2, num_chunks=4)
     with pytest.raises(
-        ValueError, match=r"layer bidirectional reads the whole window at once, num_chunks=4 cuts"
+        ValueError,
+        match=r"layer bidirectional reads the whole window at once, but num_chunks=4 splits",
     ):
         Setup.of(Calm(("both ways", "cell")), Parallel(on_devices((1, 2, 1)), units))
 

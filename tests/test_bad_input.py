@@ -310,10 +310,10 @@ FLAGS = {
     "unknown command": (["trian", "lm"], "no command 'trian' Fix: use train"),
     "no command like it": (["go"], "no command 'go' Fix: use train, plan, evaluate"),
     "no task": (
-        ["train", "--mesh", "dp8"], r"train needs a task Fix: write train lm, or train path/to/file\.py:Name",
+        ["train", "--mesh", "dp8"], r"train needs a task Fix: use train lm, or train path/to/file\.py:Name",
     ),
     "no task to plan": (["plan", "--devices", "8"], r"plan needs a task Fix: write plan lm"),
-    "no task to plot": (["plot", "schedule"], r"plot schedule needs a task Fix: write plot schedule lm"),
+    "no task to plot": (["plot", "schedule"], r"plot schedule needs a task Fix: use plot schedule lm"),
     "unknown task": (["train", "lmm"], "there is no task 'lmm'; did you mean 'lm'"),
     "no such picture": (["plot", "lm"], "no picture 'lm' Fix: write plot KIND TASK, with a KIND of sched"),
     "no picture at all": (["plot", "--mesh", "pp4"], "no picture '' Fix: write plot KIND TASK"),
@@ -492,7 +492,7 @@ FILES = {
         r"run after step 2 has layers\.1\.b, layers\.1\.w_h, layers\.1\.w_x, which the model lacks",
     ),
     "weights that nobody takes": (
-        train("--start", "run", "--start-ignore", ".*"), r"nothing of run after step 2 is taken\. Fix",
+        train("--start", "run", "--start-ignore", ".*"), r"no weights of run after step 2 are used\. Fix",
     ),
     "a pattern that fits nothing": (
         train("--start", "run", "--start-ignore", "encoder"),
@@ -592,10 +592,10 @@ RUNS = {
         r"the data of the run in run have changed: data\.train\.array was int32\[1400\], is int32\[1260\];",
     ),
     "checkpoint of other widths": (
-        resume("--hidden-size", "16"), "hidden_size=8, and the task has hidden_size=16 Fix: set",
+        resume("--hidden-size", "16"), "hidden_size=8, but the task has hidden_size=16 Fix: set",
     ),
     "checkpoint of other layers": (
-        resume("--num-layers", "3"), "num_layers=2, and the task has num_layers=3 Fix: set",
+        resume("--num-layers", "3"), "num_layers=2, but the task has num_layers=3 Fix: set",
     ),
     "checkpoint of another optimizer": (
         resume("--optimizer.name", "sgd"), "of another optimizer: expected name='sgd', got name='adam'",
@@ -604,7 +604,7 @@ RUNS = {
         resume("--batch-size", "16"), r"carry/\S+ must be .*, got .* Fix: set model",
     ),
     "checkpoint of another size of vocabulary": (
-        resume("--vocab-size", "768"), "vocab_size=384, and the task has vocab_size=768 Fix: set",
+        resume("--vocab-size", "768"), "vocab_size=384, but the task has vocab_size=768 Fix: set",
     ),
     "checkpoint of another vocabulary": (
         (other_vocabulary, ["sample", "run"]),

@@ -442,12 +442,12 @@ SGD = OptimizerConfig("sgd", 0.01, warmup_steps=2, momentum=0.5)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layers": 3}, "num_layers=2, and the task has num_layers=3\nFix: set num_layers=2"),
-        ({"hidden_size": 32}, "hidden_size=16, and the task has hidden_size=32"),
-        ({"embed_size": 8}, "embed_size=16, and the task has embed_size=8"),
-        ({"vocab_size": 128}, "vocab_size=64, and the task has vocab_size=128"),
-        ({"num_words": 60}, "num_words=None, and the task has num_words=60"),
-        ({"tie_embedding": True}, "tie_embedding=False, and the task has tie_embedding=True"),
+        ({"num_layers": 3}, "num_layers=2, but the task has num_layers=3\nFix: set num_layers=2"),
+        ({"hidden_size": 32}, "hidden_size=16, but the task has hidden_size=32"),
+        ({"embed_size": 8}, "embed_size=16, but the task has embed_size=8"),
+        ({"vocab_size": 128}, "vocab_size=64, but the task has vocab_size=128"),
+        ({"num_words": 60}, "num_words=None, but the task has num_words=60"),
+        ({"tie_embedding": True}, "tie_embedding=False, but the task has tie_embedding=True"),
         (
             {"optimizer": OptimizerConfig("adamw", 0.02)},
             r"another optimizer: expected name='adamw', got name='adam'\n",

@@ -87,7 +87,7 @@ def test_no_devices_are_an_error(capsys, monkeypatch):
     code, text = said(capsys)
     assert code == 1
     assert "devices none" in text
-    assert "missing devices: Unable to initialize backend 'cuda' Fix: repair" in text
+    assert "missing devices: Unable to initialize backend 'cuda' Fix: fix" in text
 
 
 def test_excluded_jax_is_named(tmp_path):

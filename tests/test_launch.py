@@ -102,7 +102,7 @@ def test_a_pod_that_jax_finds_nobody_for_is_refused(monkeypatch, text, tmp_path,
     monkeypatch.setitem(sys.modules, "kubernetes", None)  # not installed
     assert main(flags(text, "--train.out-dir", str(tmp_path / "run"))) == 2
     assert re.search(
-        r"JAX does not find the processes that Kubernetes has started",
+        r"JAX does not find the processes that Kubernetes started",
         capsys.readouterr().err,
     )
 

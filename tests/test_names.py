@@ -185,7 +185,7 @@ def test_batches_of_ones_own_are_looked_at_before_a_run(name, tmp_path):
 
 @pytest.mark.parametrize("value", [0.5, np.float32(0.5), np.zeros(())])
 def test_starts_is_a_bool_or_a_whole_number(value):
-    with pytest.raises(ValueError, match=r"float.* with 0 dims, and 'starts' means one bool"):
+    with pytest.raises(ValueError, match=r"float.* with 0 dims, but 'starts' means one bool"):
         ModelFacts.of(Named(Own(starts=value)))
 
 
@@ -220,7 +220,7 @@ def test_two_metrics_that_are_written_under_one_name_are_refused():
 
 def test_the_loss_is_shown_as_the_loss():
     assert Task().metrics(1.5, {"loss": 7.0, "error": 2.0}) == {"loss": 1.5, "error": 2.0}
-    with pytest.raises(ValueError, match=r"returns 7 as 'loss', and the loss is 1.5\nFix: use"):
+    with pytest.raises(ValueError, match=r"returns 7 as 'loss', but the loss is 1.5\nFix: use"):
         check_reported(Named(), 1.5, {"loss": 7.0})
     check_reported(Named(), float("nan"), {"loss": float("nan")})
     check_reported(Named(), 1.5, {"perplexity": 4.5}, ["perplexity of a guess"])

@@ -414,7 +414,7 @@ WRONG = [
     (OPTIMIZER, "    def make_optimizer(self, n):\n        pass", "make_optimizer .* returns nothing"),
     (LOOP, LOOP.replace("h, x", "jnp.zeros(h.shape), x"), r"gru gives other numbers when its wind"),
     ("nnx.Linear(1, width", "nnx.Linear(2, width", r"TypeError: dot_general .* in first of .*\(own\.py, l"),
-    ("h, y = ", "h, y = h, x if x.any() else ", r"gru \(own\.py, line 35\) decides in "),
+    ("h, y = ", "h, y = h, x if x.any() else ", r"gru \(own\.py, line 35\) uses an array in "),
     slow('batch["x"]', 'batch["z"]', r"KeyError: 'z' in first of .* \(own\.py, line \d+\)$"),
     ('"valid": (300, 1), ', "", r"KeyError: 'valid' \(own\.py, line \d+\)$"),
     slow('"valid": (300, 1)', '"valid": (0, 1)', r"split 'valid': 0 steps are too .*\(own\.py, line \d+\)$"),
@@ -457,7 +457,7 @@ def test_counts_in_python_and_the_numbers_of_numpy_are_taken(tmp_path, monkeypat
     (tmp_path / "own.py").write_text(text.replace('"hidden"', "None"))
     assert main(["train", "own.py:Forecast", "--mesh", "dp2pp2tp2", "--train.num-steps", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "warning tensor=2 splits no parameter, so 2 devices do the same work; name" in said
+    assert "warning tensor=2 splits no parameter, so 2 devices repeat the same work; name" in said
 
 
 @pytest.mark.slow

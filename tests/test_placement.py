@@ -319,10 +319,10 @@ def test_names_by_example(text, placement, shown):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fair", "placement='fair': 'fair' is no part of a model"),
-        ("first, embed | last", "'embed' is no part of a model"),
-        ("first,, 0", "'' is no part"),
-        ("first, -1", "'-1' is no part"),
+        ("fair", "placement='fair': 'fair' is not a part of a model"),
+        ("first, embed | last", "'embed' is not a part of a model"),
+        ("first,, 0", "'' is not a part"),
+        ("first, -1", "'-1' is not a part"),
         ("", "placement='': must name first, all layers from 0 and last in order, each once"),
         ("1 | 2, last", "must name first, all layers"),
         ("first | last", "must name first, all layers"),

@@ -267,9 +267,7 @@ def test_inspect_tells_why_a_compiler_refuses_a_step(monkeypatch, tmp_path, caps
     small = "--num-layers 2 --hidden-size 16 --embed-size 16 --batch-size 8 --seq-len 4"
     assert main(["inspect", "lm", *small.split(), "--machine", "h100:1x1x2", "--mesh", "dp2"]) == 2
     error = capsys.readouterr().err
-    refusal = (
-        "the compiler of h100:1x1x2 refuses this step: RESOURCE_EXHAUSTED: too large\nFix: use what"
-    )
+    refusal = "the compiler of h100:1x1x2 refuses this step: RESOURCE_EXHAUSTED: too large\nFix: use a layout"
     assert refusal in error
     assert "and more" not in error
 

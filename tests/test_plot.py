@@ -146,7 +146,7 @@ KINDS = {
         ("data parallelism:", "0: all weights", "idle"),
     ),
     "memory": (["lm", "--mesh", "dp8", *SMALL], ("dp8", "optimizer state", "memory per device")),
-    "bytes": (["lm", "--mesh", "dp8", *SMALL], ("dp8", "along data", "sent by a device")),
+    "bytes": (["lm", "--mesh", "dp8", *SMALL], ("dp8", "along data", "sent per device")),
     "curves": (["run"], ("loss", "step", "run, training loss")),
 }
 

@@ -109,7 +109,7 @@ def test_what_training_says_of_speeds():
     assert rows["time"].startswith("stage 0: ")
     assert "work" not in rows
     warning = dict(describe_balance(laid_out(2, (1, 3.0), placement=(4, 4))))["warning"]
-    assert warning.startswith("placement=(4, 4): stages wait")
+    assert warning.startswith("placement=(4, 4): stages have unequal work and wait")
     assert "up to ~1.92 times as fast with placement=(2, 6)" in warning
 
 

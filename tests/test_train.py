@@ -263,7 +263,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(text, tmp_path, w
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     saved.rename(saved.with_name("1.orbax-checkpoint-tmp"))  # as if it had still been written
     assert fit(*run, resume=True).losses == whole_run[0].losses
-    assert "has no checkpoint yet: the run begins again" in caplog.text
+    assert "has no checkpoint yet: the run starts" in caplog.text
 
 
 # A rate that rises until the losses do.

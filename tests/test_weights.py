@@ -285,7 +285,7 @@ FILES = {
     ),
     "whole numbers": (
         lambda t: t | {"head.bias": t["head.bias"].astype(np.int32)},
-        r"head\.bias of .* has the type int32, and the model's has float32\.\nFix: convert it",
+        r"head\.bias of .* has the type int32, but the model's has float32\.\nFix: convert it",
     ),
     "wider than the layers": (
         lambda _: foreign(E=12), r"embedding\.table is \d+x12 there and 384x6 here; layers\.0\.w_x is 12x4",

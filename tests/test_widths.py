@@ -197,7 +197,7 @@ class Every(nnx.Module):
 
 
 def refused(*layers):
-    with pytest.raises(ValueError, match=r"Fix: (make|begin)") as found:
+    with pytest.raises(ValueError, match=r"Fix: (make|let)") as found:
         _ = ModelFacts.of(WithLayers(makers=layers)).traces
     return str(found.value)
 
