@@ -118,7 +118,7 @@ for shape in ("dp8", "tp8", "pp4dp2", "dp2pp2tp2"):
 big = lm.LM(
     num_layers=8, hidden_size=2048, embed_size=2048, vocab_size=10368, batch_size=512, seq_len=64
 )
-plan(big, machine="h100:1x8x8", num_finalists=0)
+plan(big, machine="h100:1x8x8", num_finalists=0, quiet=True)
 
 # %% [markdown]
 # ## Devices of different speed
