@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 SPLITS = ("train", "valid", "test")  # of the data
-STARTS = "starts"  # the part that says whether carried state begins anew
+STARTS = "starts"  # the part that tells whether the recurrent state is reset
 RESETS = "resets"  # in which rows and at which time steps it does within a window
 LENGTHS = "lengths"  # how many steps of each row are real; those after them are padding
 RATE = "rate"  # what the learning rate of its step is multiplied by
@@ -121,5 +121,5 @@ def with_part(batch: Any, name: str, value: object) -> Any:
 
 
 def starts_of(batch: object) -> Any:
-    """Whether carried state begins anew with this batch: its `starts`, or True."""
+    """Whether the recurrent state is reset before this batch: its `starts`, or True."""
     return part_of(batch, STARTS, True)

@@ -341,7 +341,7 @@ class TracedModel:
         return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
 
     def warn_of_resets(self) -> None:
-        """Warns, once, if batches of the user's let the state of layers begin anew in each, unsaid."""
+        """Warns, once, if the user's batches have no `starts`, so that the state is reset before each."""
         if self.is_told or not self.time_major or part_of(self.batch, STARTS) is not None:
             return
         self.is_told = True

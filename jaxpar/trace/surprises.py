@@ -1,6 +1,6 @@
 """Warnings before a run about operations that lose precision without an error.
 
-docs/surprises.md says more about each.
+docs/help/surprises.md explains each.
 """
 
 import functools
