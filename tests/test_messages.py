@@ -59,6 +59,11 @@ def test_messages_have_at_most_40_words():
     assert {where: words for where, words in long.items() if words > MOST_WORDS} == {}
 
 
+def test_sentences_of_messages_have_at_most_25_words():
+    sentences = [part for _, text in MESSAGES for part in re.split(r"\n|(?<=[.;:]) ", text)]
+    assert [part for part in sentences if len(part.split()) > 25] == []
+
+
 def test_messages_to_users_say_what_to_do():
     silent = [where for where, text in MESSAGES if "Fix: " not in text and text not in FACTS]
     assert silent == []
