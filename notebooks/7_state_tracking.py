@@ -32,7 +32,7 @@ jaxpar.simulate_devices(2)
 # ## Parity
 #
 # The model reads bits. After each bit it must say whether the number of ones so far is odd. Every batch has new random words, made
-# from a seed and the number of the step.
+# from a seed and the number of the step. `starts` tells jaxpar that no word continues in the next batch.
 
 
 # %%
@@ -46,11 +46,13 @@ class Words:
     def batch(self, step, rows=slice(None)):
         shape = (self.batch_size, self.seq_len)
         bits = np.random.default_rng([*self.seed, step]).integers(2, size=shape, dtype=np.int32)
-        return {"bits": bits[rows], "odd": bits.cumsum(axis=1, dtype=np.int32)[rows] % 2}
+        odd = bits.cumsum(axis=1, dtype=np.int32) % 2
+        return {"bits": bits[rows], "odd": odd[rows], "starts": True}
 
 
-for name, array in Words((0, 0), seq_len=16, batch_size=1).batch(0).items():
-    print(f"{name:4}", *array[0])
+word = Words((0, 0), seq_len=16, batch_size=1).batch(0)
+for name in ("bits", "odd"):
+    print(f"{name:4}", *word[name][0])
 
 # %% [markdown]
 # ## A model that takes any layer
