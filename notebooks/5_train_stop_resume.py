@@ -141,10 +141,10 @@ print(lm.sample(resumed.out_dir, "the value of", length=40, seed=3))
 
 # %%
 other = dataclasses.replace(task, corpus="builtins.txt")
-for name, start in (("drawn", None), ("tuned", resumed.out_dir)):
+for name, start in (("random", None), ("tuned", resumed.out_dir)):
     config = TrainConfig(num_steps=40, out_dir=name)
     result = jaxpar.fit(other, "dp4", config, start=start, quiet=True)
-    print(f"{name}  {result.evaluations['test'].to_text()}")
+    print(f"{name:6}  {result.evaluations['test'].to_text()}")
 
 # %% [markdown]
 # You can also export the weights to a file for other programs, with the parameter names of the model:
