@@ -152,7 +152,7 @@ def test_what_training_says_of_the_balance():
     assert dict(said((1, 2, 1), head="last", placement=(2, 6))) == {
         "work": "stage 0: ~17%, stage 1: ~83%; the output head counts as ~4.0 layers",
         "warning": "placement=(2, 6): stages have unequal work and wait for each other; steps are "
-        "up to ~1.25 times as fast",
+        "up to ~1.25 times as fast with placement=(4, 4)",
     }
     # A stage has the work of all its groups, in the order of the schedule.
     groups = {"placement": (1, 2, 3, 2)}

@@ -166,15 +166,15 @@ def plain_sums(sums, y, batch, number):
 MIXED = {
     "the carry": (
         {"layer": lambda carry, x, at: (carry + x.mean((0, 1))[None], x)},
-        "layer layer0 mixes .* row 0 .* its carry changes",
+        "layer layer0 mixes .* row 0 .* changes its carry",
     ),
     "what was carried": (
         {"layer": lambda carry, x, at: (carry, x + carry[::-1][None])},
-        "layer layer0 mixes .* its output changes",
+        "layer layer0 mixes .* changes its output",
     ),
     "the largest": (
         {"layer": lambda carry, x, at: (carry, x / jnp.max(jnp.abs(x)))},
-        "layer layer0 mixes .* its output changes",
+        "layer layer0 mixes .* changes its output",
     ),
     "the next row": (
         {"layer": lambda carry, x, at: (carry, x + 1e-6 * jnp.roll(x, 1, 1))},
@@ -198,7 +198,7 @@ MIXED = {
                 batch["x"] - batch["x"].mean(1, keepdims=True)
             )
         },
-        "^`first` mixes .* row 0 .* its output changes",
+        "^`first` mixes .* row 0 .* changes its output",
     ),
     "only whether there are resets": (
         {"first": lambda model, batch: model.inputs(batch["x"]) * jnp.sum(batch["resets"])},
