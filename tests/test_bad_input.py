@@ -312,7 +312,7 @@ FLAGS = {
     "no task": (
         ["train", "--mesh", "dp8"], r"train needs a task Fix: use train lm, or train path/to/file\.py:Name",
     ),
-    "no task to plan": (["plan", "--devices", "8"], r"plan needs a task Fix: write plan lm"),
+    "no task to plan": (["plan", "--devices", "8"], r"plan needs a task Fix: use plan lm"),
     "no task to plot": (["plot", "schedule"], r"plot schedule needs a task Fix: use plot schedule lm"),
     "unknown task": (["train", "lmm"], "there is no task 'lmm'; did you mean 'lm'"),
     "no such picture": (["plot", "lm"], "no picture 'lm' Fix: write plot KIND TASK, with a KIND of sched"),

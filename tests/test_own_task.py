@@ -291,7 +291,7 @@ MISTAKES = {
         r"fit would train once more \(trains\.py, line 5\)\nFix: put fit in trains\.py under if __name__",
     ),
     "a file that simulates": (
-        "simulates.py:Own", r"already started with 8 .*\n.*put simulate_devices\(3\) in simulates\.py, ",
+        "simulates.py:Own", r"already started with 8 .*\n.*put simulate_devices\(3\) in simulates\.py under ",
     ),
     "a field named as an option": (
         "names.py:Own", r"field 'resume' of Own is already an option of train",

@@ -195,7 +195,7 @@ def test_programs_that_are_no_browsers_open_every_kind_of_picture(kind, a_run, t
             ["memory", "lm", "-o", "a.gif"],
             "cannot draw memory into 'a.gif'\nFix: use a file that ends in .svg, .png, .pdf, .html",
         ),
-        (["parallelisms"], "plot parallelisms needs a task\nFix: write plot parallelisms lm"),
+        (["parallelisms"], "plot parallelisms needs a task\nFix: use plot parallelisms lm"),
         (["parallelisms", "lm", "--devices", "0"], "a step cannot be split over one device"),
         (
             ["bytes", "lm", "--machine", "v5e:2x2", "-o", "a.png"],

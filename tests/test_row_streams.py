@@ -167,7 +167,7 @@ class Always(Layer):
 KINDS = {"layer": Layer, "noisy": Noisy, "shared": Shared, "always": Always}
 REFUSED = {
     "noisy": "draws random numbers in a loop",
-    "shared": "of a shape without time steps and rows first",
+    "shared": "in a shape without time steps and rows first",
     "always": "draws random numbers in evaluation",
 }
 
