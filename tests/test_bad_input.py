@@ -116,7 +116,7 @@ FLAGS = {
     "no width": (train("--hidden-size"), "value for argument '--hidden-size'. Expected 1"),
     "devices by name": (train("--devices", "gpu"), r"parsing --devices: .*\['gpu'\].*INT"),
     "a start without its file": (
-        train("--start-ignore", "a"), "--start-rename and --start-leave lack weights",
+        train("--start-ignore", "a"), "--start-rename and --start-ignore lack weights",
     ),
     "a name without its pattern": (
         train("--start", "run", "--start-rename", "a"), r"--start-rename a has no =",
@@ -131,7 +131,7 @@ FLAGS = {
     "no file to export to": (["export", "run"], "Missing from .* export: -o FILE, --output FILE"),
     "nothing to export": (["export"], "Missing from .*: RUN_DIR .* --output FILE"),
     "width beyond all memory": (
-        train("--hidden-size", "10000000"), r"state alone need [\d.]+ TB on 8 devices, this machine has",
+        train("--hidden-size", "10000000"), r"state alone need [\d.]+ TB on 8 devices, but this machine has",
     ),
     "devices beyond all threads": (train("--simulate", "9999"), r"simulate_devices\(9999\): must be from 1"),
     "hardly any memory": (
@@ -521,7 +521,7 @@ FILES = {
     ),
     "predictions in a file": (
         ["predict", "no run", "test", "-o", "empty.txt/p"],
-        r"cannot make the folder empty\.txt/p: Not a directory.*Fix: use another --out",
+        r"cannot make the folder empty\.txt/p: Not a directory.*Fix: use another folder",
     ),
     "a picture in a folder": (
         (lambda world: (world / "a.svg").mkdir(), ["plot", "schedule", "lm", "--mesh", "pp4", "-o", "a.svg"]),
