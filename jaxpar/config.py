@@ -1,4 +1,4 @@
-"""Settings that every task shares: devices and how they share a step, the optimizer, how a run proceeds.
+"""Settings that every task has: devices and how a step is split over them, the optimizer, and the run.
 
 Plain data: nothing here, nor in what this imports, needs JAX.
 """
@@ -24,34 +24,35 @@ from jaxpar.mesh import DATA_PARALLEL, MeshConfig, short_name
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """How a batch is cut and moves through the stages.
+    """How a batch is split and moves through the pipeline stages.
 
-    Without stages only `num_microbatches` matters, and with remat `num_chunks`.
+    Without stages, only `num_microbatches` has an effect; with `remat`, `num_chunks` has one too.
 
     Attributes:
-      schedule: what runs when; see `schedules.make_schedule`.
-      num_microbatches: M, slices of the batch dim (of each of its `Parallel.shares`), which run one after
-        the other on every data-parallel group, with their gradients added up: gradient accumulation,
-        where there are no stages.
-      num_chunks: K, slices of the time dim; the state of layers stays on their stage between chunks.
-      num_groups: groups of layers on each stage, for "interleaved"; "v" has 2, the others 1.
-      zero_bubble: take the gradients of weights (W) out of backward units, to fill idle time with them, in no
-        more memory. With remat they stay, since W needs more than remat keeps; and with "gpipe".
-      placement: which layers are on each stage (and group): "balanced" by `placement.balance`, so that
-        ticks are the shortest, the head included; "even"; their numbers, such as (3, 3, 2); or all
-        parts by name, such as "first, 0-2 | 3-5 | 6-7, last". A stage may have none.
-      head: "last" keeps what follows the layers on the last stage, "sharded" splits it over all stages
-        (the model must have a method `last_part`, or call linear layers whose outputs divide); "auto" is as
-        the placement names it, or "sharded" where the model has the method, or less is sent so.
-      unroll: unroll the layers of a stage, with their weights laid out for it once a step: faster where
-        chunks are short, at the price of more memory and a larger program. Only for layers of one kind,
-        without groups.
-      remat: keep inputs instead of residuals, and rerun each forward before its backward.
-      remat_keeps: where these inputs (and the carries before each chunk) are kept: on the "device"; in the
-        memory of the "host" (on CPUs it is the same); or not at all. "carries" cuts the window into about
-        sqrt(K) segments of chunks and keeps the carries before each: the segments run forward once for these
-        carries, and then again one by one, the last first, forward and backward, with the residuals of one
-        segment at a time.
+      schedule: Pipeline schedule. 1f1b is a good default; interleaved shrinks the bubble; v saves about
+        half of the activation memory; gpipe runs all forward passes before the first backward pass.
+      num_microbatches: Number M of microbatches: slices of the rows of a batch, processed one after another
+        on each data-parallel group. Their gradients are added up; without stages this is gradient
+        accumulation.
+      num_chunks: Number K of time chunks: slices of the time steps of a window. The recurrent state stays on
+        its stage between chunks.
+      num_groups: Groups of layers on each stage. The schedule interleaved needs 2 or more; v always has 2,
+        the others 1.
+      zero_bubble: Compute weight gradients separately, in time that stages would spend waiting. Needs no
+        extra memory. No effect with remat or the schedule gpipe.
+      placement: Layers of each stage (and group). balanced minimizes the estimated step time, including
+        the output head; even gives every stage equally many. Or give the numbers, such as 3 3 2, or name all
+        parts, such as 'first, 0-2 | 3-5 | 6-7, last'. A stage may have no layer.
+      head: Placement of the output head. last keeps it on the last stage; sharded splits it over all stages.
+        The default auto follows the placement if it names the parts. Otherwise auto shards the head
+        wherever the model supports it.
+      unroll: Unroll the layers of a stage. Faster if time chunks are short, but takes more memory and
+        compiles a larger program. Only for layers of one kind, without groups.
+      remat: Recompute activations in the backward pass (activation recomputation, or gradient
+        checkpointing) to save memory.
+      remat_keeps: Where recomputation keeps the inputs of each unit: on the device, or in host memory (the
+        same on CPUs). The third choice, carries, keeps the least: only the recurrent states before about
+        sqrt(K) segments of the window. It runs each segment forward twice.
     """
 
     schedule: Literal["1f1b", "gpipe", "interleaved", "v"] = "1f1b"
@@ -74,7 +75,7 @@ class PipelineConfig:
         )
         require(
             self.remat_keeps != "carries" or num_segments(self.num_chunks) > 1,
-            f"num_chunks={self.num_chunks} with remat_keeps='carries' has no segments of two chunks\n"
+            f"num_chunks={self.num_chunks} with remat_keeps='carries' cannot be split into segments\n"
             f"Fix: use num_chunks=4, 16, 64 or 256.",
         )
         require(
@@ -87,7 +88,7 @@ class PipelineConfig:
             object.__setattr__(self, "placement", str(named))
             require(
                 self.head in ("auto", "last" if named.has_last else "sharded"),
-                f"head={self.head!r} with placement={self.placement!r}, which decides it\n"
+                f"head={self.head!r} contradicts placement={self.placement!r}, which places the head\n"
                 f"Fix: use head='auto'.",
             )
 
@@ -101,22 +102,22 @@ class PipelineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """Devices, and how they share a step.
+    """The layout of a run: device mesh, pipeline options and sharding options.
 
     Attributes:
-      mesh: its shape, such as dp2pp2tp2; without it all devices share the
-        batch.
-      pipeline: how a batch moves through the stages.
-      shares: parts of every batch that each data-parallel group takes, such as (3, 1) for a first one that
-        is three times as fast as the second; None gives all of them the same.
-      speeds: how fast the devices of each stage are, beside each other, such as (1, 1, 2, 2) for two last
-        stages that are twice as fast; layers are placed by it. None takes all of them for equal.
-      fsdp: store parameters split over `data` as well (arXiv:2304.11277). Without stages each layer is
-        gathered for each of its passes, and its gradient scattered; with stages, or unequal shares, all are
-        gathered once a step.
-      update: where optimizer state lies and the update runs. "replicated": on every data-parallel group;
-        "sharded": split over `data` (ZeRO-1, arXiv:1910.02054); "host": split likewise, in host memory,
-        so that devices hold parameters and gradients alone (ZeRO-Offload, arXiv:2101.06840).
+      mesh: Device mesh, such as dp2pp2tp2 (2 data-parallel groups x 2 pipeline stages x 2 tensor shards).
+        Without it, data parallelism on as many devices as the rows of a batch divide by.
+      pipeline: Microbatches, time chunks and stages.
+      shares: Rows of a batch per data-parallel group, relative to each other. For example, 3 1 gives the
+        first group three times as many rows as the second. By default all groups get equally many.
+      speeds: Speed of the devices of each stage, relative to each other. For example, 1 1 2 2 means that
+        the last two stages are twice as fast, so they get more layers. By default all are equal.
+      fsdp: Shard the stored parameters over data-parallel groups (FSDP, arXiv:2304.11277). Without stages,
+        each layer is gathered just before use. With stages or unequal shares, all parameters are gathered
+        once per step.
+      update: Placement of optimizer state and update: replicated on every data-parallel group, sharded over
+        the groups (ZeRO-1, arXiv:1910.02054), or sharded in host memory (ZeRO-Offload, arXiv:2101.06840).
+        With host, devices store only parameters and gradients.
     """
 
     mesh: MeshConfig = DATA_PARALLEL
@@ -139,13 +140,13 @@ class Parallel:
         fixed = self.pipeline.placement == "even" or self.pipeline.named_placement
         require(
             self.speeds is None or not fixed,
-            f"speeds={self.speeds} with placement={self.pipeline.placement!r}, which does not go by them\n"
+            f"speeds={self.speeds} has no effect with placement={self.pipeline.placement!r}\n"
             f"Fix: use placement='balanced', or leave out speeds.",
         )
 
     @classmethod
     def of(cls, parallel: "Parallel | MeshConfig | str | None", default: "Parallel") -> "Parallel":
-        """The layout that was given as a mesh, as the shape of one, or as None for the default.
+        """The layout for a `Parallel`, a mesh, the text of a mesh, or None for the default.
 
         Raises:
           ValueError: it is something else.
@@ -168,14 +169,14 @@ class Parallel:
 
     @property
     def has_equal_shares(self) -> bool:
-        """Whether all data-parallel groups take the same."""
+        """Whether all data-parallel groups take equally many rows."""
         return self.shares is None or len(set(self.shares)) == 1
 
     @property
     def splits_units(self) -> bool:
-        """Whether devices of `tensor` share a unit's work, in which others do not take part.
+        """Whether work units are split over `tensor` while other devices do something else.
 
-        Stages, and groups that take fewer rows, are not all in it at the same time.
+        This is so with pipeline stages, and with groups that take different numbers of rows.
         """
         return self.mesh.tensor > 1 and (self.mesh.stage > 1 or not self.has_equal_shares)
 
@@ -191,12 +192,12 @@ class Parallel:
 
     @property
     def num_chunks(self) -> int:
-        """K, chunks of time; 1 without stages and remat."""
+        """Number K of time chunks; 1 without stages and remat."""
         return self.pipeline.num_chunks if self.mesh.stage > 1 or self.pipeline.remat else 1
 
     @property
     def num_segments(self) -> int:
-        """Parts of a window, of as many chunks each, that run one after the other; see `remat_keeps`."""
+        """Number of segments of a window that run one after another; see `remat_keeps`."""
         return num_segments(self.num_chunks) if self.pipeline.remat_keeps == "carries" else 1
 
     @property
@@ -208,14 +209,14 @@ class Parallel:
 
     @property
     def zero_bubble(self) -> bool:
-        """Whether the weight gradients are apart: not without stages, and not with remat."""
+        """Whether weight gradients are computed separately: not without stages, and not with remat."""
         pipeline = self.pipeline
         is_able = self.mesh.stage > 1 and not pipeline.remat and pipeline.schedule != "gpipe"
         return pipeline.zero_bubble and is_able
 
     @property
     def num_units(self) -> int:
-        """Of equal size, into which a batch is cut."""
+        """Number of work units of equal size that a batch is split into."""
         return sum(self.group_shares) * self.pipeline.num_microbatches * self.num_chunks
 
     def microbatch_rows(self, batch_size: int) -> int:
@@ -227,7 +228,7 @@ class Parallel:
         return dataclasses.replace(self, mesh=self.mesh.resolve(num_available))
 
     def on_mesh(self, mesh: MeshConfig) -> Self:
-        """The same on another mesh, without what was chosen for the old number of stages or groups."""
+        """The same layout on another mesh, without options that fit only the old stages or groups."""
         pipeline, shares, speeds = self.pipeline, self.shares, self.speeds
         if mesh.stage != self.mesh.stage:
             pipeline, speeds = dataclasses.replace(pipeline, placement="balanced"), None
@@ -236,9 +237,9 @@ class Parallel:
         return dataclasses.replace(self, mesh=mesh, pipeline=pipeline, shares=shares, speeds=speeds)
 
     def check_splits(self) -> None:
-        """Checks that there is something to split over where that is asked for; for a run that begins.
+        """Checks that `fsdp` and `update` have data-parallel groups to split over, for a new run.
 
-        One that goes on, or is looked at, may have another mesh than it was made for.
+        A resumed or inspected run may have another mesh than the one that it was made for.
 
         Raises:
           ValueError: a mesh of several devices has a `data` of 1.
@@ -247,7 +248,7 @@ class Parallel:
         is_asked = self.fsdp or self.update == "sharded"
         require(
             not is_asked or self.mesh.data != 1 or {*self.mesh.sizes.values()} == {1},
-            f"{asked} splits over data, and mesh {short_name(self.mesh)} has data=1\n"
+            f"{asked} shards over data-parallel groups, but mesh {short_name(self.mesh)} has data=1\n"
             f"Fix: use a mesh such as dp2, or leave it out.",
         )
 
@@ -293,17 +294,17 @@ class OptimizerConfig:
     """An optimizer of optax and its learning rate, as options of a task.
 
     Attributes:
-      name: as in optax.
-      learning_rate: its peak.
-      lr_schedule: its course after the warm-up. "linear" and "cosine" fall to zero at the last step;
-        "exponential" multiplies the rate by `lr_decay` every `lr_decay_every` steps, all at once.
-      warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps; None is 20, or a tenth of
-        a run of fewer steps.
-      hold_steps: steps at the peak after the warm-up, before the rate falls.
-      lr_decay: factor of "exponential".
-      lr_decay_every: steps between two decays of "exponential".
-      weight_decay: of adamw; of sgd it is added to the gradient (L2). 0 with others.
-      momentum: of sgd; 0 with others.
+      name: Optimizer, by its name in optax.
+      learning_rate: Peak learning rate.
+      lr_schedule: Learning rate after the warm-up. linear and cosine fall to zero at the last step;
+        exponential decays in steps.
+      warmup_steps: Steps of linear warm-up. By default 20, or a tenth of the run if that is less.
+      hold_steps: Steps at the peak learning rate, between warm-up and decay.
+      lr_decay: Factor of each decay, for the exponential schedule.
+      lr_decay_every: Steps between decays, for the exponential schedule.
+      weight_decay: Weight decay of adamw. For sgd it is added to the gradient (L2). Other optimizers have
+        none.
+      momentum: Momentum of sgd. Other optimizers have none.
     """
 
     name: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
@@ -337,28 +338,29 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """The steps of a run, what happens to bad ones, and what is printed and kept.
+    """Length of a run, logging, validation, checkpoints, and the response to NaN and infinity.
 
     Attributes:
-      num_steps: optimizer steps.
-      clip_norm: bound on the global norm of the gradients; 0 for none.
-      nonfinite: what happens when the loss or gradient norm of a step is not finite. "stop": the run ends,
-        and the state before the step is saved. "skip": parameters and optimizer state stay as they are, the
-        carried state is reset, and the next batch is taken. Parameters that are not finite end the run.
-      max_skipped: how many steps of a run "skip" may skip; one more stops it.
-      seed: of initial values, dropout and the order of the data.
-      log_every: steps between lines of progress.
-      eval_every: steps between validations; 0 for the end only.
-      patience: validations in a row without a lower loss than the lowest before, after which the run ends; 0
-        for none.
-      checkpoint_every: steps between checkpoints; 0 for the end only.
-      checkpoint_minutes: minutes after a checkpoint, or the beginning, until the next line of progress brings
-        another one; 0 for none.
-      keep_checkpoints: the newest ones kept.
-      keep_best: also save and keep the state with the lowest validation loss.
-      track: log to these as well; wandb by its variables, such as WANDB_PROJECT.
-      out_dir: where metrics, settings and checkpoints are written: a folder, which all processes share, or
-        gs://BUCKET/FOLDER (with the package gcsfs); None takes the next free folder of runs/0001,
+      num_steps: Optimizer steps to train.
+      clip_norm: Limit of the global gradient norm, for gradient clipping. 0 turns clipping off.
+      nonfinite: Response to a loss or gradient norm that is NaN or infinite. stop saves the state before that
+        step and ends the run. skip leaves out the update, resets the recurrent state and continues with the
+        next batch. NaN or infinite parameters always end the run.
+      max_skipped: Steps that nonfinite=skip may leave out in one run. One more ends the run.
+      seed: Random seed for initialization, dropout and data order.
+      log_every: Steps between progress lines.
+      eval_every: Steps between validations. 0 validates only at the end.
+      patience: Early stopping: end the run after this many validations in a row without a new lowest loss. 0
+        turns it off.
+      checkpoint_every: Steps between checkpoints. 0 saves only at the end.
+      checkpoint_minutes: Also save a checkpoint, at the next progress line, if the last one is this many
+        minutes old. 0 turns it off.
+      keep_checkpoints: Number of newest checkpoints to keep.
+      keep_best: Also keep the state with the lowest validation loss.
+      track: Experiment trackers to log to, in addition to the run folder. wandb reads its own environment
+        variables, such as WANDB_PROJECT.
+      out_dir: Run folder, for metrics, settings and checkpoints. All processes must see it. It can be in a
+        bucket, gs://BUCKET/FOLDER (needs the package gcsfs). By default the next free one of runs/0001,
         runs/0002, ...
     """
 
@@ -384,7 +386,7 @@ class TrainConfig:
         require_not_negative(self, "checkpoint_every", "checkpoint_minutes")
         require(
             self.eval_every > 0 or self.patience == 0,
-            f"patience={self.patience} needs validations during the run, and eval_every=0 has none\n"
+            f"patience={self.patience} needs validations during the run, but eval_every=0 has none\n"
             f"Fix: set eval_every.",
         )
         require(0 <= self.seed < 2**32, f"seed={self.seed}\nFix: use one from 0 to {2**32 - 1}.")
@@ -395,7 +397,7 @@ class TrainConfig:
 
     @property
     def allowed_skips(self) -> int:
-        """Steps that may be skipped."""
+        """Number of steps that may be skipped."""
         return self.max_skipped if self.nonfinite == "skip" else 0
 
 

@@ -1,4 +1,4 @@
-"""Device meshes: `MeshConfig` -> `jax.sharding.Mesh`, on devices that are there, simulated or described.
+"""Device meshes: from `MeshConfig` to `jax.sharding.Mesh`, on real, simulated or planned devices.
 
 `MeshConfig` is plain data: JAX is imported by what makes or finds devices.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.base.axes import DATA, MESH_AXES, STAGE, TENSOR
-from jaxpar.base.checks import check_fields, require, require_instance
+from jaxpar.base.checks import check_fields, require, require_instance, see
 from jaxpar.base.display import Shown, format_count
 from jaxpar.base.loading import guard_remedy
 from jaxpar.base.output import PROGRAM
@@ -31,11 +31,11 @@ class MeshConfig(Shown):
     """The shape of the device mesh, and the devices in it.
 
     Attributes:
-      data: number of data-parallel groups; each takes its share of the batch.
-      stage: number of pipeline stages; each holds its share of the layers.
-      tensor: number of devices that a weight matrix is split over.
-      axes: axes of your own, (name, size) each, which layers may use by their names (`Task.axes`).
-      devices: numbers of the devices to use, as in `jax.devices()`; None takes all of them.
+      data: Number of data-parallel groups. Each gets some rows of the batch.
+      stage: Number of pipeline stages. Each stores some of the layers.
+      tensor: Number of devices that each weight matrix is sharded over.
+      axes: Your own axes, (name, size) each, which layers may use by their names (`Task.axes`).
+      devices: Numbers of the devices to use, as in `jax.devices()`. None takes all of them.
 
     One of the sizes may be -1: it is inferred from the number of devices.
 
@@ -56,8 +56,8 @@ class MeshConfig(Shown):
         for name in names:
             if not re.fullmatch(_AXIS, name) or name in taken or names.count(name) > 1:
                 raise ValueError(
-                    f"mesh axes={self.axes}: {name!r} cannot name an axis of yours\n"
-                    f"Fix: use small letters, each name once, other than {', '.join(taken)}."
+                    f"mesh axes={self.axes}: {name!r} cannot be the name of an axis\n"
+                    f"Fix: use lower-case letters, each name once, other than {', '.join(taken)}."
                 )
         for axis, size in self.sizes.items():
             if size < 1 and size != -1:
@@ -74,7 +74,7 @@ class MeshConfig(Shown):
     def parse(cls, text: str) -> "MeshConfig":
         """Reads `"dp2pp2tp2"`; axes left out have size 1.
 
-        Other names are axes of one's own: `"dp2pp2context2"`.
+        Other names are your own axes: `"dp2pp2context2"`.
 
         Raises:
           ValueError: the text has another form, or names an axis twice.
@@ -153,7 +153,7 @@ class MeshConfig(Shown):
             raise ValueError(
                 f"mesh {self} needs {format_count(wanted, 'device')}, got {num_available}\n"
                 f"Fix: use sizes that multiply to {num_available}, name {wanted} with devices=(0, ...), "
-                f"or simulate {wanted}."
+                f"or simulate {wanted}.{see('The mesh needs 8 devices, got 1')}"
             )
         return self
 
@@ -281,7 +281,7 @@ def split_machine(machine: str) -> tuple[str, tuple[int, ...]]:
     if pod and (math.prod(shape) > math.prod(pod) or max(shape) > max(pod)):
         whole = "x".join(map(str, pod))
         raise ValueError(
-            f"machine {machine!r}: there is no such slice, for a pod of {name} has {whole} chips\n"
+            f"machine {machine!r}: there is no such slice: a pod of {name} has {whole} chips\n"
             f"Fix: use a slice of a pod, with sides up to {max(pod)}."
         )
     return name, shape
@@ -338,7 +338,7 @@ def find_devices() -> list[Any]:
     try:
         return jax.devices()
     except RuntimeError as error:
-        raise ValueError(f"JAX starts no devices: {error}\nFix: see {PROGRAM} doctor.") from error
+        raise ValueError(f"JAX finds no devices: {error}\nFix: see {PROGRAM} doctor.") from error
 
 
 def release_freed_memory() -> None:

@@ -27,7 +27,7 @@ from jaxpar.base.axes import (
     TOKENS,
     VOCAB,
 )
-from jaxpar.base.checks import nearest_multiples, require
+from jaxpar.base.checks import nearest_multiples, require, see
 from jaxpar.base.display import join_names
 
 Axes = tuple[str, ...]
@@ -338,6 +338,7 @@ def check_split(
             raise ValueError(
                 f"{what}: dim {dim!r} has size {size}, which does not split over {over}\n"
                 f"Fix: use {nearest_multiples(size, parts)}{head}, or another mesh."
+                f"{see('A dim does not split over an axis')}"
             )
 
 

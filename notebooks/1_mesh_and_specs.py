@@ -11,11 +11,14 @@
 # %% [markdown]
 # # 1. Mesh and specs: where is each number?
 #
-# A model is split over devices by saying two things: how the devices are arranged (the *mesh*), and which dim of
-# which array goes along which axis of it (the *specs*). In jaxpar, weights carry the names of their dims, and a
-# small table of rules says which axis a name goes to.
+# You split a model over devices by choosing two things:
 #
-# Everything here runs on a laptop: eight devices are simulated on the CPU.
+# - the *mesh*: how the devices are arranged along axes;
+# - the *specs*: which dim of which array is sharded over which axis.
+#
+# In jaxpar, weights carry the names of their dims. A small table of *rules* maps each name to an axis.
+#
+# You can run everything here on a laptop: the notebook simulates eight devices on the CPU.
 
 # %%
 import jax
@@ -30,8 +33,8 @@ jaxpar.simulate_devices(8)
 # %% [markdown]
 # ## The mesh
 #
-# Three axes: `data` (groups that share a batch), `stage` (groups that share the layers), `tensor` (groups that share
-# each layer). The picture shows the number of the device at each place.
+# The mesh has three axes. `data` holds groups that split the batch, `stage` holds groups that split the layers, and `tensor`
+# holds devices that split each layer. The picture shows the number of the device at each place.
 
 # %%
 mesh_config = MeshConfig(data=2, stage=2, tensor=2)
@@ -40,8 +43,8 @@ mesh_config
 # %% [markdown]
 # ## The rules
 #
-# From the name of a dim to the axes of the mesh that split it; a dim without any is whole on every device. These are
-# the names of jaxpar's own layers. Yours may have others: `RULES.replace({"my dim": "tensor"})`.
+# Each rule maps the name of a dim to the axes of the mesh that shard it. A dim without an axis is whole on every device. These
+# are the names of jaxpar's own layers. You can add your own names: `RULES.replace({"my dim": "tensor"})`.
 
 # %%
 for name, axes in jaxpar.RULES.table:
@@ -50,9 +53,9 @@ for name, axes in jaxpar.RULES.table:
 # %% [markdown]
 # ## A model, its parameters, and their specs
 #
-# A *task* says what is learned, here a language model; `Parallel` says how devices share the work. Shapes and names say
-# where everything goes. The third column has the names of the dims, and after the slash the axes that split them; the
-# fourth is what one device holds.
+# A *task* is what you train, here a language model. `Parallel` is the layout: how devices divide the work. The shapes and the
+# names decide where everything is stored. In the table, the third column shows the name of each dim and, after the slash, the
+# axes that shard it. The fourth column shows the shard on one device.
 
 # %%
 task = lm.LM(num_layers=4, hidden_size=64, embed_size=64, vocab_size=512, batch_size=16, seq_len=8)
@@ -62,14 +65,14 @@ jaxpar.show(state.params)
 # %% [markdown]
 # ## The shards of one array
 #
-# `w_h`, the recurrent weights of all four layers: `[layers, input, gates, hidden]`. Layers are split over `stage`,
-# hidden units over `tensor`; the two groups of the `data` axis have copies.
+# `w_h` holds the recurrent weights of all four layers, with the dims `[layers, input, gates, hidden]`. The layers are sharded over
+# `stage` and the hidden units over `tensor`. The two groups of the `data` axis have copies.
 
 # %%
 jaxpar.show(state.params["layers"]["lstm"]["w_h"])
 
 # %% [markdown]
-# Each device has its piece, and nothing more. That is not just what the picture promises: the arrays themselves say so.
+# Each device stores its shard and nothing more. The arrays themselves confirm the picture:
 
 # %%
 w_h = state.params["layers"]["lstm"]["w_h"].get_value()
@@ -79,23 +82,24 @@ for shard in w_h.addressable_shards[:4]:
 # %% [markdown]
 # ## Another mesh, the same model
 #
-# Only the mesh changes. All eight devices along `tensor`:
+# Only the mesh changes. Now all eight devices are along `tensor`:
 
 # %%
 wide_state = jaxpar.init_state(task, Parallel(MeshConfig(tensor=8)))
 jaxpar.show(wide_state.params["layers"]["lstm"]["w_h"])
 
 # %% [markdown]
-# The values are the same on both meshes: the seed decides what they are, the mesh only where they are.
+# The values are the same on both meshes. The seed decides what they are; the mesh decides only where they are stored.
 
 # %%
 other = wide_state.params["layers"]["lstm"]["w_h"].get_value()
 print("largest difference:", abs(jax.device_get(w_h) - jax.device_get(other)).max())
 
 # %% [markdown]
-# ## A module of your own
+# ## Your own module
 #
-# Any Flax module can carry names. Here a dense layer is split by its outputs, because `hidden` goes to `tensor`.
+# You can name the dims of any Flax module. Here a dense layer is sharded by its outputs, because the rules map `hidden` to
+# `tensor`.
 
 
 # %%
@@ -109,10 +113,10 @@ params = jax.jit(make, out_shardings=layouts)()  # each device makes its own pie
 jaxpar.show(params["kernel"])
 
 # %% [markdown]
-# ## What was learned
+# ## Recap
 #
-# - A mesh arranges devices along `data`, `stage` and `tensor`; rules send the names of dims to these axes.
-# - The specs of all arrays follow from names and rules. Another mesh needs no change of the model.
-# - Parameters are made where they will live: no device ever has the whole model.
+# - A mesh arranges devices along `data`, `stage` and `tensor`. Rules map the names of dims to these axes.
+# - The specs of all arrays follow from names and rules. You can change the mesh without changing the model.
+# - Each device initializes its own shards, so no device ever stores the whole model.
 #
-# Next: what the devices have to send each other, in notebook 2.
+# Next, in notebook 2: what the devices send to each other.

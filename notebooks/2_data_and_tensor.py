@@ -11,9 +11,9 @@
 # %% [markdown]
 # # 2. Split the batch or the weights: what is sent?
 #
-# *Data parallelism*: every device has all weights and a part of the batch, and gradients are summed. *Tensor
-# parallelism*: every device has a part of each weight and the whole batch, and activations are exchanged. Which one
-# sends less? The compiled program knows, so we ask it.
+# With *data parallelism*, every device has all weights and some rows of the batch, and gradients are summed. With *tensor
+# parallelism*, every device has a shard of each weight and the whole batch, and activations are exchanged. Which one sends less?
+# You can read the answer from the compiled program.
 
 # %%
 import dataclasses
@@ -35,7 +35,7 @@ layouts = {
 # %% [markdown]
 # ## The same result
 #
-# First the promise: a step on any mesh gives the loss of one device.
+# First the promise: a step on any mesh gives the loss of a single device.
 
 # %%
 tokens = jax.random.randint(jax.random.key(1), (16, 9), 0, 512)
@@ -46,17 +46,18 @@ for name, parallel in layouts.items():
     print(f"{name:>10}: loss {metrics.loss:.6f}, norm of the gradient {metrics.grad_norm:.6f}")
 
 # %% [markdown]
-# ## Data parallelism: gradients are summed, once
+# ## Data parallelism: gradients are summed once
 #
-# The collectives of the compiled step, their bytes, and how often they run: all gradients together, once,
-# and the loss.
+# The table shows the collectives of the compiled step, their bytes, and how often they run. All gradients are sent together,
+# once per step, and so is the loss.
 
 # %%
 data = jaxpar.inspect_step(task, layouts["data"])
 data
 
 # %% [markdown]
-# Its payload is as big as the parameters, whatever the batch. In a ring of n devices, each sends 2 (n-1)/n of it.
+# The payload is as large as the parameters and doesn't depend on the batch. In a ring of n devices, each device sends 2 (n-1)/n
+# times the payload.
 
 # %%
 state = jaxpar.init_state(task, layouts["data"])
@@ -65,17 +66,17 @@ sent = sum(total.sent_bytes for total in data.totals)
 print(f"parameters {size:,} bytes; 2 x 7/8 of it {2 * 7 * size // 8:,}; sent {sent:,}")
 
 # %% [markdown]
-# ## Tensor parallelism: activations are exchanged, at each time step
+# ## Tensor parallelism: activations are exchanged at each time step
 #
-# Each device has an eighth of the hidden units of every layer, and needs all of them for the next time step.
+# Each device computes an eighth of the hidden units of every layer, but needs all of them for the next time step.
 
 # %%
 tensor = jaxpar.inspect_step(task, layouts["tensor"])
 tensor
 
 # %% [markdown]
-# None of it depends on the size of the vocabulary or of the kernels, but all of it on rows and time steps. So it grows
-# with longer batches, where data parallelism stays as it is:
+# These bytes depend on the rows and time steps, not on the size of the vocabulary or of the kernels. They grow with longer
+# batches, while the bytes of data parallelism stay the same:
 
 # %%
 for seq_len in (8, 16):
@@ -84,13 +85,13 @@ for seq_len in (8, 16):
     print(f"{seq_len:>3} time steps: tensor parallelism sends {sent:,} bytes")
 
 # %% [markdown]
-# ## What was learned
+# ## Recap
 #
-# - Both strategies compute the same loss; they differ in what they send.
-# - Data parallelism sends the gradients, once a step, whatever the batch. Tensor parallelism sends activations, in
-#   every layer and at every time step, whatever the weights.
-# - So big weights and small batches ask for tensor parallelism, small weights and big activations for data parallelism:
-#   notebook 8 has the line between them, and a layer split by hand.
-# - `inspect_step` reads it from the compiled program, without running it.
+# - Both strategies compute the same loss. They differ in what they send.
+# - Data parallelism sends the gradients once per step, whatever the size of the batch.
+# - Tensor parallelism sends activations, in every layer and at every time step, whatever the size of the weights.
+# - Large weights and small batches favor tensor parallelism; small weights and large activations favor data parallelism.
+#   Notebook 8 shows where the balance tips, and splits a layer by hand.
+# - `inspect_step` reads these numbers from the compiled program, without running it.
 #
-# Next: a layer on each device, and how to keep all of them busy, in notebook 3.
+# Next, in notebook 3: place a layer on each device, and keep all devices busy.

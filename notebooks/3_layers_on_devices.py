@@ -11,8 +11,11 @@
 # %% [markdown]
 # # 3. Layers on devices: how to keep all of them busy
 #
-# A model that is too deep for one device is cut into stages, each with some of the layers. Stages wait for each other:
-# this is about waiting less. Rows of the pictures are stages, time goes to the right; grey is waiting.
+# If a model is too deep for one device, you can split it into *stages*, each with some of the layers. Stages then wait for each
+# other. This notebook shows how to make them wait less.
+#
+# In the pictures, each row is a stage and time runs to the right. Gray means waiting. The page
+# [Pipeline schedules](../docs/concepts/pipeline.md) explains these pictures and lets you try other schedules.
 
 # %%
 import jaxpar
@@ -24,7 +27,7 @@ jaxpar.simulate_devices(2)
 # %% [markdown]
 # ## Model parallelism: one works, the others wait
 #
-# The whole batch goes up through the stages, its gradient comes down. (A backward unit takes twice the time.)
+# The whole batch moves up through the stages, and its gradient moves down. (A backward unit takes twice the time.)
 
 # %%
 make_schedule("gpipe", num_stages=4, num_microbatches=1)
@@ -32,9 +35,9 @@ make_schedule("gpipe", num_stages=4, num_microbatches=1)
 # %% [markdown]
 # ## GPipe: microbatches
 #
-# The batch is cut into microbatches, and while stage 1 works on the first, stage 0 takes the second
-# (arXiv:1811.06965). All forward units come first, so a stage has to keep what the backward needs of all of them:
-# *live units* is 4 on every stage.
+# GPipe splits the batch into microbatches. While stage 1 works on the first one, stage 0 starts the second (arXiv:1811.06965). All
+# forward units run first, so each stage must save the activations of all microbatches for the backward pass. In the caption,
+# *live units* is therefore 4 on every stage.
 
 # %%
 make_schedule("gpipe", num_stages=4, num_microbatches=4)
@@ -42,18 +45,18 @@ make_schedule("gpipe", num_stages=4, num_microbatches=4)
 # %% [markdown]
 # ## 1F1B: the same bubble, less memory
 #
-# A backward unit runs as soon as it can (arXiv:2006.09503 and others). However many microbatches there are, a stage
-# has only a few in flight.
+# In the 1F1B schedule, a backward unit runs as soon as it can (arXiv:2006.09503 and others). Each stage has only a few microbatches
+# in flight, however many there are.
 
 # %%
 make_schedule("1f1b", num_stages=4, num_microbatches=8)
 
 # %% [markdown]
-# ## The wavefront: chunks of time
+# ## The wavefront: time chunks
 #
-# An LSTM reads a sentence from left to right, so a stage can begin with a sentence of which the stage below has read
-# the first part only. One microbatch, its time cut into four chunks: the stages work on different parts of the same
-# sentence, and the matrix products keep all their rows. In the backward pass the last chunk comes first.
+# An LSTM reads a sequence from left to right. So a stage can start on a sequence before the stage below has finished it. Here a
+# single microbatch is split into four time chunks, and the stages work on different chunks of the same sequences. The matrix
+# products keep all their rows. In the backward pass, the last chunk comes first.
 
 # %%
 make_schedule("1f1b", num_stages=4, num_microbatches=1, num_chunks=4)
@@ -61,7 +64,7 @@ make_schedule("1f1b", num_stages=4, num_microbatches=1, num_chunks=4)
 # %% [markdown]
 # ## Both
 #
-# Microbatches and chunks: the bubble is (S-1) / (MK + S-1), of S stages, M microbatches and K chunks.
+# With microbatches and time chunks, the bubble is (S-1) / (MK + S-1), for S stages, M microbatches and K time chunks.
 
 # %%
 print("bubble of 4 stages    " + "".join(f"K = {K:<6}" for K in (1, 2, 4, 8)))
@@ -73,11 +76,12 @@ make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2)
 # %% [markdown]
 # ## No idle stage
 #
-# Half of a backward unit concerns its own stage alone: the gradients of its weights (W). The rest, which the stage below
-# waits for, is B. Once they are separate, W goes where a stage would be idle. That takes no more memory: every stage has
-# slots for as many units in flight, and the later stages do not need all of theirs. With two groups of layers on each
-# stage the rest of the bubble halves again. The third schedule, v, goes up through one group and down through the other:
-# all stages hold as many units, and the first and the last layers share a stage.
+# A backward unit has two halves. W computes the gradients of the stage's own weights. B computes the activation gradients that
+# the stage below waits for. If they are separate, W can run whenever a stage would be idle. This takes no more memory: each stage
+# has slots for the same number of units in flight, and the later stages don't need all of theirs.
+#
+# With two groups of layers on each stage, the rest of the bubble halves again. The third schedule, v, moves up through one group and
+# down through the other. All stages then save equally many units, and the first and the last layers share a stage.
 
 # %%
 for name in ("1f1b", "interleaved", "v"):
@@ -89,9 +93,9 @@ make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2, zero_bubbl
 # %% [markdown]
 # ## And in reality?
 #
-# `measure_step` runs a training step and reads from JAX's profiler when each stage worked. Two stages here, on two
-# devices simulated on the CPU; first with all of the batch at once. Below each stage's plan, in which all units of a
-# stage take their median time, is what it did. H is the head, of which both stages have a part.
+# `measure_step` runs training steps and reads from JAX's profiler when each stage worked. Here are two stages, on two devices
+# simulated on the CPU, first with the whole batch at once. For each stage, the upper row is the prediction, in which each unit
+# takes the stage's median time. The lower row is the measured step. H is the output head, which is sharded over both stages.
 
 # %%
 task = lm.LM(
@@ -108,11 +112,14 @@ naive = measure(1, 1)
 naive
 
 # %% [markdown]
-# The same batch in two microbatches and two chunks. The idle share is predicted from the schedule, for equal units and
-# for units as long as they were here. What is measured has two parts. One is the schedule's: a stage waits for another
-# one, longer where a unit took longer than others of its kind. The other is not: it was a stage's turn, but its data had
-# not arrived, or it had no core. Simulated devices share the cores with each other and with all programs that run. The
-# last column is the time that the quickest step took.
+# Now the same batch in two microbatches and two time chunks. The table shows the idle fraction predicted by the schedule, for equal
+# units and for units with their measured times. The measured idle time has two parts:
+#
+# - *Schedule*: a stage waits for another stage. This takes longer if some units take longer than others of their kind.
+# - *Data, cores*: it was a stage's turn, but its data had not arrived or it had no CPU core. Simulated devices use the same cores
+#   as each other and as all other programs.
+#
+# The last column is the time of the fastest step.
 
 # %%
 filled = measure(2, 2)
@@ -125,14 +132,14 @@ print(f"{naive.num_devices} devices on {naive.num_cores} cores")
 filled
 
 # %% [markdown]
-# ## What was learned
+# ## Recap
 #
-# - Layers on devices alone leave all but one device waiting. Cutting the batch (microbatches) and the time (chunks)
+# - If you only place layers on devices, all but one device wait. Splitting the batch (microbatches) and the window (time chunks)
 #   fills the pipeline: the bubble is (S-1) / (MK + S-1).
-# - 1F1B bounds what a stage has to keep, GPipe does not.
-# - Chunks of time need no smaller matrix products; they are there because a recurrent layer goes through time in order.
-# - Units wait less, and are more work for the cores, since their matrix products are smaller: how many are best
-#   is measured, or left to `plan`.
-# - The schedule is a prediction. Held against what happened, it says which waiting is its own.
+# - 1F1B limits the number of saved activations; GPipe doesn't.
+# - Time chunks don't make matrix products smaller. They work because a recurrent layer processes time in order.
+# - With more units, stages wait less, but smaller matrix products are less efficient. Measure which number is best, or let
+#   `plan` choose.
+# - A schedule is a prediction. Compared with a measured step, it shows which waiting time comes from the schedule itself.
 #
-# Next: which layers on which stage, and which mesh, in notebook 4.
+# Next, in notebook 4: choose the layers of each stage, and a mesh.

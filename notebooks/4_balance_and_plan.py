@@ -11,8 +11,8 @@
 # %% [markdown]
 # # 4. Balance and plan: which layers on which stage, and which mesh?
 #
-# A pipeline is as fast as its slowest stage, and eight devices can be arranged in many ways. Both can be looked at
-# before a long run begins.
+# A pipeline is as fast as its slowest stage, and eight devices can be arranged in many ways. You can compare both before you start a
+# long run.
 
 # %%
 import dataclasses
@@ -25,11 +25,11 @@ from jaxpar.planning import estimate_step, plan, propose_shares
 jaxpar.simulate_devices(8)
 
 # %% [markdown]
-# ## Layers that do not divide
+# ## Layers that don't divide evenly
 #
-# Seven layers on four stages. `balance` makes ticks the shortest: the forward pass of the slowest stage and the backward
-# pass of the slowest stage, whatever the layers cost, and with what the first and the last stage have to do besides. A
-# stage with fewer layers has an empty slot, which costs nothing but memory. A backward pass costs two forward passes.
+# Here seven layers go on four stages. `balance` makes ticks as short as possible. A tick takes as long as the forward and the
+# backward pass of the slowest stages, including the extra work of the first and the last stage. A stage with fewer layers has an
+# empty slot, which costs only memory. A backward pass costs as much as two forward passes.
 
 # %%
 plain, twice, head = (1, 2), (2, 4), (2, 4)
@@ -39,11 +39,11 @@ print("sixteen                ", balance(PartCosts((plain,) * 16), 4)[0])
 print("sixteen, and a head    ", balance(PartCosts((plain,) * 16, last=head), 4)[0])
 
 # %% [markdown]
-# ## The head is work, too
+# ## The output head is work, too
 #
-# Layers are equal, so equal numbers of them look fair. But after the last layer comes the head, the softmax over the
-# vocabulary, and a big vocabulary makes it as heavy as some layers. Two stages, two layers each, and the head (H) on the
-# last of them: below each stage's plan, what it did.
+# If all layers are equal, it looks fair to give each stage equally many. But the output head follows the last layer: the softmax over
+# the vocabulary. A large vocabulary makes it as expensive as several layers. Here are two stages with two layers each, and the
+# head (H) on the last stage. For each stage, the upper row is the prediction and the lower row is the measured step.
 
 # %%
 wordy = lm.LM(
@@ -55,8 +55,8 @@ even = jaxpar.measure_step(wordy, Parallel(two_stages, on_last), num_steps=20)
 even
 
 # %% [markdown]
-# A layer may move away from the last stage, or all stages may share the head, each with a part of the vocabulary: then
-# they have it at the same time. The second needs no guess, and is what jaxpar does by default.
+# You could move a layer away from the last stage. Or you can shard the head over all stages, so that each computes a part of the
+# vocabulary at the same time. Sharding needs no guess about costs, and is jaxpar's default.
 
 # %%
 on_all = dataclasses.replace(on_last, head="sharded")
@@ -72,14 +72,14 @@ for name, m in (("head on the last stage", even), ("head on all stages", split))
     print(f"{name:>22}{first:6.1f} ms {last:6.1f} ms{idle}")
 
 # %% [markdown]
-# The schedule cannot know for how long a stage waits for data, or for a core that another program of this machine has
-# (the last column, as in notebook 3). What it predicts is the difference that the head makes.
+# The schedule doesn't know how long a stage waits for data, or for a core that another program uses. That time is in the last
+# column, as in notebook 3. What the schedule does predict is the difference that the head makes.
 
 # %% [markdown]
 # ## Which mesh?
 #
-# What a step sends can be estimated before it is compiled: from shapes, and the schedule's table of ticks. Here it
-# is compared with the compiled program, for the same model on four meshes.
+# jaxpar can estimate what a step sends before it is compiled, from shapes and the schedule. Here the estimates are compared with the
+# compiled program, for the same model on four meshes.
 
 # %%
 print("mesh         sent: estimated   compiled   memory: compiled")
@@ -97,29 +97,34 @@ for shape in ("dp8", "tp8", "pp4dp2", "dp2pp2tp2"):
     )
 
 # %% [markdown]
-# Bytes are estimated as one sum for each axis; the compiler decides, and sends a little more or less along `tensor`.
-# Memory is known when a step is compiled.
+# Bytes are estimated as one sum per axis. The compiler decides, and sends a little more or less along `tensor`. Memory is known
+# once a step is compiled.
 #
-# Data parallelism waits for nothing but needs the whole model and its optimizer on every device; a pipeline holds a part
-# and sends little, but waits; tensor parallelism holds a part and does not wait, but sends at every time step.
+# Each kind of parallelism has a cost:
+#
+# - Data parallelism doesn't wait, but every device needs the whole model and its optimizer state.
+# - A pipeline stores only some layers per device and sends little, but stages wait.
+# - Tensor parallelism stores a shard per device and doesn't wait, but sends at every time step.
 #
 # ## A plan
 #
-# What cannot be run here can be planned: a bigger model on eight hosts of eight H100s, by arithmetic on their data sheet.
-# Every mesh and every way to cut batch and time is considered. With `pip install 'jaxpar[cuda13]'` and without
-# `num_finalists=0`, the first dozen are compiled for these GPUs as well: their memory is the compiler's number then.
+# You can plan for hardware you don't have. Here `plan` estimates a larger model on eight hosts with eight H100 GPUs each, from
+# the data sheet. It considers every mesh and every way to split batch and time.
+#
+# With `pip install 'jaxpar[cuda13]'` and without `num_finalists=0`, it also compiles the best 12 layouts for these GPUs. Their
+# memory is then the compiler's number.
 
 # %%
 big = lm.LM(
     num_layers=8, hidden_size=2048, embed_size=2048, vocab_size=10368, batch_size=512, seq_len=64
 )
-plan(big, machine="h100:1x8x8", num_finalists=0)
+plan(big, machine="h100:1x8x8", num_finalists=0, quiet=True)
 
 # %% [markdown]
-# ## Devices that differ
+# ## Devices of different speed
 #
-# Of four data-parallel devices, say that the last takes three times as long for a row. Shares of the batch that are
-# proportional to speed let all of them end at the same time.
+# Suppose that the last of four data-parallel devices takes three times as long for a row. If the rows per device are proportional to
+# its speed, all devices finish at the same time.
 
 # %%
 seconds = [1.0, 1.0, 1.0, 3.0]
@@ -131,12 +136,12 @@ print(
 )
 
 # %% [markdown]
-# ## What was learned
+# ## Recap
 #
-# - Stages need not have equal numbers of layers, and equal numbers are not equal work: the head counts.
-# - The time and bytes of a step can be estimated before it is compiled. Its memory is the compiler's number.
-# - A plan ranks all meshes that the devices allow, even for devices that are not there.
-# - Each arrangement has its price: in memory (data), in waiting (stage), or in what is sent (tensor).
-# - Devices that differ take unequal shares.
+# - Stages don't need equal numbers of layers, and equal numbers are not equal work: the output head counts, too.
+# - jaxpar estimates the time and bytes of a step before it is compiled. Memory is the compiler's number.
+# - `plan` ranks all meshes that fit the devices, even for hardware you don't have.
+# - Each layout has its cost: memory (data), waiting (stage), or communication (tensor).
+# - Devices of different speed get unequal shares of the batch.
 #
-# Next: a whole run, in notebook 5.
+# Next, in notebook 5: a whole run.

@@ -11,9 +11,9 @@
 # %% [markdown]
 # # 5. Train, stop, resume on another mesh, use
 #
-# A language model on text that every Python has: its own documentation. It is stopped in the middle and resumed on other
-# devices, and its losses are those of a run that never stopped. Then it is used: it says how likely each word of a text is, writes
-# text, and another run begins with its weights.
+# You train a language model on a text that comes with every Python: its own documentation. The run is stopped in the middle and
+# resumed on other devices. Its losses are those of a run that never stopped. Then you use the model: it scores each word of a
+# text, generates text, and provides the initial weights of another run.
 
 # %%
 import builtins
@@ -48,10 +48,10 @@ def settings(out_dir):
 
 
 # %% [markdown]
-# ## A run that is stopped
+# ## Stop a run
 #
-# A report is told what happens, in place of the one that prints it. This one presses Ctrl-C at step 40: the current
-# step is finished, the state is saved.
+# A callback (`Report`) receives the events of a run, in place of the one that prints them. This one simulates Ctrl-C at step 40:
+# the current step finishes, and the state is saved.
 
 
 # %%
@@ -66,9 +66,9 @@ stopped = jaxpar.fit(task, eight, settings("stopped"), report=Impatient())
 print("stopped by", stopped.stopped_by.name, "after", len(stopped.losses), "steps")
 
 # %% [markdown]
-# ## Resumed on other devices
+# ## Resume on other devices
 #
-# The run had 2 x 2 x 2 devices. It continues on 4, all of them data-parallel.
+# The run used 2 x 2 x 2 devices. It continues on 4 devices with data parallelism.
 
 # %%
 four = dataclasses.replace(eight, mesh=MeshConfig(data=4, devices=(0, 1, 2, 3)))
@@ -79,7 +79,7 @@ jaxpar.show(resumed.state)
 # %% [markdown]
 # ## Nothing was lost
 #
-# A third run never stopped. The losses of both, step by step:
+# A third run never stopped. Compare the losses of both, step by step:
 
 # %%
 whole = jaxpar.fit(task, eight, settings("whole"), quiet=True)
@@ -92,19 +92,21 @@ largest = max(abs(a - b) / a for a, b in zip(whole.losses, pieced, strict=True))
 print(f"largest difference {largest:.1e}")
 
 # %% [markdown]
-# Sums in another order round differently, and training makes such differences grow; on the same mesh there would be none.
-# What was learned by then, beside what word frequencies alone would give:
+# Sums in another order round differently, and training amplifies such differences. On the same mesh there would be none. Here are
+# the results of the resumed run, next to what word frequencies alone would give:
 
 # %%
 for evaluation in resumed.evaluations.values():
     print(evaluation.to_text())
 
 # %% [markdown]
-# ## What it says of each word
+# ## Score each word
 #
-# The run is loaded onto two stages and reads the test text through them. For each word there is its log-likelihood, in the
-# order of the text, and together they are the perplexity from above. Another text is a file, here what Python says of its
-# built-in functions and types; words outside the vocabulary of the run are `<unk>`.
+# The run is loaded onto two stages and reads the test text through them. It returns a log-likelihood for each word, in the order of
+# the text. Together they give the perplexity from above.
+#
+# You can also pass a text file. Here it holds what Python's own documentation says about built-in functions and types. Words
+# outside the vocabulary of the run become `<unk>`.
 
 # %%
 run = jaxpar.load_run(resumed.out_dir, MeshConfig(stage=2, devices=(0, 1)))
@@ -124,28 +126,28 @@ for n in range(2000, 2008):
     print(f"{words[tokens[n + 1]]:10} {likelihood[n]:6.2f}")
 
 # %% [markdown]
-# ## Text
+# ## Generate text
 #
-# Rare words are all `<unk>` here, because the vocabulary was cut to 600. On one device:
+# Rare words all become `<unk>` here, because the vocabulary has only 600 words. On one device:
 
 # %%
 print(lm.sample(resumed.out_dir, "the value of", length=40, seed=3))
 
 # %% [markdown]
-# ## Another run begins with its weights
+# ## Start another run with these weights
 #
-# On that text, another mesh and with a new optimizer. Rows of words are found by the words; what is new is drawn. Beside it a
-# run that begins with drawn weights alone:
+# The new run trains on that text, on another mesh and with a new optimizer. Embedding rows are matched by their words; rows of new
+# words are randomly initialized. For comparison, another run starts with random weights only:
 
 # %%
 other = dataclasses.replace(task, corpus="builtins.txt")
-for name, start in (("drawn", None), ("tuned", resumed.out_dir)):
+for name, start in (("random", None), ("tuned", resumed.out_dir)):
     config = TrainConfig(num_steps=40, out_dir=name)
     result = jaxpar.fit(other, "dp4", config, start=start, quiet=True)
-    print(f"{name}  {result.evaluations['test'].to_text()}")
+    print(f"{name:6}  {result.evaluations['test'].to_text()}")
 
 # %% [markdown]
-# As a file for other programs, whose names are those of the model's own tree:
+# You can also export the weights to a file for other programs, with the parameter names of the model:
 
 # %%
 [path] = run.export("model.safetensors")
@@ -153,10 +155,10 @@ for name, array in safetensors.numpy.load_file(path).items():
     print(f"{name:18} {array.dtype} {array.shape}")
 
 # %% [markdown]
-# ## What was learned
+# ## Recap
 #
-# - `fit` ends after the current step when it is told to stop, and `resume=True` continues from the saved state.
-# - A state is saved whole, by the names of its arrays; any mesh can load it.
-# - The losses are those of the run that never stopped, to the rounding of sums.
-# - A run says of each row what its model predicts, on any mesh; another run begins with its weights.
+# - `fit` stops after the current step when it receives a signal, and `resume=True` continues from the saved state.
+# - A checkpoint stores whole arrays by their names, so you can load it on any mesh.
+# - The losses are those of the run that never stopped, up to the rounding of sums.
+# - A run can predict each row on any mesh, and another run can start with its weights.
 # - The command line does the same: `train lm`, Ctrl-C, `train --resume --mesh dp4`, `predict`, `sample`, `train --start`, `export`.

@@ -11,8 +11,8 @@
 # %% [markdown]
 # # 6. Your own model: what does jaxpar have to know about it?
 #
-# Nothing here comes from jaxpar's own models. A forecaster of a real series is written in plain Flax, as layer, model and
-# task, and then trained on eight devices. `examples/forecaster.py` is the same as a file, for the command line.
+# Nothing here comes from jaxpar's own models. You write a forecaster for a real series in plain Flax, as a layer, a model and a
+# task, and train it on eight devices. `examples/forecaster.py` is the same code as a file, for the command line.
 
 # %%
 import dataclasses
@@ -32,8 +32,9 @@ jaxpar.simulate_devices(8)
 # %% [markdown]
 # ## A layer
 #
-# takes its state, its inputs and where they are, and returns its new state and its outputs. Arrays are [time, rows,
-# width]. The dims of a parameter have names; a table of rules says which axis of a mesh splits "hidden".
+# A layer takes its recurrent state, its inputs, and `at` (their place in the batch). It returns its new state and its outputs.
+# Arrays are [time, rows, width]. The dims of a parameter have names, and a table of rules says which axis of a mesh shards
+# "hidden".
 
 
 # %%
@@ -58,7 +59,7 @@ class GRU(nnx.Module):
 
 
 # %% [markdown]
-# It is an ordinary module, and can be tried by itself, on one row of five steps:
+# It is an ordinary module, so you can try it alone, on one row of five steps:
 
 # %%
 gru = GRU(4, rngs=nnx.Rngs(0))
@@ -68,9 +69,9 @@ print("state", h.shape, "outputs", y.shape)
 # %% [markdown]
 # ## A model
 #
-# has something before the layers, a `Stack` of them, and something after them, which returns sums: of the loss, of the
-# weight that it counts for, and of whatever else you want to know. Here the network predicts a mean and a variance, and
-# `inside` counts how often the truth is within one standard deviation of the mean.
+# A model has input layers (`first`), a `Stack` of layers, and an output part (`last`). `last` returns sums: of the loss, of the weight
+# of each row, and of any metrics you want. Here the network predicts a mean and a variance. The metric `inside` counts how often
+# the truth is within one standard deviation of the mean.
 
 
 # %%
@@ -95,9 +96,9 @@ class Forecaster(nnx.Module):
 # %% [markdown]
 # ## A task
 #
-# says what is learned, and from what: a frozen dataclass, whose fields are its options. The series is the carbon dioxide
-# over Mauna Loa, week by week from 1958 to 2001; what is forecast is the change to the next week, from the last change
-# and the season.
+# A task defines the model and its data. It is a frozen dataclass, and its fields are its options. The series is the carbon dioxide
+# over Mauna Loa, week by week from 1958 to 2001. The model forecasts the change to the next week, from the last change and the
+# season.
 
 
 # %%
@@ -128,9 +129,10 @@ def load(split):
 
 
 # %% [markdown]
-# ## Trained on eight devices
+# ## Train on eight devices
 #
-# Four stages with a layer each, two data-parallel groups; a window of 24 weeks moves through the stages in four chunks.
+# The mesh has four stages with one layer each, in two data-parallel groups. A window of 24 weeks moves through the stages in four
+# time chunks.
 
 # %%
 eight = Parallel("dp2pp4", PipelineConfig(num_chunks=4))
@@ -138,12 +140,12 @@ train = TrainConfig(num_steps=300, out_dir="eight")
 result = jaxpar.fit(Forecast(), eight, train)
 
 # %% [markdown]
-# Better than expecting no change, and as sure of itself as it should be: 68 % of a normal distribution are within one
+# The forecast is better than expecting no change. Its uncertainty is realistic, too: 68% of a normal distribution are within one
 # standard deviation.
 #
 # ## The same on one device
 #
-# jaxpar's promise holds for a model that it has never seen. The losses of both, step by step:
+# jaxpar keeps its promise for a model that it has never seen. Compare the losses of both runs, step by step:
 
 # %%
 one = Parallel(MeshConfig(devices=(0,)))
@@ -154,18 +156,19 @@ for step in (1, 100, 200, 300):
     )
 
 # %% [markdown]
-# ## Where everything lies
+# ## Where everything is stored
 #
-# The layers are one stack, whose leading dim `layers` is split over the stages. With `tensor` in the mesh, the dim named
-# "hidden" is split as well:
+# The layers are one stack, whose leading dim `layers` is sharded over the stages. With `tensor` in the mesh, the dim named
+# "hidden" is sharded as well:
 
 # %%
 jaxpar.show(jaxpar.init_state(Forecast(), Parallel("dp2pp2tp2")))
 
 # %% [markdown]
-# ## A mistake has a name
+# ## Mistakes are reported early
 #
-# A name that the rules do not know is one, and so is a layer whose outputs are not like its inputs:
+# jaxpar checks the model before it compiles anything. One mistake is a dim name that the rules don't know. Another is a layer whose
+# outputs have another shape than its inputs:
 
 
 # %%
@@ -188,11 +191,11 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# ## What was learned
+# ## Recap
 #
-# - A layer is `(state, inputs, where) -> (state, outputs)`; a model is `first`, a `Stack`, `last`; a task makes both
-#   and the batches.
-# - Names of dims are all that a model says about devices. Mesh, stages, microbatches and chunks are chosen from outside.
-# - Any mesh gives the losses of one device.
+# - A layer is `(state, inputs, at) -> (state, outputs)`. A model is `first`, a `Stack` and `last`. A task makes the model and the
+#   batches.
+# - Names of dims are all that a model says about devices. You choose mesh, stages, microbatches and time chunks separately.
+# - Any mesh gives the losses of a single device.
 # - Mistakes are reported before anything is compiled.
 # - In a file, the same is a command: `python -m jaxpar train forecaster.py:Forecast --mesh pp4dp2`.

@@ -11,8 +11,9 @@
 # %% [markdown]
 # # 7. State tracking: what can a layer count?
 #
-# Some layers see their state when they decide what to do with it, others only their inputs. The second kind is faster, since a
-# window of time is one product of matrices or one prefix sum. What does it cost? This is `benchmarks/state_tracking` in short.
+# Some layers use their state to decide how to update it; others use only their inputs. The second kind is faster, since it computes a
+# window with one matrix product or one prefix sum. What does that cost? This notebook is a short version of
+# `benchmarks/state_tracking`.
 
 # %%
 import dataclasses
@@ -30,8 +31,8 @@ jaxpar.simulate_devices(2)
 # %% [markdown]
 # ## Parity
 #
-# Bits go in, and after each of them the question is whether the ones so far are odd in number. The words are drawn anew in
-# every batch, from a seed and the number of the step.
+# The model reads bits. After each bit it must say whether the number of ones so far is odd. Every batch has new random words, made
+# from a seed and the number of the step. `starts` tells jaxpar that no word continues in the next batch.
 
 
 # %%
@@ -45,11 +46,13 @@ class Words:
     def batch(self, step, rows=slice(None)):
         shape = (self.batch_size, self.seq_len)
         bits = np.random.default_rng([*self.seed, step]).integers(2, size=shape, dtype=np.int32)
-        return {"bits": bits[rows], "odd": bits.cumsum(axis=1, dtype=np.int32)[rows] % 2}
+        odd = bits.cumsum(axis=1, dtype=np.int32) % 2
+        return {"bits": bits[rows], "odd": odd[rows], "starts": True}
 
 
-for name, array in Words((0, 0), seq_len=16, batch_size=1).batch(0).items():
-    print(f"{name:4}", *array[0])
+word = Words((0, 0), seq_len=16, batch_size=1).batch(0)
+for name in ("bits", "odd"):
+    print(f"{name:4}", *word[name][0])
 
 # %% [markdown]
 # ## A model that takes any layer
@@ -94,14 +97,14 @@ class Parity(jaxpar.Task):
 # %% [markdown]
 # ## Two layers on two stages
 #
-# learn from words of 16 bits; an LSTM first, whose gates see its state.
+# The models learn from words of 16 bits. First an LSTM, whose gates see its state:
 
 # %%
 train = TrainConfig(num_steps=150, log_every=50)
 lstm = jaxpar.fit(Parity(), "pp2", train)
 
 # %% [markdown]
-# A minGRU's state is only ever scaled by numbers between 0 and 1, and added to, as its inputs say:
+# The state of a minGRU can only be scaled by numbers between 0 and 1 and added to, and both depend only on its inputs:
 
 # %%
 mingru = jaxpar.fit(Parity("MinGRU"), "pp2", train)
@@ -109,7 +112,7 @@ mingru = jaxpar.fit(Parity("MinGRU"), "pp2", train)
 # %% [markdown]
 # ## Longer words
 #
-# A task with another length has the same parameters. What do both say after 64 bits, when they have seen 16 at most?
+# A task with another sequence length has the same parameters. How good are both models on words of 64 bits, after training on 16?
 
 
 # %%
@@ -126,10 +129,9 @@ for name, accuracy in found.items():
     print(f"{name:6}" + "".join(f"{a:7.2f}" for a in accuracy.reshape(8, 8).mean(axis=1)))
 
 # %% [markdown]
-# ## What was learned
+# ## Recap
 #
-# - Parity needs a state that each input may turn into the other one. An LSTM learns that from short words, and then it holds
-#   for long ones.
-# - A minGRU learns the first few bits by heart, if at all: the others are guessed.
-# - [Which layer?](../docs/layers.md) says of each layer of `jaxpar.nn` whether it can count parities, and `benchmarks/state_tracking` tries
-#   them, with arithmetic and permutations, too.
+# - Parity needs a state that each input can flip. An LSTM learns this from short words, and it works for long ones.
+# - A minGRU memorizes at most the first few bits, and guesses the others.
+# - [Choose a recurrent layer](../docs/build/recurrent-layers.md) lists for each layer of `jaxpar.nn` whether it can count parities.
+#   `benchmarks/state_tracking` tests them, also with arithmetic and permutations.

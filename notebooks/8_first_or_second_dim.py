@@ -11,9 +11,11 @@
 # %% [markdown]
 # # 8. Split by the first or the second dim: added or stacked?
 #
-# A dense layer is `y = x w`. Its weights can be split over devices by their first dim or by their second: then partial results are
-# *added* (all-reduce) or *stacked* (all-gather). Here is one with so few numbers that all of them can be checked by hand, on four
-# devices; then what is sent where layers are big, and how a whole network should be split.
+# A dense layer computes `y = x w`. You can split its weights over devices by their first dim or by their second dim. Partial results
+# are then *added* (all-reduce) or *stacked* (all-gather).
+#
+# The first example is so small that you can check all numbers by hand, on four devices. After that, you see what larger layers send,
+# and how to split a whole network.
 
 # %%
 import time
@@ -43,13 +45,14 @@ for name, array in {"x, 4 rows of 4 inputs": x, "w, 4 inputs x 8 outputs": w, "y
 # %% [markdown]
 # ## By the first dim: partial sums are added
 #
-# Each device has one row of `w`, and of `x` the input that goes with it.
+# Each device has one row of `w`, and the input of `x` that goes with it.
 
 # %%
 jaxpar.show(jax.device_put(w, NamedSharding(mesh, P("tensor", None))))
 
 # %% [markdown]
-# Its product has the shape of `y`, but only one of four terms. An all-reduce adds them. The first row of the batch, (1 2 0 1):
+# Its product has the shape of `y`, but contains only one of four terms. An all-reduce adds the terms. Here is the first row of the
+# batch, (1 2 0 1):
 
 
 # %%
@@ -99,9 +102,11 @@ np.testing.assert_array_equal(together, y)
 # %% [markdown]
 # ## Backward: the other way around
 #
-# From above comes `dy`. The gradient of the weights, `xᵀ dy`, stays where its part of `w` is. The gradient of the inputs, `dy wᵀ`, is
-# stacked where outputs were added, and added where they were stacked. Splitting the batch is the third way: nothing is sent but the
-# gradients of the weights, which are added. The first row of `dx`, and all of it:
+# The backward pass receives `dy`. The gradient of the weights, `xᵀ dy`, stays where its part of `w` is. The gradient of the inputs,
+# `dy wᵀ`, is stacked where outputs were added, and added where they were stacked.
+#
+# Splitting the batch is the third way. It sends only the gradients of the weights, which are added. Here are the first row of `dx`, and
+# all of it:
 
 
 # %%
@@ -137,9 +142,9 @@ for name, split in SPLITS.items():
 # %% [markdown]
 # ## What is sent
 #
-# The same three functions on the layer of [Tim Dettmers' post](https://timdettmers.com/2014/11/09/model-parallelism-deep-learning/): 128
-# rows, weights of 1000 x 500, two devices. He counts 500,000, 128,000 and 160,000 numbers that a device sends. Here they are read from
-# the compiled programs, which are not run.
+# Now the same three functions on the layer of [Tim Dettmers' post](https://timdettmers.com/2014/11/09/model-parallelism-deep-learning/):
+# 128 rows, weights of 1000 x 500, two devices. He counts 500,000, 128,000 and 160,000 numbers that a device sends. Here they are
+# read from the compiled programs, without running them.
 
 # %%
 two = MeshConfig(tensor=2, devices=(0, 1)).build()
@@ -159,10 +164,11 @@ assert sent == {"batch": 500_000, "first dim": 128_000, "second dim": 160_000}
 # %% [markdown]
 # ## Where the answer flips
 #
-# Gradients grow with the weights, whatever the batch; activations with the batch and the width. For `n` inputs, `n` outputs and `b` rows
-# that is 2n² against 3bn numbers, so that splitting the batch is as good from `b = 2n/3` on. A convolution uses its weights at every place
-# of an image: of 3x3 weights on 14x14 places, the line is 196 / 9 = 22 times lower. On 8 devices; on the dotted
-# lines one split of the dense layer sends 2 and 4 times as much as the other.
+# Gradients grow with the weights, whatever the batch. Activations grow with the batch and the width. For `n` inputs, `n` outputs and
+# `b` rows, the numbers to send are 2n² and 3bn. So splitting the batch is the better choice from `b = 2n/3` on.
+#
+# A convolution uses its weights at every place of an image. With 3x3 weights on 14x14 places, the line is 196 / 9 = 22 times lower. The
+# picture is for 8 devices. On the dotted lines, one split of the dense layer sends 2 or 4 times as much as the other.
 
 # %%
 widths, batches = 2 ** np.arange(5, 15), 2 ** np.arange(3, 14)
@@ -194,11 +200,13 @@ plt.show()
 # %% [markdown]
 # ## The hybrid
 #
-# A network for images has convolutions below and dense layers above. So its convolutions split the batch and its dense layers the
-# weights, by the first dim, on the same devices ("one weird trick", arXiv:1404.5997). `examples/hybrid.py` has all three as rules.
+# A network for images has convolutions below and dense layers above. So its convolutions split the batch, and its dense layers split
+# the weights by the first dim, on the same devices ("one weird trick", arXiv:1404.5997). `examples/hybrid.py` has all three
+# strategies as rules.
 #
-# Time is measured on two devices, for the cores of a laptop, and two dense layers of 2,048. They share a memory, in which sending costs little. What
-# the hybrid saves here is the update: each device has half of the dense weights, and of their optimizer's state.
+# Time is measured on two devices, to suit the cores of a laptop, with two dense layers of 2,048 units. The devices share a memory, so
+# sending costs little. What the hybrid saves here is the update: each device has half of the dense weights, and of their optimizer
+# state.
 
 # %%
 Digits = find_task(f"{Path(jaxpar.__file__).parents[1]}/examples/hybrid.py:Digits")
@@ -240,12 +248,13 @@ assert ratios[0] > 10
 assert ratios[1] > 1.9
 
 # %% [markdown]
-# ## What was learned
+# ## Recap
 #
-# - By the first dim, outputs are added and the gradients of the inputs stacked; by the second dim it is the other way around. Gradients
-#   of the weights stay where the weights are.
-# - Of 1000 x 500 weights and 128 rows, one of two devices sends 128,000 numbers by the first dim, 160,000 by the second, and
-#   500,000 if it splits the batch.
-# - Wide dense layers and small batches ask for a split of the weights, convolutions for a split of the batch: the line is a formula.
-# - One network may do both, and then sends several times less than with either alone.
-# - A layer split by its second dim and the next by its first need not stack what is between them: `benchmarks/model_parallel`.
+# - By the first dim, outputs are added and the gradients of the inputs are stacked. By the second dim it is the other way around.
+#   Gradients of the weights stay where the weights are.
+# - With weights of 1000 x 500 and 128 rows, each of two devices sends 128,000 numbers by the first dim and 160,000 by the second.
+#   It sends 500,000 if it splits the batch.
+# - Split the weights for wide dense layers and small batches. Split the batch for convolutions. A formula gives the line between them.
+# - A network can do both. It then sends several times less than with either alone.
+# - If one layer is split by its second dim and the next by its first, the activations between them need not be stacked. See
+#   `benchmarks/model_parallel`.

@@ -11,9 +11,9 @@
 # %% [markdown]
 # # 9. Buckets: what do lines of unequal length cost?
 #
-# The rows of a batch are equally long, the lines of a text are not: what is missing is padding, which is computed for nothing. Buckets
-# put lines of similar length together. How many should there be? More of them pad less, but where each length is a program of
-# its own, more are compiled.
+# All rows of a batch have the same length, but the lines of a text don't. The difference is padding, which is computed for nothing.
+# Buckets put lines of similar length together. How many buckets should you use? More buckets need less padding. But if each length
+# is a program of its own, more programs must be compiled.
 
 # %%
 import dataclasses
@@ -32,7 +32,7 @@ jaxpar.simulate_devices(2)
 # %% [markdown]
 # ## The lengths of a text
 #
-# Python's own documentation, one line after the other, each read from the zero state. Lines longer than the 64 steps of a batch are cut
+# The text is Python's own documentation. Each line is read from the initial state. Lines longer than the 64 steps of a batch are cut
 # into pieces.
 
 # %%
@@ -56,8 +56,8 @@ for p, length in zip(percent, np.percentile(lengths, percent), strict=True):
 # %% [markdown]
 # ## Padding by the number of buckets
 #
-# `choose_edges` finds the lengths with the least padding. Any length will do without stages; with them a length is made of whole
-# chunks, here of 8 steps. Rows for which there is no line left count as padding, too.
+# `choose_edges` finds the lengths with the least padding. Without stages, any length works. With stages, a length must be a multiple
+# of the time chunk, here 8 steps. Empty rows count as padding, too.
 
 # %%
 numbers = (1, 2, 3, 4, 8, 16)
@@ -103,7 +103,7 @@ for axes in (left, right):
 plt.show()
 
 # %% [markdown]
-# A few buckets are most of the gain. Three:
+# A few buckets give most of the gain. With three:
 
 # %%
 batches = task.make_batches("train", seed=0)
@@ -117,7 +117,7 @@ assert tuple(sorted(example)) == edges
 # %% [markdown]
 # ## Without stages: a program for each length
 #
-# The processor's time that compiling takes, what the program takes in memory, and what it takes besides while it runs:
+# The table shows the CPU time to compile each program, the size of the program, and its memory while it runs:
 
 
 # %%
@@ -165,8 +165,9 @@ assert sum(cost[1] for cost in costs.values()) > 2.5 * costs[64][1]
 # %% [markdown]
 # ## On stages: one program for all of them
 #
-# A pipeline's loop runs over units, and how many there are is data: a batch of 24 steps is 3 chunks of 8, one of 64 is 8. So the
-# program for the longest batch runs them all. Beside it programs of their own, as tasks have whose longest batch is shorter:
+# A pipeline loops over work units, and their number is an input of the program: a batch of 24 steps has 3 chunks of 8, a batch of 64
+# has 8. So the program for the longest batch runs all of them. For comparison, here are also separate programs, as in tasks
+# whose longest batch is shorter:
 
 # %%
 runs, costs = {}, {}
@@ -190,8 +191,8 @@ assert on_two[edges[0]] < on_two[64]
 # %% [markdown]
 # ## An epoch
 #
-# Batches of each length times the time of their step, beside all lines padded to 64 steps. What is compiled more without stages has to
-# be earned:
+# The time of an epoch is the number of batches of each length, times the time of a step. Compare it with all lines padded to 64
+# steps. Without stages, the gain must also pay for the extra compile time:
 
 # %%
 whole = dataclasses.replace(task, num_buckets=1).make_batches("train").num_windows
@@ -202,10 +203,11 @@ for name, seconds in (("one device", on_one), ("two stages", on_two)):
 print(f"compiled for the two shorter lengths, without stages: {compiled_more:.1f} s")
 
 # %% [markdown]
-# ## What was learned
+# ## Recap
 #
-# - In one length, half of the steps of this text are padding; three buckets leave less than a quarter, eight less than 15 %.
-# - Without stages each length is a program: compiling and the room for programs grow with the number of buckets, the memory
-#   of a step is that of the longest.
-# - On stages one program runs every length that is made of its chunks, and a short batch takes fewer ticks of it.
-# - So without stages take a few buckets, and with them as many as there are chunks, here `--num-buckets 3` and `--num-buckets 8`.
+# - If all rows have one length, half of the steps of this text are padding. Three buckets leave less than a quarter, eight less than 15%.
+# - Without stages, each length is a program. Compile time and program memory grow with the number of buckets; the memory of a
+#   step is that of the longest.
+# - On stages, one program runs every length that is a multiple of its time chunk. A short batch takes fewer ticks.
+# - So use a few buckets without stages, and as many as there are time chunks with stages. Here that is `--num-buckets 3` and
+#   `--num-buckets 8`.

@@ -104,7 +104,7 @@ def test_outputs_of_blocks_that_the_loss_does_not_need_are_no_predictions():
     with pytest.raises(ValueError, match="needs less of the blocks than the model returns"):
         _ = facts.outputs
     own = Predicting(models.Watched, loss_of=models.logits_loss)
-    match = r"predict of task Predicting needs float.*, float.* of the blocks, and the loss float32"
+    match = r"predict of task Predicting uses float.*, float.* from the blocks, but the loss uses float32"
     with pytest.raises(ValueError, match=match):
         Setup.of(own, MESHES["dp8"])
 

@@ -89,7 +89,7 @@ def test_train_does_as_plain_flax(run):
     np.testing.assert_allclose(train_losses(folder), losses, 1e-5)
     for pattern in (
         r"^layers +4 \(first, 0-1 \| 2-3, last\)",
-        r"^on a stage +all of embed.*; all of head",
+        r"^each stage +stores all of embed.*; all of head",
         r"^blocks\.0-3\.mlp\.0\.kernel +4x8x16 ",
         r"^embed\.embedding +16x8 ",
     ):

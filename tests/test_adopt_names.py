@@ -88,8 +88,8 @@ def test_parameters_have_the_names_and_values_of_the_users_model(name):
     assert "embed.embedding" in shown
     assert "outer" not in shown
     table = dict(summarize(setup))
-    assert "outer" not in table["on a stage"]
-    assert "embed" in table["on a stage"]
+    assert "outer" not in table["each stage"]
+    assert "embed" in table["each stage"]
 
 
 @pytest.mark.parametrize("name", ["list", "stacked"])
@@ -360,7 +360,7 @@ PREDICTIONS = {
     "by name": (Best(), {"best": (8, 4), "mean": (8, 4)}),
     "two arrays": (
         Pairs(),
-        r"Pair predicts has a tuple.*in it\.\nFix: write predict\(self, model, batch\)",
+        r"Pair contains a tuple.*\.\nFix: write predict\(self, model, batch\)",
     ),
     "not called": (
         Methods(),

@@ -389,13 +389,13 @@ REFUSED = {
         "the loss takes a derivative of the model ({a derivative})",
         "leave jax.grad",
     ),
-    "shared": (Adopted(SharedBetween), "blocks 1 and 2 share up.kernel", "of its own"),
+    "shared": (Adopted(SharedBetween), "blocks 1 and 2 share up.kernel", "its own"),
     "shared outside": (
         Adopted(SharedOutside),
-        "norm.scale of block 3 is used outside of it",
-        "of its own",
+        "norm.scale of block 3 is also used outside the block",
+        "its own",
     ),
-    "one block": (Adopted(SameBlock), "blocks 0 and 1 share", "of its own"),
+    "one block": (Adopted(SameBlock), "blocks 0 and 1 share", "its own"),
     "read outside": (
         Adopted(ReadOutside),
         "blocks.0.up.bias is read outside of its block ({read outside})",
@@ -404,16 +404,16 @@ REFUSED = {
     "integers of a block": (
         Adopted(Counting),
         "goes to block 1",
-        "make it within the block that needs it",
+        "compute it in the block that needs it",
     ),
     "integers of parameters": (
         Adopted(Routed),
         "goes to block 0 ({integers of parameters})",
-        "make it within the block that needs it",
+        "compute it in the block that needs it",
     ),
     "given rngs": (
         Adopted(GivenRngs),
-        "block 0 is given an Rngs ({given rngs})",
+        "block 0 receives an Rngs ({given rngs})",
         "nnx.Dropout(rate, rngs=rngs)",
     ),
     "not called": (Adopted(Uncalled), "block 3 of 4 is never called", ONCE),
@@ -432,7 +432,7 @@ REFUSED = {
     ),
     "path to a layer": (
         Adopted(Text, "norm"),
-        "no nnx.scan goes over the 8 stacked blocks",
+        "no nnx.scan runs over the 8 stacked blocks",
         "name a list of blocks in layers",
     ),
     "path to an array": (Adopted(Text, "pos"), "a Param has no such blocks", "use the path of"),
@@ -441,7 +441,7 @@ REFUSED = {
     "nothing of a list": (Adopted(Text, "blocks[4:]"), "has no such blocks", "use the path of"),
     "list with others": (
         Unweighted(models.AsSequential, "net", loss_of=of_tokens),
-        "block 0 is given the batch alone",
+        "block 0 receives only the batch",
         "layers='net[1:]'",
     ),
     "changed in a block": (
@@ -454,23 +454,23 @@ REFUSED = {
         "the model Counted changes its variable calls",
         "compute it in the loss",
     ),
-    "NumPy's weights": (Adopted(OtherWeights), "begins with other numbers", "draw it from rngs"),
+    "NumPy's weights": (Adopted(OtherWeights), "has other initial values", "draw it from rngs"),
     "NumPy's noise": (Adopted(OtherNoise), "computes with other numbers", "a random stream"),
-    "drawn constant": (Adopted(DrawnConstant), "basis is drawn at random", "write nnx.Param(...)"),
-    "drawn array": (Adopted(DrawnArray), "basis is drawn at random", "write nnx.Param(...)"),
+    "drawn constant": (Adopted(DrawnConstant), "basis is random", "write nnx.Param(...)"),
+    "drawn array": (Adopted(DrawnArray), "basis is random", "write nnx.Param(...)"),
     "draws in evaluation": (
         Adopted(Noisy),
         "block 0 of the model Noisy draws random numbers in evaluation",
-        "draw in training alone",
+        "draw only in training",
     ),
     "dims": (
         Adopted(Text, by_path=(("blocks.*.down.kernel", (None, "tensor")),)),
         "dims of blocks.*.down.kernel match no parameter",
-        "use such names",
+        "use names of its parameters",
     ),
     "too many dims": (
         Adopted(Text, by_path=(("blocks.*.up.bias", (None, "tensor")),)),
-        "dims of blocks.*.up.bias are (None, 'tensor'), and blocks.0.up.bias has shape [8]",
+        "dims of blocks.*.up.bias are (None, 'tensor'), but blocks.0.up.bias has shape [8]",
         "for each dim",
     ),
     "unknown axis": (
@@ -495,12 +495,12 @@ REFUSED = {
     ),
     "outputs of a loop": (
         Adopted(StackedOutputs),
-        "the loop over stacked blocks ({outputs of each}) gives an output of each block",
-        "let the loop give",
+        "the loop over stacked blocks ({outputs of each}) returns an output of each block",
+        "return only what the next block receives",
     ),
     "no loop": (
         Adopted(StackedUnused),
-        "no nnx.scan goes over the 4 stacked blocks",
+        "no nnx.scan runs over the 4 stacked blocks",
         "by nnx.scan",
     ),
     "mean": (

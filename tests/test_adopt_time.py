@@ -112,11 +112,11 @@ def test_recurrent_layers_run_in_chunks():
 REFUSED = {
     Places: ("a longer window fails (test_adopt_time.py, line {places})", "num_chunks=1"),
     LongPlaces: (
-        "(test_adopt_time.py, line {places}) gives something else",
-        "each time step by itself",
+        "(test_adopt_time.py, line {places}) gives other numbers",
+        "each time step independently",
     ),
-    Conv: ("(test_adopt_time.py, line {conv}) gives something else", "each time step by itself"),
-    Mean: ("(test_adopt_time.py, line {mean}) gives something else", "each time step by itself"),
+    Conv: ("(test_adopt_time.py, line {conv}) gives other numbers", "each time step independently"),
+    Mean: ("(test_adopt_time.py, line {mean}) gives other numbers", "each time step independently"),
     Dropped: ("random numbers are drawn that are not of one row and one time step", "num_chunks=1"),
     Convs: ("no block has an nnx.RNN", "num_chunks=1"),
 }

@@ -96,21 +96,21 @@ MAKERS = {
     "a class of their own": (local_class, None),
     "NumPy": (
         lambda: [lambda rngs: Layer(rngs=rngs, init=by_numpy)] * 3,
-        r"^layer Layer( \(test_again\.py, line \d+\))?: w begins with other numbers .*\nFix: draw it from",
+        r"^layer Layer( \(test_again\.py, line \d+\))?: w has other initial .*\nFix: draw it from",
     ),
     "a counter": (
         lambda: [lambda rngs: Layer(rngs=rngs, depth=next(COUNT))] * 3,
-        r"(?s)^layer Layer has depth=\d+, and \d+ where the same .*Fix: make it of rngs",
+        r"(?s)^layer Layer has depth=\d+, but \d+ when the same .*Fix: make it only from rngs",
     ),
-    "a counter for each model": (lambda: local_count(depth=0), "^layer Layer has depth=0, and 1 where"),
-    "a counter of initial values": (lambda: local_count(scale=0), "^layer Layer.*: w begins with other"),
+    "a counter for each model": (lambda: local_count(depth=0), "^layer Layer has depth=0, but 1 when"),
+    "a counter of initial values": (lambda: local_count(scale=0), "^layer Layer.*: w has other initial"),
     "a counter in each": (
         lambda: [lambda rngs: Layer(rngs=rngs, depth=next(COUNT)) for _ in range(2)],
         "^layer Layer has depth=",
     ),
     "widths": (
         lambda: [lambda rngs: Layer(rngs=rngs, init=lambda *_: jnp.ones((WIDTH, next(COUNT))))],
-        r"^layer Layer has w=\(16, \d+\), and \(16, \d+\) where",
+        r"^layer Layer has w=\(16, \d+\), but \(16, \d+\) when",
     ),
 }  # fmt: skip
 
@@ -174,9 +174,9 @@ class Own(Regress):
 
 
 PLACES = {
-    "parameter": r"^the model of task Own, a Model.*: more begins with other numbers each time it is made",
-    "field": r"^the model of task Own, a Model has made=\d+, and \d+ where the same function makes it again",
-    "first": r"^first \(test_again\.py, line \d+\) computes with other numbers .*\nFix: draw by at\.draw\(",
+    "parameter": r"^the model of task Own, a Model.*: more has other initial values each time it is made",
+    "field": r"^the model of task Own, a Model has made=\d+, but \d+ when the same function makes it again",
+    "first": r"^first \(test_again\.py, line \d+\) computes with other numbers .*\nFix: use at\.draw\(",
     "layer": r"^layer noisy \(test_again\.py, line \d+\) computes with other numbers each time it is traced",
     "last": r"^last \(test_again\.py, line \d+\) computes with",
     "initial_carry": r"^layer carried \(test_again\.py, line \d+\) computes with",

@@ -108,7 +108,7 @@ def test_processes_that_have_come_say_that_not_all_have():
     for number, each in zip((0, 2), said, strict=True):
         assert re.fullmatch(
             r"not all 4 processes came to 127\.0\.0\.1:\d+ in 1 s \(this is process "
-            rf"{number}\)\nFix: start all with .*\n",
+            rf"{number}\)\nFix: give all of them .*\n",
             each,
         )
     assert time.monotonic() - began < 30
@@ -122,7 +122,9 @@ def test_who_has_another_secret_is_refused_by_all():
     )
     others = start_joining(1, count=2, address=address, JAXPAR_SECRET="b")
     for said in said_by([*mine, *others]):
-        assert "another JAXPAR_SECRET in process 1\nFix: set the same in all of them.\n" in said
+        assert (
+            "process 1: JAXPAR_SECRET differs\nFix: set the same value in all processes.\n" in said
+        )
 
 
 @pytest.mark.slow

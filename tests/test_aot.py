@@ -202,7 +202,7 @@ def test_every_run_is_known_and_what_computes_beside(compiled):
     assert all(c.count is not None for c in report.collectives)
     assert any(not c.waits for c in report.collectives)
     table = str(report)
-    assert "beside" in table
+    assert "overlaps" in table
     assert "waits" in table
 
 
@@ -331,7 +331,7 @@ def test_the_ranking_of_the_readme_is_what_its_command_prints(capsys):
     [shown] = re.findall(r"^```text\n(config .*?)\n```", readme, re.MULTILINE | re.DOTALL)
     assert main(command.split()) == 0
     printed = capsys.readouterr().out.splitlines()
-    rows = [line for line in printed if line.endswith("compiling it")]
+    rows = [line for line in printed if line.endswith("compiled")]
     assert [line.split() for line in shown.splitlines()[2:5]] == [line.split() for line in rows[:3]]
     assert shown.splitlines()[-1] in printed
 
@@ -363,7 +363,7 @@ def test_a_step_that_a_chip_has_no_room_for_is_refused():
     """By the compiler: 4 GB of parameters and twice as much of Adam's, and their gradients, on 16 GB."""
     large = dataclasses.replace(TASK, num_layers=2, hidden_size=8192, embed_size=8192)
     one = Parallel(MeshConfig(data=4))
-    with pytest.raises(ValueError, match=r"(needs|refuses).*\nFix: use what plan finds"):
+    with pytest.raises(ValueError, match=r"(needs|refuses).*\nFix: use a layout that plan finds"):
         check_fits(estimate_step(large, one, machine="v5e:2x2"))
 
 

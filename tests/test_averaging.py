@@ -169,7 +169,7 @@ def test_a_run_goes_on_with_its_mean_elsewhere(text, whole, tmp_path, later):
 def test_a_run_without_validations_is_refused(text, tmp_path):
     task = awd(LM(2, 8, 8, corpus=text, batch_size=4, seq_len=4, optimizer=OPTIMIZER))
     with pytest.raises(
-        ValueError, match="eval_every=0 has no validation before the end, and task AWD"
+        ValueError, match="eval_every=0 has no validation before the end, but task AWD"
     ):
         fit(task, "dp2pp2tp2", TrainConfig(num_steps=4, out_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()

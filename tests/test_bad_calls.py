@@ -208,7 +208,7 @@ CALLS = {
     "rules of a dict": (lambda m: Rules({"a": "tensor"}), r"rules=.* is not a table of rules"),
     "rules of a list": (lambda m: Rules([1]), r"rules=\[1\] is not a table of rules"),
     "parameters split over no data": (
-        lambda m: jaxpar.fit(TASK, Parallel("tp8", fsdp=True)), "fsdp=True splits over data, and mesh tp8 ",
+        lambda m: jaxpar.fit(TASK, Parallel("tp8", fsdp=True)), "fsdp=True shards over data-parallel groups",
     ),
     "shares for another mesh": (
         lambda m: jaxpar.init_state(TASK, Parallel("dp4", shares=(3, 1))), r"or shares=None \(--shares",
@@ -236,7 +236,7 @@ CALLS = {
     "a name for nothing": (lambda m: jaxpar.Start("a", rename=("b",)), r"rename=\('b',\): must be"),
     "half a pattern": (lambda m: jaxpar.Start("a", ignore=("(",)), "is not a valid pattern"),
     "a start and a resumed run": (
-        lambda m: jaxpar.fit(TASK, start="a", resume=True), "start is for a run that begins, and resume for",
+        lambda m: jaxpar.fit(TASK, start="a", resume=True), "start and resume exclude each other",
     ),
     "a corpus of no file": (lambda m: jaxpar.lm.load_corpus("nowhere"), "no corpus 'nowhere': it is neither"),
     "a corpus of a number": (lambda m: jaxpar.lm.load_corpus(3), r"corpus=3 \(int\): must be python-docs, "),

@@ -116,13 +116,13 @@ FLAGS = {
     "no width": (train("--hidden-size"), "value for argument '--hidden-size'. Expected 1"),
     "devices by name": (train("--devices", "gpu"), r"parsing --devices: .*\['gpu'\].*INT"),
     "a start without its file": (
-        train("--start-ignore", "a"), "--start-rename and --start-leave lack weights",
+        train("--start-ignore", "a"), "--start-rename and --start-ignore lack weights",
     ),
     "a name without its pattern": (
         train("--start", "run", "--start-rename", "a"), r"--start-rename a has no =",
     ),
     "a start of a resumed run": (
-        resume("--start", "run"), "start is for a run that begins, and resume for one with",
+        resume("--start", "run"), "start and resume exclude each other",
     ),
     "weights of 3 bits": (
         ["export", "run", "-o", "m", "--dtype", "int3"], "invalid choice 'int3' for argument '--dtype'",
@@ -131,11 +131,11 @@ FLAGS = {
     "no file to export to": (["export", "run"], "Missing from .* export: -o FILE, --output FILE"),
     "nothing to export": (["export"], "Missing from .*: RUN_DIR .* --output FILE"),
     "width beyond all memory": (
-        train("--hidden-size", "10000000"), r"state alone need [\d.]+ TB on 8 devices, this machine has",
+        train("--hidden-size", "10000000"), r"state alone need [\d.]+ TB on 8 devices, but this machine has",
     ),
     "devices beyond all threads": (train("--simulate", "9999"), r"simulate_devices\(9999\): must be from 1"),
     "hardly any memory": (
-        train("--memory", "1kB"), r"needs more than [\d.]+ kB on a device, .* has 1\.0 kB\s+Fix: use",
+        train("--memory", "1kB"), r"needs more than [\d.]+ kB per device, but .* has 1\.0 kB\s+Fix: use",
     ),
     "no embedding": (train("--embed-size", "0"), "embed_size=0: must be positive"),
     "embedding too wide": (
@@ -146,7 +146,7 @@ FLAGS = {
         train("--vocab-size", "5"), "vocab_size=5 is less than the 11 words",
     ),
     "a vocabulary of no words": (
-        train("--vocab-size", "96"), "(?s)vocab_size=96 has rows that are not words: .* 11.* num_words=11",
+        train("--vocab-size", "96"), "(?s)vocab_size=96 has more rows than words: .* 11.* num_words=11",
     ),
     "more words than rows": (
         train("--vocab-size", "5", "--num-words", "6"), "num_words=6 is more than vocab_size=5",
@@ -310,10 +310,10 @@ FLAGS = {
     "unknown command": (["trian", "lm"], "no command 'trian' Fix: use train"),
     "no command like it": (["go"], "no command 'go' Fix: use train, plan, evaluate"),
     "no task": (
-        ["train", "--mesh", "dp8"], r"train needs a task Fix: write train lm, or train path/to/file\.py:Name",
+        ["train", "--mesh", "dp8"], r"train needs a task Fix: use train lm, or train path/to/file\.py:Name",
     ),
-    "no task to plan": (["plan", "--devices", "8"], r"plan needs a task Fix: write plan lm"),
-    "no task to plot": (["plot", "schedule"], r"plot schedule needs a task Fix: write plot schedule lm"),
+    "no task to plan": (["plan", "--devices", "8"], r"plan needs a task Fix: use plan lm"),
+    "no task to plot": (["plot", "schedule"], r"plot schedule needs a task Fix: use plot schedule lm"),
     "unknown task": (["train", "lmm"], "there is no task 'lmm'; did you mean 'lm'"),
     "no such picture": (["plot", "lm"], "no picture 'lm' Fix: write plot KIND TASK, with a KIND of sched"),
     "no picture at all": (["plot", "--mesh", "pp4"], "no picture '' Fix: write plot KIND TASK"),
@@ -349,21 +349,21 @@ DEVICES = {
     ),
     "a plan that nothing fits in": (
         ["plan", "lm", *SIZES[:10], "--corpus", "text", "--memory", "1kB"],
-        r"none of [\d,]+ configs fits in 1\.0 kB on 8 x cpu: .*\s+Fix: use more devices, or a smaller model",
+        r"no layout fits in 1\.0 kB per device on 8 x cpu \([\d,]+ tried\): .*\s+Fix: use more devices",
     ),
     "the planner's mesh on some devices": (
         train("--mesh", "auto", "--devices", "0"), "--mesh auto takes all devices Fix: leave out --devices",
     ),
     "no size of memory": (
-        train("--memory", "much"), "--memory much is no size",
+        train("--memory", "much"), "--memory much is not a size",
     ),
     "nothing to split parameters over": (
-        train("--mesh", "tp2", "--fsdp"), r"fsdp=True splits over data, and mesh tp2 has data=1 Fix: use",
+        train("--mesh", "tp2", "--fsdp"), r"fsdp=True shards over .* tp2 has data=1 Fix: use",
     ),
     "nothing to split an update over": (
-        train("--mesh", "pp2", "--update", "sharded"), "update='sharded' splits over data, and mesh pp2 ha",
+        train("--mesh", "pp2", "--update", "sharded"), "update='sharded' shards over data-parallel",
     ),
-    "no unit of memory": (train("--memory", "16"), "--memory 16 is no size"),
+    "no unit of memory": (train("--memory", "16"), "--memory 16 is not a size"),
     "two sizes to infer": (
         train("--mesh", "dp-1pp-1"), "-1 for data and stage",
     ),
@@ -420,7 +420,7 @@ FILES = {
     "unknown table": (config("[optimiser]\n"), r"no key optimiser Fix: use optimizer\."),
     "settings of another task": (
         config(f'task = "{HYBRID}"\n'),
-        r"settings of config\.toml: expected task lm, got .*hybrid\.py:Digits Fix: name no",
+        r"settings of config\.toml: expected task lm, got .*hybrid\.py:Digits Fix: leave the",
     ),
     "settings of no task": (
         (lambda world: (world / "c.toml").write_text("fsdp = true\n"), ["train", "--config", "c.toml"]),
@@ -446,12 +446,12 @@ FILES = {
         config("[pipeline]\nplacement = [1, 2.5]\n"),
         r"placement=\(1, 2\.5\): must be a string or a list of whole numbers",
     ),
-    "a number for a table": (config("train = 3\n"), r"train=3 is no table\s+Fix: write \[train\]"),
+    "a number for a table": (config("train = 3\n"), r"train=3 is not a table\s+Fix: write \[train\]"),
     "infinite": (config("[train]\nclip_norm = inf\n"), r"train\.clip_norm=inf: must be a finite number"),
     "no such corpus": (
         train("--corpus", "python-dogs"), "(?s)no corpus 'python-dogs'.*did you mean 'python-docs'",
     ),
-    "no name of a corpus": (train("--corpus", ""), "corpus='' names no text"),
+    "no name of a corpus": (train("--corpus", ""), "corpus='' is empty"),
     "an empty text": (train("--corpus", "empty.txt"), r"empty\.txt is empty: 3 characters"),
     "a text of two lines": (
         train("--corpus", "two_lines.txt"), r"two_lines\.txt is too short: 2 lines do not split",
@@ -492,7 +492,7 @@ FILES = {
         r"run after step 2 has layers\.1\.b, layers\.1\.w_h, layers\.1\.w_x, which the model lacks",
     ),
     "weights that nobody takes": (
-        train("--start", "run", "--start-ignore", ".*"), r"nothing of run after step 2 is taken\. Fix",
+        train("--start", "run", "--start-ignore", ".*"), r"no weights of run after step 2 are used\. Fix",
     ),
     "a pattern that fits nothing": (
         train("--start", "run", "--start-ignore", "encoder"),
@@ -521,7 +521,7 @@ FILES = {
     ),
     "predictions in a file": (
         ["predict", "no run", "test", "-o", "empty.txt/p"],
-        r"cannot make the folder empty\.txt/p: Not a directory.*Fix: use another --out",
+        r"cannot make the folder empty\.txt/p: Not a directory.*Fix: use another folder",
     ),
     "a picture in a folder": (
         (lambda world: (world / "a.svg").mkdir(), ["plot", "schedule", "lm", "--mesh", "pp4", "-o", "a.svg"]),
@@ -538,14 +538,14 @@ RUNS = {
         ["train", "--resume", "--train.out-dir", "text"], r"text holds no run: .* config\.toml",
     ),
     "resume and overwrite": (
-        resume("--overwrite"), "resume and overwrite contradict Fix: use one",
+        resume("--overwrite"), "resume and overwrite exclude each other Fix: leave out one",
     ),
     "a run there already": (
         train("--train.out-dir", "run"), r"run' holds a run already Fix: continue it \(--resume\), use",
     ),
     "a run of another task": (
         ["train", HYBRID, "--resume", "--train.out-dir", "run"],
-        r"settings of run: expected task .*hybrid\.py:Digits, got lm Fix: name no task",
+        r"settings of run: expected task .*hybrid\.py:Digits, got lm Fix: leave the task out",
     ),
     "no run to evaluate": (["evaluate", "text"], "text holds no run: there is no config"),
     "no run to sample": (["sample", "none"], "none holds no run: there is no config"),
@@ -556,7 +556,7 @@ RUNS = {
     "a file of a run for the run": (["evaluate", "run/config.toml"], r"run/config\.toml holds no run"),
     "curves of a file": (["plot", "curves", "run/metrics.jsonl", "-o", "a.svg"], "jsonl holds no run"),
     "an export of a damaged checkpoint": (
-        (truncate_checkpoint, ["export", "run", "-o", "m"]), "checkpoints holds no whole checkpoint; 2: ",
+        (truncate_checkpoint, ["export", "run", "-o", "m"]), "checkpoints holds no complete checkpoint; 2: ",
     ),
     "an export of another task": (
         (damage("config.toml", f'task = "{HYBRID}"\n'), ["export", "run", "-o", "m"]),
@@ -580,22 +580,22 @@ RUNS = {
     ),
     "no checkpoint": (
         (lambda world: shutil.rmtree(world / "run/checkpoints"), ["evaluate", "run"]),
-        r"run/checkpoints holds no whole checkpoint Fix: name",
+        r"run/checkpoints holds no complete checkpoint Fix: name",
     ),
     "a truncated checkpoint": (
         (truncate_checkpoint, ["evaluate", "run"]),
-        r"checkpoints holds no whole checkpoint; 2: .* Fix: name a run that has saved one",
+        r"checkpoints holds no complete checkpoint; 2: .* Fix: name a run that has saved one",
     ),
-    "nothing but a truncated checkpoint": ((truncate_checkpoint, resume()), "holds no whole checkpoint; 2: "),
+    "nothing but a truncated checkpoint": ((truncate_checkpoint, resume()), "no complete checkpoint; 2: "),
     "another text": (
         (lambda world: (world / "text/train.txt").write_text(LINES * 90), resume()),
         r"the data of the run in run have changed: data\.train\.array was int32\[1400\], is int32\[1260\];",
     ),
     "checkpoint of other widths": (
-        resume("--hidden-size", "16"), "hidden_size=8, and the task has hidden_size=16 Fix: set",
+        resume("--hidden-size", "16"), "hidden_size=8, but the task has hidden_size=16 Fix: set",
     ),
     "checkpoint of other layers": (
-        resume("--num-layers", "3"), "num_layers=2, and the task has num_layers=3 Fix: set",
+        resume("--num-layers", "3"), "num_layers=2, but the task has num_layers=3 Fix: set",
     ),
     "checkpoint of another optimizer": (
         resume("--optimizer.name", "sgd"), "of another optimizer: expected name='sgd', got name='adam'",
@@ -604,7 +604,7 @@ RUNS = {
         resume("--batch-size", "16"), r"carry/\S+ must be .*, got .* Fix: set model",
     ),
     "checkpoint of another size of vocabulary": (
-        resume("--vocab-size", "768"), "vocab_size=384, and the task has vocab_size=768 Fix: set",
+        resume("--vocab-size", "768"), "vocab_size=384, but the task has vocab_size=768 Fix: set",
     ),
     "checkpoint of another vocabulary": (
         (other_vocabulary, ["sample", "run"]),
@@ -612,7 +612,7 @@ RUNS = {
     ),
     "no best state": (
         (without_losses, ["evaluate", "run", "--best"]),
-        "run/checkpoints holds no whole checkpoint of a validated step Fix: ",
+        "run/checkpoints holds no complete checkpoint of a validated step Fix: ",
     ),
     "an unknown word": (
         ["sample", "run", "--prompt", "the cst"],
@@ -628,7 +628,7 @@ RUNS = {
 }  # fmt: skip
 
 # What a plan says before.
-RANKING = "ranking every mesh and pipeline by arithmetic ..."
+RANKING = "estimating every mesh and pipeline ..."
 
 MISTAKES = FLAGS | DEVICES | FILES | RUNS
 

@@ -130,7 +130,7 @@ def test_a_bit_that_changes_is_found(run, tmp_path, caplog, num_flips):
             elif not same(result, expected[name]):
                 assert name in ("state", "best"), f"{what}: {name} is another"
                 assert same(result, expected["earlier state"]), f"{what}: another state"
-                told = r"skipped .*/checkpoints/4, which is damaged: \S+ (is|has)"
+                told = r"skipped the damaged checkpoint .*/checkpoints/4: \S+ (is|has)"
                 assert re.search(told, caplog.messages[-1])
                 found.append("fell back")
         outcomes.update(found or ["changed nothing"])

@@ -203,7 +203,7 @@ def test_half_a_checkpoint_is_none_and_a_damaged_one_is_replaced(server, address
     result = fit(task, ONE, make_train(address, num_steps=8), resume=True)
     assert result.first_step == 4
     [skipped] = caplog.messages
-    assert re.search(r"skipped .*/6, which is damaged: .* has 0 of \d+ bytes", skipped)
+    assert re.search(r"skipped the damaged checkpoint .*/6: .* has 0 of \d+ bytes", skipped)
     assert damaged not in server.names()
     assert steps_in(address) == [6, 8]
 

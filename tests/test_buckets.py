@@ -571,7 +571,7 @@ def test_layers_of_whole_windows_and_mixed_rows_read_buckets_on_stages():
 def test_buckets_that_do_not_fit_are_refused_before_a_run(tmp_path):
     train = jaxpar.TrainConfig(num_steps=2, out_dir=str(tmp_path / "run"))
     chunks = jaxpar.Parallel("pp2", jaxpar.PipelineConfig(num_chunks=2))
-    with pytest.raises(ValueError, match=r"chunks of 4 time steps, and batches have \[6\]"):
+    with pytest.raises(ValueError, match=r"time chunks of 4 steps, but batches have \[6\]"):
         jaxpar.fit(Plain((4, 6, 8)), chunks, train, quiet=True)
     with pytest.raises(ValueError, match=r"have 2 lengths.*\nFix: write variable_length = True"):
         jaxpar.fit(Forgetful(), "dp1", train, quiet=True)

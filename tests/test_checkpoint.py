@@ -284,11 +284,11 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
     assert int(reader.restore().step) == 3
     if message is not None:
         assert re.search(
-            rf"^skipped {tmp_path}/8, which is damaged: .*{message}", caplog.messages[-1]
+            rf"^skipped the damaged checkpoint {tmp_path}/8: .*{message}", caplog.messages[-1]
         )
         with pytest.raises(
             FileNotFoundError,
-            match=rf"no whole checkpoint of step 8; 8: .*{message}.*\nFix: use one of \[3\]",
+            match=rf"no complete checkpoint of step 8; 8: .*{message}.*\nFix: use one of \[3\]",
         ):
             reader.restore(step=8)
     # The run comes to this step again.
@@ -310,14 +310,14 @@ def test_a_checkpoint_knows_its_step_and_its_run(tmp_path, small, caplog):
     reader = Checkpoints(tmp_path / "one", Setup.of(*setup).replace(keep_checkpoints=2), run="one")
     shutil.copytree(tmp_path / "one" / "3", tmp_path / "one" / "8")  # renamed
     assert int(reader.restore().step) == 3
-    assert re.search(r"one/8, which is damaged: it is the checkpoint of step 3", caplog.text)
+    assert re.search(r"one/8: it is the checkpoint of step 3", caplog.text)
     caplog.clear()
     shutil.rmtree(tmp_path / "one" / "8")
     shutil.copytree(tmp_path / "other" / "5", tmp_path / "one" / "5")
     assert int(reader.restore().step) == 3
-    assert re.search(r"one/5, which is damaged: it is of another run \(other, not", caplog.text)
+    assert re.search(r"one/5: it is of another run \(other, not", caplog.text)
     shutil.rmtree(tmp_path / "one" / "3")
-    with pytest.raises(FileNotFoundError, match=r"no whole checkpoint; 5: it is of another run"):
+    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint; 5: it is of another run"):
         reader.restore()
     # What is in the way is replaced.
     with Checkpoints(
@@ -332,7 +332,7 @@ def test_nothing_but_damage_is_an_error(tmp_path, small):
     with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)) as checkpoints:
         checkpoints.save(at_step(state, 3))
     cut(tmp_path / "3" / "checkpoint.json")
-    with pytest.raises(FileNotFoundError, match=r"no whole checkpoint; 3: .*\nFix: name a run"):
+    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint; 3: .*\nFix: name a run"):
         Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)).restore()
 
 
@@ -368,7 +368,7 @@ def test_no_loss_that_is_not_finite_is_the_best(tmp_path, small):
     assert int(reader.restore(best=True).step) == 2
     np.testing.assert_equal(reader.stored_losses(), losses)
     shutil.rmtree(tmp_path / "2")
-    with pytest.raises(FileNotFoundError, match="holds no whole checkpoint of a validated step"):
+    with pytest.raises(FileNotFoundError, match="holds no complete checkpoint of a validated step"):
         reader.restore(best=True)
 
 
@@ -414,14 +414,14 @@ def test_missing_checkpoints_are_errors(tmp_path, small):
     state, setup = small
     for folder in (tmp_path / "nothing", tmp_path):
         with pytest.raises(
-            FileNotFoundError, match=rf"{folder} holds no whole checkpoint\nFix: name a run that"
+            FileNotFoundError, match=rf"{folder} holds no complete checkpoint\nFix: name a run that"
         ):
             restore(folder, setup)
     with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
         checkpoints.save(at_step(state, 3))
         checkpoints.save(at_step(state, 5))
     with pytest.raises(
-        FileNotFoundError, match=r"no whole checkpoint of step 4\nFix: use one of \[3, 5\]"
+        FileNotFoundError, match=r"no complete checkpoint of step 4\nFix: use one of \[3, 5\]"
     ):
         restore(tmp_path, setup, step=4)
 
@@ -442,12 +442,12 @@ SGD = OptimizerConfig("sgd", 0.01, warmup_steps=2, momentum=0.5)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layers": 3}, "num_layers=2, and the task has num_layers=3\nFix: set num_layers=2"),
-        ({"hidden_size": 32}, "hidden_size=16, and the task has hidden_size=32"),
-        ({"embed_size": 8}, "embed_size=16, and the task has embed_size=8"),
-        ({"vocab_size": 128}, "vocab_size=64, and the task has vocab_size=128"),
-        ({"num_words": 60}, "num_words=None, and the task has num_words=60"),
-        ({"tie_embedding": True}, "tie_embedding=False, and the task has tie_embedding=True"),
+        ({"num_layers": 3}, "num_layers=2, but the task has num_layers=3\nFix: set num_layers=2"),
+        ({"hidden_size": 32}, "hidden_size=16, but the task has hidden_size=32"),
+        ({"embed_size": 8}, "embed_size=16, but the task has embed_size=8"),
+        ({"vocab_size": 128}, "vocab_size=64, but the task has vocab_size=128"),
+        ({"num_words": 60}, "num_words=None, but the task has num_words=60"),
+        ({"tie_embedding": True}, "tie_embedding=False, but the task has tie_embedding=True"),
         (
             {"optimizer": OptimizerConfig("adamw", 0.02)},
             r"another optimizer: expected name='adamw', got name='adam'\n",
@@ -526,7 +526,7 @@ def test_saving_in_another_placement_is_an_error(tmp_path):
         Checkpoints(
             tmp_path, Setup.of(*make_setup((1, 4, 1))).replace(keep_checkpoints=2)
         ) as checkpoints,
-        pytest.raises(ValueError, match=r"has 12 rows of layers, and the placement 8"),
+        pytest.raises(ValueError, match=r"has 12 rows of layers, but the placement has 8"),
     ):
         checkpoints.save(state)
 
@@ -563,6 +563,6 @@ def test_a_foreign_checkpoint_is_an_error(tmp_path, metadata):
     array = jax.device_put(jnp.zeros(3), NamedSharding(setup[1].mesh.build(), P()))
     orbax.save(str(tmp_path / "1"), {"weights": array}, custom_metadata=metadata)
     with pytest.raises(
-        FileNotFoundError, match=r"no whole checkpoint; 1: checkpoint\.json is missing"
+        FileNotFoundError, match=r"no complete checkpoint; 1: checkpoint\.json is missing"
     ):
         restore(tmp_path, setup)

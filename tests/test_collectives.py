@@ -446,8 +446,8 @@ def test_programs_for_tpus_count_a_fused_chain_once_and_know_a_sliced_all_reduce
 def test_the_table_says_what_is_beside_transfers_where_there_are_asynchronous_ones():
     lines = str(ProgramReport(find_collectives(TPU, cube()), None, None)).splitlines()
     assert [line.split()[-1] for line in lines[2:5]] == ["copy", "waits", "head"]
-    assert lines[0].split()[-1] == "beside"
-    assert "beside" not in str(inspect_local(lambda x: lax.psum(x, "data")))
+    assert lines[0].split()[-1] == "overlaps"
+    assert "overlaps" not in str(inspect_local(lambda x: lax.psum(x, "data")))
 
 
 # As XLA writes loops for TPUs, without `known_trip_count`.
@@ -700,7 +700,7 @@ def test_the_memory_of_a_step_is_told_by_what_it_is_for():
         "parameters": device_bytes(state.params),
         "frozen parameters": 0,
         "optimizer state": device_bytes(state.opt_state),
-        "carried state": device_bytes(state.carry),
+        "recurrent state": device_bytes(state.carry),
         "batch and schedule": of_batch,
     }
     # Also its counters of steps, and what pads arguments.

@@ -28,7 +28,7 @@ def test_runs_that_part_by_rounding_are_told_so(tmp_path):
     assert max(found.of_step) < 1e-5
     assert max(found.apart[15:]) > 100 * found.apart[0]
     assert max(found.apart[15:]) > 1e-4
-    assert "that is rounding" in str(found)
+    assert "this is rounding" in str(found)
     assert fit(task, "dp1", train, quiet=True).losses[:5] == pytest.approx(found.losses[0][:5])
 
 

@@ -285,7 +285,7 @@ def test_machines_that_are_none_are_refused(name):
 )  # fmt: skip
 def test_a_slice_larger_than_a_pod_is_refused(name, pod):
     with pytest.raises(
-        ValueError, match=f"machine '{name}': there is no such slice, .* {pod} chips"
+        ValueError, match=f"machine '{name}': there is no such slice: .* {pod} chips"
     ):
         find_machine(name)
 

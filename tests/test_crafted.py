@@ -176,7 +176,7 @@ CRAFTED = {
     # Runs
     "a model of 1.2 TB": (
         in_run("(?m)^(hidden_size|embed_size) = 16$", r"\1 = 80000"), ["evaluate", "run"],
-        r"parameters alone need [\d.]+ .B on 1 device, this machine has .*\s+Fix: use a",
+        r"parameters alone need [\d.]+ .B on 1 device, but this machine has .*\s+Fix: use a",
     ),
     "a model of 1.2 TB, sampled": (
         in_run("(?m)^hidden_size = 16$", "hidden_size = 80000"), ["sample", "run"], "parameters alone need",
@@ -313,7 +313,7 @@ def model_of_one_terabyte():
     change_arrays(change)
 
 
-DAMAGED = "holds no whole checkpoint; 2"
+DAMAGED = "holds no complete checkpoint; 2"
 UNKNOWN = rf"{DAMAGED}: checkpoint\.json is not what was written"
 CHECKPOINTS = {
     "a task that is a number": (described(task=3), UNKNOWN),

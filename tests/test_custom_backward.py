@@ -205,9 +205,9 @@ class OfParameter(Changed):
 @pytest.mark.parametrize(
     ("options", "mesh", "units", "match"),
     [
-        ({"weigh": of_kept, "in_first": changed}, (1, 1, 1), (2, 1), "`first`: .*lambda.* not linear, and"),
+        ({"weigh": of_kept, "in_first": changed}, (1, 1, 1), (2, 1), "`first`: .*lambda.* not linear, but"),
         ({"weigh": of_kept, "in_layers": changed}, (1, 2, 1), (1, 1), "layer changed: .* not linear"),
-        ({"weigh": of_kept, "in_last": changed}, (1, 1, 1), (2, 1), "`last`: .* not linear, and the weight"),
+        ({"weigh": of_kept, "in_last": changed}, (1, 1, 1), (2, 1), "`last`: .* not linear, but the weight"),
         ({"weigh": learned}, (1, 1, 1), (2, 1), "weight of `last` has a gradient"),
         ({"in_layers": by_norm}, (2, 1, 1), (1, 1), "layer changed: .* other gradients for two halves"),
         ({"in_last": by_norm}, (1, 2, 1), (1, 2), "`last`: .* other gradients for (two halves|2 chunks)"),

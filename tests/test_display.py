@@ -270,7 +270,7 @@ def test_a_picture_of_a_mesh_has_axes_around_devices():
     ]
     rows = Rows(MeshConfig(stage=2, devices=(5, 3))._repr_html_()).rows
     assert [cell.strip() for cell in rows[1]] == ["devices", "5", "3"]
-    assert "data takes as many more as there are" in str(show(MeshConfig(-1, 2)))
+    assert "data takes all other devices" in str(show(MeshConfig(-1, 2)))
 
 
 def test_parameters_with_dims_axes_and_bytes_and_the_replicated_marked(mesh):

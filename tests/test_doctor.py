@@ -58,7 +58,10 @@ def test_jaxpar_itself_may_be_missing(capsys, monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "requires", none)
     code, text = said(capsys)
-    assert (code, "missing jaxpar: it is not installed Fix: pip install -e ." in text) == (1, True)
+    assert (code, "missing jaxpar: not installed as a package Fix: pip install -e ." in text) == (
+        1,
+        True,
+    )
 
 
 def test_gpus_that_jax_does_not_use_are_missed(capsys, monkeypatch, tmp_path):
@@ -68,7 +71,7 @@ def test_gpus_that_jax_does_not_use_are_missed(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PLATFORMS", "")
     code, text = said(capsys)
     assert code == 1
-    assert "missing NVIDIA GPUs: this machine has some, and JAX does not use them Fix: pip" in text
+    assert "missing NVIDIA GPUs: this machine has some, but JAX does not use them Fix: pip" in text
     monkeypatch.setattr(jax, "local_devices", lambda: [GPU, GPU])
     code, text = said(capsys)
     assert code == 0
@@ -84,7 +87,7 @@ def test_no_devices_are_an_error(capsys, monkeypatch):
     code, text = said(capsys)
     assert code == 1
     assert "devices none" in text
-    assert "missing devices: Unable to initialize backend 'cuda' Fix: repair" in text
+    assert "missing devices: Unable to initialize backend 'cuda' Fix: fix" in text
 
 
 def test_excluded_jax_is_named(tmp_path):

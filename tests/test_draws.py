@@ -288,7 +288,9 @@ class OfModel(Regress):
         return Added(self.place, globals()[self.noise], rngs)
 
 
-DRAWS = r"draws random numbers that depend on how a batch is cut: .*\nFix: at\.draw\(jax\.random\.normal"
+DRAWS = (
+    r"draws random numbers that depend on how a batch is split: .*\nFix: use at\.draw\(jax\.random"
+)
 PLACE = (
     r"gives a row other numbers at another place in its block: its output changes .*\n.*at\.row, or"
 )

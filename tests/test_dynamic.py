@@ -120,7 +120,7 @@ def test_dynamic_evaluation_is_the_same_on_every_mesh(run, mesh):
         ),
         (
             lambda run: evaluate_run(run, rows=1),
-            r"rows=1 is not a size by which task LM reads data\nFix: use",
+            r"rows=1 is not a size of the data of task LM\nFix: use",
         ),
     ],
 )

@@ -48,7 +48,7 @@ def test_arithmetic_chooses(task):
     layout, reason = fit_devices(task, Parallel.of("dp2pp2", task.parallel), TrainConfig())
     assert layout.mesh.num_devices == 8
     assert re.fullmatch(
-        r"dp2pp2 does not fit 8 devices; \S.* is the quickest by arithmetic for cpu",
+        r"dp2pp2 does not fit 8 devices; \S.* is the fastest by estimates for cpu",
         reason,
     )
     assert layout.mesh.tensor == 1  # as was asked for
@@ -59,7 +59,7 @@ def test_where_nothing_fits_it_is_what_needs_the_least(monkeypatch):
     asked = Parallel.of("dp2pp2", Parallel())
     layout, reason = fit_devices(Regress(("cell", "cell")), asked, TrainConfig())
     assert layout.mesh.num_devices == 8
-    assert reason.endswith(" needs the least memory by arithmetic for cpu")
+    assert reason.endswith(" needs the least memory by estimates for cpu")
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_no_mesh_at_all_is_an_error():
         fit_devices(Regress(batch_size=9), Parallel(), TrainConfig())
     named = Parallel(MeshConfig(data=2, devices=(0, 1)))
     with pytest.raises(
-        ValueError, match=r"--elastic takes all devices, and devices=\(0, 1\) names some"
+        ValueError, match=r"--elastic uses all devices, but devices=\(0, 1\) names some"
     ):
         fit_devices(Regress(), named, TrainConfig())
 
@@ -120,7 +120,7 @@ def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
     assert [int(n) for n in re.findall(r"continuing with (\d) of 3 processes", said)] == expected[
         1:
     ]
-    told = "too few of 3 processes are left, --min-processes is 2"
+    told = "too few of 3 processes are left (--min-processes 2)"
     assert (told in said) == (case == "too few are left")
 
 
@@ -174,7 +174,7 @@ def test_fewer_processes_and_then_more_have_the_losses_of_one_device(text, tmp_p
     process = start(3, flags(text, out_dir, num_steps, "--mesh", "dp2"))
     said = process.communicate(timeout=END_SECONDS)[0]
     assert process.returncode == 0, said
-    assert "dp2 does not fit 3 devices; dp3 is the quickest" in said
+    assert "dp2 does not fit 3 devices; dp3 is the fastest" in said
     assert main(flags(text, tmp_path / "one", num_steps, "--devices", "0")) == 0
     expected = train_losses(tmp_path / "one")
     assert len(expected) == num_steps >= 30

@@ -254,8 +254,9 @@ def test_a_table_tied_to_the_head_is_on_the_last_stage_or_in_parts(large, pipeli
     task, units = Reads(tied=True), PipelineConfig(num_microbatches=2, num_chunks=2, **pipeline)
     setup = Setup.of(task, Parallel(on_devices((2, 2, 1)), units))
     in_parts = not {"head", "placement"}.isdisjoint(pipeline)
-    [(_, text)] = describe_outer_modules(setup.storage)
-    assert text == ("1/2 of embed" if in_parts else "embed on stage 1 alone")
+    [row] = describe_outer_modules(setup.storage)
+    whole, parts = ("stage 1", "stores embed"), ("each stage", "stores 1/2 of embed")
+    assert row == (parts if in_parts else whole)
     _, found, loss = trained(setup)
     _, expected, expected_loss = trained_on_one(task)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
@@ -270,10 +271,9 @@ def test_no_table_of_an_own_model_is_sent_over_stages(large, tied, placement):
     report = inspect_step(Reads(tied=tied), parallel)
     sent = [c.bytes for c in report.collectives if STAGE in c.axes]
     assert 0 < max(sent) < WORDS * WIDTH * 4 / 2
-    [(_, text)] = describe_outer_modules(Setup.of(Reads(tied=tied), parallel).storage)
-    assert text == (
-        "embed on stage 3 alone" if tied else "embed on stage 0 alone; out on stage 3 alone"
-    )
+    rows = dict(describe_outer_modules(Setup.of(Reads(tied=tied), parallel).storage))
+    expected = {"stage 0": "stores embed", "stage 3": "stores out"}
+    assert rows == ({"stage 3": "stores embed"} if tied else expected)
 
 
 UNTIED = dataclasses.replace(TASK, vocab_size=128, num_layers=4)  # tasks of this file alone
@@ -332,18 +332,21 @@ def test_ids_that_no_word_has_are_what_they_are_to_a_whole_table(layer):
 def test_what_costs_less_is_chosen_and_said():
     def said(task, parallel):
         [(what, text)] = describe_outer_modules(Setup.of(task, parallel).storage)
-        assert what == "on a stage"
+        assert what == "each stage"
         return text
 
     task = LM(2, 8, 8, vocab_size=4096, batch_size=8, seq_len=8)
-    assert said(task, "pp2") == "1/2 of embedding, head"  # 32,768 numbers for 64 x 8 twice
+    assert said(task, "pp2") == "stores 1/2 of embedding, head"  # 32,768 numbers for 64 x 8 twice
     many = dataclasses.replace(task, batch_size=8 * 4096)
-    assert said(many, "pp2") == "1/2 of head; all of embedding (parts would send more)"
+    assert (
+        said(many, "pp2")
+        == "stores 1/2 of head; all of embedding (splitting it would send more data)"
+    )
     wide = dataclasses.replace(many, hidden_size=128, embed_size=128)
-    assert said(wide, "pp2") == "1/2 of embedding, head"  # for the room
+    assert said(wide, "pp2") == "stores 1/2 of embedding, head"  # for the room
     text = said(Words(how=("array",), batch_size=8, seq_len=2), "pp4")
-    assert text.startswith("1/4 of words; all of down; all of marks/0; ")
-    assert "; all of out (parts would send more); all of scale; all of up" in text
+    assert text.startswith("stores 1/4 of words; all of down; all of marks/0; ")
+    assert "; all of out (splitting it would send more data); all of scale; all of up" in text
     odd = dataclasses.replace(MODEL, vocab_size=99, num_layers=2)
     pipeline = PipelineConfig(head="last")
     assert "99 rows do not divide by 2" in said(odd, Parallel("pp2", pipeline))

@@ -178,7 +178,7 @@ WRONG = {
     ),
     "whole batches": (
         lambda: Whole(ARRAYS, 8, 0),
-        r"split 'train': batch\(0, slice\(0, 4\)\) has \[8\] rows\.\nFix: return these 4 rows",
+        r"split 'train': batch\(0, slice\(0, 4\)\) has \[8\] rows\.\nFix: return only these 4 rows",
     ),
     "no rows": (
         lambda: NoRows(ARRAYS, 8, 0), r"(?s)split 'train'.*rows.*write batch\(self, step, rows=slice",

@@ -241,7 +241,7 @@ def test_a_full_disk_under_stdout_ends_no_run(text, tmp_path):
             env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
         )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr == "warning: what is printed gets lost: No space left on device\n"
+    assert ended.stderr == "warning: printed output is lost: No space left on device\n"
     lines = RunFolder(out_dir).metrics()
     assert [line["step"] for line in lines if line["split"] == "train"] == [*range(1, 13)]
 

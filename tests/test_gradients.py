@@ -138,7 +138,7 @@ def test_a_loss_with_a_gradient_passes(fields):
     ],
 )
 def test_a_loss_without_any_gradient_is_refused(fields, tmp_path):
-    message = "loss of model Net depends on no parameter that is trained"
+    message = "loss of model Net does not depend on any trained parameter"
     with pytest.raises(ValueError, match=message) as raised:
         value_and_grad(Tiny(**fields), "dp1")
     assert len(str(raised.value).split()) <= 40

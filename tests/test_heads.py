@@ -111,7 +111,7 @@ def test_no_time_step_waits_for_another_device(mesh, layer):
 def test_heads_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="width=8 does not divide by num_heads=3"):
         LSTM(8, num_heads=3, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="MinGRU has no recurrent matrix to cut"):
+    with pytest.raises(ValueError, match="MinGRU has no recurrent matrix to split"):
         MinGRU(8, num_heads=2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="num_heads=2: layer='rglru' has no recurrent matrix"):
         LM(layer="rglru", num_heads=2)

@@ -158,10 +158,10 @@ def test_a_stream_trains_as_the_same_arrays(whole, tmp_path, caplog):
         run.predict("test", quiet=True)
 
 
-READS = r"read {} batches of a stream in \d+\.\d s to come to batch {}, counted from 0"
+READS = r"read {} batches of a stream in \d+\.\d s to reach batch {}, counted from 0"
 BACK = (
-    r"the stream was read from its beginning, for its source does not return to the position that it gave "
-    r"\(other batches follow it\)\. The batches are the same: the run continues .*"
+    r"the stream was read from its beginning, because its source does not return to a saved position "
+    r"\(other batches follow\)\. The batches are the same, so the run continues .*"
 )
 
 
@@ -247,18 +247,18 @@ def test_the_last_batch_is_padded_with_rows_of_weight_0():
 
 
 WRONG = {
-    "a generator": (lambda: IteratorBatches(iter([rows(8)]), 8), r"is read only once\.\nFix: give"),
+    "a generator": (lambda: IteratorBatches(iter([rows(8)]), 8), r"can be read only once\.\nFix: give"),
     "no rows": (lambda: IteratorBatches(list, 0), "batch_size=0 is too small"),
-    "no iterable": ([], r"make gives a int, which is no iterable\.\nFix: give a"),
+    "no iterable": ([], r"make gives a int, which is not iterable\.\nFix: give a"),
     "pairs": ([(1, 2)], r"batch 0 of the stream is a tuple\.\nFix: give a dict of arrays"),
     "texts": ([rows(8, text=["a"] * 8)], r"batch\['text'\] of the stream has the type <U1\.\nFix: leave out"),
-    "larger": ([rows(9)], r"batch 0 of the stream has \[9\] rows, and batch_size=8"),
-    "unequal": ([rows(8, y=np.ones(7))], r"batch 0 of the stream has \[7, 8\] rows, and batch_size=8"),
+    "larger": ([rows(9)], r"batch 0 of the stream has \[9\] rows, but batch_size=8"),
+    "unequal": ([rows(8, y=np.ones(7))], r"batch 0 of the stream has \[7, 8\] rows, but batch_size=8"),
     "empty": ([rows(0)], r"batch 0 of the stream has \[0\] rows"),
-    "smaller": ([rows(8), rows(5), rows(8)], "batch 1 .* 5 rows, .*, and is not the last"),
+    "smaller": ([rows(8), rows(5), rows(8)], "batch 1 .* 5 rows, .* is not the last"),
     "a type": ([rows(8), rows(8, np.int32)], r"batch 1 .* rows of {'x': 'int32\[2\]', .* 'float32\[2\]'"),
     "a name": ([rows(8), rows(8, y=np.ones(8))], r"batch 1 .*\nFix: give all batches the same arrays"),
-    "an end": ([rows(8)], r"has ended after 1 batches\.\nFix: let it repeat"),
+    "an end": ([rows(8)], r"has ended after 1 batches\.\nFix: make the stream repeat"),
 }  # fmt: skip
 
 

@@ -70,10 +70,10 @@ INCOMPLETE = {
     "address alone": ({"JAX_COORDINATOR_ADDRESS": "a:1"}, r"JAXPAR_NUM_PROCESSES not set"),
     "no port": (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "a.b"}, r"'a\.b' has no port"),
     "id out of range": (
-        BY_HAND | {"JAXPAR_PROCESS_ID": "4"}, r"(?s)JAXPAR_PROCESS_ID='4' name no process.* an id from 0",
+        BY_HAND | {"JAXPAR_PROCESS_ID": "4"}, r"(?s)JAXPAR_PROCESS_ID='4' do not fit together.* an id from 0",
     ),
     "no number": (
-        BY_HAND | {"JAXPAR_NUM_PROCESSES": "two"}, r"JAXPAR_NUM_PROCESSES='two' .*name no process",
+        BY_HAND | {"JAXPAR_NUM_PROCESSES": "two"}, r"JAXPAR_NUM_PROCESSES='two' .*do not fit together",
     ),
     "Open MPI 5": (
         {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
@@ -102,7 +102,7 @@ def test_a_pod_that_jax_finds_nobody_for_is_refused(monkeypatch, text, tmp_path,
     monkeypatch.setitem(sys.modules, "kubernetes", None)  # not installed
     assert main(flags(text, "--train.out-dir", str(tmp_path / "run"))) == 2
     assert re.search(
-        r"JAX does not find the processes that Kubernetes has started",
+        r"JAX does not find the processes that Kubernetes started",
         capsys.readouterr().err,
     )
 
@@ -240,7 +240,7 @@ def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_
     resume = [*arguments("run", 25), "--resume", "--mesh", "dp2pp2"]
     code, out, err = finish(start(resume, "--devices-per-process", "2"))
     assert code == 0, err
-    assert f"skipped {checkpoint}, which is damaged: {damaged} is not what was written" in err
+    assert f"skipped the damaged checkpoint {checkpoint}: {damaged} is not what was written" in err
     assert "resumed at step 3;" in out
     assert main([*arguments("run", 30), "--resume", "--mesh", "dp2pp2tp2"]) == 0
     assert main(arguments("whole", 30, "--devices", "0")) == 0
@@ -392,7 +392,7 @@ def test_a_reader_that_goes_away_ends_nothing_but_the_printing():
     )
     assert process.stdout.readline() == "[0] a line of a run\n"
     process.stdout.close()
-    assert process.stderr.read() == "warning: what is printed gets lost: Broken pipe\nTrue\n"
+    assert process.stderr.read() == "warning: printed output is lost: Broken pipe\nTrue\n"
     assert process.wait(END_SECONDS) == 0
     process.stderr.close()
 
@@ -492,11 +492,11 @@ MISTAKES = {
     ),
     "elastic without a folder": (
         ["--elastic", "--", "train", "lm"],
-        r"write train and --train\.out-dir FOLDER",
+        r"add --train\.out-dir FOLDER",
     ),
     "elastic evaluate": (
         ["--elastic", "--", "evaluate", "runs/1"],
-        r"write train and --train\.out-dir FOLDER",
+        r"add --train\.out-dir FOLDER",
     ),
     "too few": (
         ["--elastic", "--min-processes", "3", "--", "train", "lm", "--train.out-dir=x"],

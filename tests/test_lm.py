@@ -175,7 +175,7 @@ def test_a_vocabulary_that_the_text_does_not_fit_is_refused(text):
     with pytest.raises(ValueError, match="num_words=10 is less than the 11 words of corpus"):
         with_sizes(384, 10).make_batches("train", 0)
     with pytest.raises(
-        ValueError, match=r"(?s)vocab_size=96 has rows that are not words: .* has 11.*num_words=11"
+        ValueError, match=r"(?s)vocab_size=96 has more rows than words: .* has 11.*num_words=11"
     ):
         with_sizes(96).make_batches("train", 0)
     for sizes in ((11,), (96, 11), (96, 20)):
@@ -263,7 +263,7 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
         ({"dropout": 1.0}, r"dropout=1\.0: must be at least 0 and less than 1"),
         ({"dropout": math.nan}, "dropout=nan: must be a finite number"),
         ({"dtype": "float16"}, "dtype='float16': must be 'float32' or 'bfloat16'"),
-        ({"corpus": ""}, "corpus='' names no text"),
+        ({"corpus": ""}, "corpus='' is empty"),
         ({"level": "byte"}, "level='byte': must be 'auto' or 'word' or 'char'"),
         ({"max_vocab": 0}, "max_vocab=0: must be positive"),
         ({"batch_size": 0}, "batch_size=0: must be positive"),

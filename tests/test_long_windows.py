@@ -233,5 +233,5 @@ def test_what_cannot_be_kept_is_told(options, message):
 def test_segments_are_for_batches_of_one_length():
     task = jaxpar.lm.LM(num_buckets=2, bucket_multiple=8, vocab_size=96)
     pipeline = PipelineConfig(num_chunks=4, remat=True, remat_keeps="carries")
-    with pytest.raises(ValueError, match="needs batches of one length, those of task LM"):
+    with pytest.raises(ValueError, match="needs batches of one length, but those of task LM"):
         Setup.of(task, Parallel(on_devices((1, 1, 1)), pipeline))

@@ -58,12 +58,12 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
         r"devices +8 x cpu",
         r"mesh +data=2 x stage=2 x tensor=2",
         r"layers +2 \(0 \| 1\)",
-        r"on a stage +1/2 of embedding, head",
+        r"each stage +stores 1/2 of embedding, head",
         r"work +stage 0: ~50%, stage 1: ~50%",
         r"corpus +.*text\d+, words: 1,400 train, 70 valid, 70 test",
         rf"vocabulary +11 \+ {VOCAB_MULTIPLE - 11} padding",
         r"lstm\.w_h +2x8x4x8 +layers/stage, input, gates, hidden/tensor +1x8x4x4 +512 B",
-        r"parameters, .*; per device: parameters .*, optimizer state .*, carried state ",
+        r"parameters, .*; per device: parameters .*, optimizer state .*, recurrent state ",
         r"training 4 steps into .*run; the first is being compiled",
         r"step 1/4  loss .* perplexity +\S+  compiled in ",
         r"step 4/4  loss .* tokens/s  ETA",
@@ -90,26 +90,26 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
 ON_DEVICES = {
     "nothing": (
         [], "8 x cpu (cpu)",
-        "data=8 x stage=1 x tensor=1 (all devices share the batch; --mesh changes it)", "dp8",
+        "data=8 x stage=1 x tensor=1 (data parallelism on all devices; change it with --mesh)", "dp8",
     ),
     "rows for some": (
         ["--batch-size", "6"], "6 x cpu (cpu), the first of 8",
-        "data=6 x stage=1 x tensor=1 (the most that 6 rows divide by; --mesh changes it)", "dp6",
+        "data=6 x stage=1 x tensor=1 (6 rows do not divide by more devices; change it with --mesh)", "dp6",
     ),
     "rows for one": (
         ["--batch-size", "11"], "1 x cpu (cpu), the first of 8",
-        "data=1 x stage=1 x tensor=1 (the most that 11 rows divide by; --mesh changes it)", "dp1",
+        "data=1 x stage=1 x tensor=1 (11 rows do not divide by more devices; change it with --mesh)", "dp1",
     ),
     "microbatches": (
         ["--pipeline.num-microbatches", "2"], "4 x cpu (cpu), the first of 8",
-        "data=4 x stage=1 x tensor=1 (the most that 8 rows divide by; --mesh changes it)", "dp4",
+        "data=4 x stage=1 x tensor=1 (8 rows do not divide by more devices; change it with --mesh)", "dp4",
     ),
     "one device": (["--mesh", "dp1"], "1 x cpu (cpu), the first of 8", "data=1 x stage=1 x tensor=1", "dp1"),
     "stages": (["--mesh", "pp2"], "2 x cpu (cpu), the first of 8", "data=1 x stage=2 x tensor=1", "pp2"),
     "all": (["--mesh", "dp8"], "8 x cpu (cpu)", "data=8 x stage=1 x tensor=1", "dp8"),
     "numbers": (
         ["--devices", "3", "1"], "2 x cpu (cpu)",
-        "data=2 x stage=1 x tensor=1 (all devices share the batch; --mesh changes it)", None,
+        "data=2 x stage=1 x tensor=1 (data parallelism on all devices; change it with --mesh)", None,
     ),
 }  # fmt: skip
 
@@ -164,7 +164,9 @@ def test_a_run_without_a_mesh_goes_on_with_the_one_that_it_found(text, tmp_path)
     assert "mesh dp8 needs 8 devices, got 4\nFix: use sizes" in refused.stderr
     done = resume("--train.num-steps", "6", "--mesh", "dp-1")
     assert done.returncode == 0, done.stderr
-    assert "mesh        data=4 x stage=1 x tensor=1 (all devices share the batch;" in done.stdout
+    assert (
+        "mesh        data=4 x stage=1 x tensor=1 (data parallelism on all devices;" in done.stdout
+    )
     assert "resumed at step 4" in done.stdout
 
 
@@ -224,8 +226,8 @@ def test_a_run_that_has_taken_its_steps_says_so_and_how_it_goes_on(run, tmp_path
         assert main([*resume, *options]) == 0
         printed = capsys.readouterr().out
         found = re.search(
-            rf"the run in {out_dir} has taken all its \d steps, and is evaluated alone; to train it further, "
-            rf"resume it with more: (--train\.num-steps) (\d+)\n",
+            rf"the run in {out_dir} already finished its \d steps, so it is only evaluated; to train longer, "
+            rf"resume it with (--train\.num-steps) (\d+)\n",
             printed,
         )
         assert found, printed
@@ -292,7 +294,7 @@ def test_inspect_prints_a_table_or_json(text, tmp_path, monkeypatch, capsys):
         r"permute +stage +f32 1x4x4 +64 B +9 +9 +576 B +forward +exchange",
         r"all-gather +tensor +f32 4x8 +128 B +4 +4 if +256 B +forward ",
         r"data +2 +2 ",
-        r"FLOPs per device +[\d,]+, the body of every loop once",
+        r"FLOPs per device +[\d,]+ \(each loop body counted once\)",
         r"memory per device +[\d.]+ kB: parameters ",
     ):
         assert re.search(pattern, printed), f"{pattern} is not in:\n{printed}"
@@ -308,7 +310,7 @@ HELP = {
     (): ["train TASK", "evaluate", "TASK is lm (a language model)", "COMMAND --help"],
     ("train",): ["train TASK [-h]", "--mesh SHAPE", "--train.num-steps INT", "TASK is lm", "train lm --help"],
     ("train", "lm"): [
-        "train lm [-h]", "--hidden-size INT units of each layer. (default: 192)", "--mesh SHAPE",
+        "train lm [-h]", "--hidden-size INT Hidden size of each layer. (default: 192)", "--mesh SHAPE",
         "--optimizer.learning-rate FLOAT", "--pipeline.num-chunks INT", "--fsdp", "--devices",
     ],
     ("train", "--resume"): ["train TASK"],
@@ -446,7 +448,7 @@ def test_devices_that_jax_cannot_start_are_refused(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2
     assert re.match(
-        r"error: JAX starts no devices: .*'abacus'.*\nFix: see python -m jaxpar doctor", done.stderr
+        r"error: JAX finds no devices: .*'abacus'.*\nFix: see python -m jaxpar doctor", done.stderr
     )
     assert not (tmp_path / "run").exists()
 

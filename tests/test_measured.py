@@ -197,7 +197,7 @@ def test_what_runs_as_predicted_is_shown_so(heads, busy, loop):
     plain = make_schedule("1f1b", 2, 3)
     assert measured.schedule.bubble == plain.bubble
     assert show(measured.schedule)._repr_svg_() == show(plain)._repr_svg_()
-    assert f"The idle time: {measured.bubble:.1%} by the schedule, with every unit" in svg
+    assert f"Idle time by cause: {measured.bubble:.1%} the schedule (with measured unit" in svg
 
 
 def test_the_caption_says_why_a_step_is_not_as_predicted():
@@ -208,7 +208,10 @@ def test_the_caption_says_why_a_step_is_not_as_predicted():
     assert late.late == pytest.approx(0.5)
     assert late.bubble - late.late == pytest.approx(as_planned.bubble / 2)
     text = " ".join(str(late).split())
-    assert "took, 50.0% for data or a core. The loop takes 54000.0 ms, predicted 27000.0 ms" in text
+    assert (
+        "50.0% waiting for data or a core. The pipeline takes 54000.0 ms (predicted 27000.0 ms"
+        in text
+    )
     assert "2 devices on 2 cores." in text
     # Where stage 0 has a forward unit, that of stage 1 is shorter: it waits for stage 0, by the schedule.
     both_T = (as_planned.schedule.forward.unit >= 0).all(axis=1)
@@ -220,7 +223,7 @@ def test_the_caption_says_why_a_step_is_not_as_predicted():
     assert quick.bubble > as_planned.bubble
     assert quick.late == pytest.approx(0)
     shared = " ".join(str(make_measured(num_devices=8)).split())
-    assert "8 devices share 2 cores, so they wait 75% of the time or more" in shared
+    assert "8 devices share 2 cores, so each waits at least 75% of the time" in shared
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,7 @@ def test_a_profiled_run_has_a_trace_of_three_steps(tmp_path, capsys):
     assert not out.exists()
     assert main([*flags, "--train.num-steps", "6"]) == 0
     [path] = out.rglob("perfetto_trace.json.gz")
-    assert f"{path}; open it on ui.perfetto.dev" in capsys.readouterr().out
+    assert f"{path}; view it at ui.perfetto.dev" in capsys.readouterr().out
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     runs = {
         (event["args"]["run_id"], event["args"]["device_ordinal"])
@@ -282,6 +285,6 @@ def test_the_page_says_what_its_picture_shows():
     docs = Path(__file__).parent.parent / "docs"
     svg, page = ((docs / name).read_text() for name in ("timeline.svg", "analysis.md"))
     idle, predicted = re.search(r"idle ([\d.]+)%, predicted ([\d.]+)%", svg).groups()
-    explained = re.search(r"The idle time: ([\d.]+)% by the schedule", svg)[1]
+    explained = re.search(r"Idle time by cause: ([\d.]+)% the schedule", svg)[1]
     says = f"of {idle} % idle time the schedule explains {explained}, as predicted ({predicted})"
     assert says in " ".join(page.split())

@@ -1,10 +1,17 @@
-"""Messages of errors are short, and say what to do."""
+"""Messages of errors are short, and say what to do; help texts are phrases without names of Python."""
 
 import ast
+import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import jaxpar
+from jaxpar.cli.command import Options, TrainedOptions
+from jaxpar.cli.commands import BatchOptions, PlotRuns, RunOptions, TaskOptions
+from jaxpar.cli.parse import all_commands
 
 PACKAGE = Path(jaxpar.__file__).parent
 MOST_WORDS = 40
@@ -52,6 +59,46 @@ def test_messages_have_at_most_40_words():
     assert {where: words for where, words in long.items() if words > MOST_WORDS} == {}
 
 
+def test_sentences_of_messages_have_at_most_25_words():
+    sentences = [part for _, text in MESSAGES for part in re.split(r"\n|(?<=[.;:]) ", text)]
+    assert [part for part in sentences if len(part.split()) > 25] == []
+
+
 def test_messages_to_users_say_what_to_do():
     silent = [where for where, text in MESSAGES if "Fix: " not in text and text not in FACTS]
     assert silent == []
+
+
+def test_headings_named_by_messages_are_on_the_page_on_troubleshooting():
+    calls = [
+        node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+    ]
+    named = {
+        text_of(node.args[0])
+        for node in calls
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "see"
+    }
+    assert len(named) > 8
+    page = (PACKAGE.parent / "docs/help/troubleshooting.md").read_text()
+    headings = {line.lstrip("# ") for line in page.splitlines() if line.startswith("#")}
+    assert named - headings == set()
+
+
+OPTIONS = [
+    *(Options, TrainedOptions, TaskOptions, RunOptions, BatchOptions, PlotRuns),
+    *(jaxpar.MeshConfig, jaxpar.Parallel, jaxpar.PipelineConfig, jaxpar.TrainConfig),
+    *(jaxpar.OptimizerConfig, jaxpar.lm.LM, *all_commands().values()),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda cls: cls.__name__)
+def test_help_of_options_is_a_phrase(options):
+    listed = (inspect.getdoc(options) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    helps = re.findall(r"^  (\w+): ((?:.*\n?)(?:    .*\n?)*)", listed, re.MULTILINE)
+    for name, text in helps:
+        assert text[0].isupper(), (name, text)
+        assert text.rstrip().endswith("."), (name, text)
+        assert "`" not in text.replace("`jax.devices()`", "").replace("`Task.axes`", ""), (
+            name,
+            text,
+        )

@@ -185,7 +185,7 @@ def test_batches_of_ones_own_are_looked_at_before_a_run(name, tmp_path):
 
 @pytest.mark.parametrize("value", [0.5, np.float32(0.5), np.zeros(())])
 def test_starts_is_a_bool_or_a_whole_number(value):
-    with pytest.raises(ValueError, match=r"float.* with 0 dims, and 'starts' means one bool"):
+    with pytest.raises(ValueError, match=r"float.* with 0 dims, but 'starts' means one bool"):
         ModelFacts.of(Named(Own(starts=value)))
 
 
@@ -212,15 +212,15 @@ def test_metrics_that_are_named_as_other_numbers_of_a_run_are_refused(name, tmp_
 
 
 def test_two_metrics_that_are_written_under_one_name_are_refused():
-    with pytest.raises(ValueError, match="gives a metric 'a_b', and another number"):
+    with pytest.raises(ValueError, match="gives a metric 'a_b', but another number"):
         _ = ModelFacts.of(Named(metric_names=("a b", "a_b"))).traces
-    with pytest.raises(ValueError, match="gives a metric 'error', and another number"):
+    with pytest.raises(ValueError, match="gives a metric 'error', but another number"):
         check_reported(Named(), 1.0, {"loss": 1.0, "error": 2.0}, ["error"])  # of the baseline
 
 
 def test_the_loss_is_shown_as_the_loss():
     assert Task().metrics(1.5, {"loss": 7.0, "error": 2.0}) == {"loss": 1.5, "error": 2.0}
-    with pytest.raises(ValueError, match=r"returns 7 as 'loss', and the loss is 1.5\nFix: use"):
+    with pytest.raises(ValueError, match=r"returns 7 as 'loss', but the loss is 1.5\nFix: use"):
         check_reported(Named(), 1.5, {"loss": 7.0})
     check_reported(Named(), float("nan"), {"loss": float("nan")})
     check_reported(Named(), 1.5, {"perplexity": 4.5}, ["perplexity of a guess"])
@@ -315,5 +315,5 @@ def test_a_name_that_is_almost_an_optional_one_is_refused(owner, name, value, me
 
     task.make_model = make_model
     report = of(jaxpar.Report, "report")()
-    with pytest.raises(ValueError, match=f" has {name}, which .*\nFix: call it {meant},"):
+    with pytest.raises(ValueError, match=f" has {name}, which .*\nFix: rename it to {meant},"):
         jaxpar.fit(task(), "dp1", TrainConfig(1), report=report)

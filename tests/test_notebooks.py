@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, say what was learned, and show what they show."""
+"""The notebooks run from top to bottom, end with a recap, and show what they show."""
 
 import re
 import sys
@@ -29,13 +29,13 @@ def test_there_are_nine():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS)
-def test_a_pair_says_the_same_and_ends_with_what_was_learned(path):
+def test_a_pair_says_the_same_and_ends_with_a_recap(path):
     text, stored = jupytext.read(path), nbformat.read(path.with_suffix(".ipynb"), as_version=4)
     assert [(cell.cell_type, cell.source) for cell in text.cells] == [
         (cell.cell_type, cell.source) for cell in stored.cells
     ]
     assert len(text.cells) < 20
-    assert text.cells[-1].source.startswith("## What was learned\n")
+    assert text.cells[-1].source.startswith("## Recap\n")
 
 
 def test_the_page_on_buckets_has_the_numbers_of_the_notebook():

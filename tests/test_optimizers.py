@@ -383,6 +383,6 @@ def test_a_step_hands_its_loss_on(update):
 
 def test_an_optimizer_that_calls_the_loss_is_refused():
     Own.made["lbfgs"] = optax.lbfgs()
-    message = r"optimizer of task lbfgs wants 'value_fn', but .*\nFix: .* a loop of your own"
+    message = r"optimizer of task lbfgs needs 'value_fn', but .*\nFix: .* your own loop"
     with pytest.raises(ValueError, match=message):
         abstract_state(setup_of("lbfgs", "dp1"))

@@ -164,5 +164,5 @@ def test_other_mistakes_are_told():
         )  # its last token has none after it
     with pytest.raises(ValueError, match="step=-1 is negative"):
         PackedBatches({"x": np.zeros(3)}, [3], 1, 4).batch(-1)
-    with pytest.raises(ValueError, match="packed and num_buckets=3 are two ways"):
+    with pytest.raises(ValueError, match="packed and num_buckets=3 exclude each other"):
         dataclasses.replace(jaxpar.lm.LM(packed=True), num_buckets=3)

@@ -614,6 +614,6 @@ class OfLate(Tag):
 
 def test_padding_is_found_in_later_rows_of_a_batch():
     with pytest.raises(
-        ValueError, match="layer own gives real steps other numbers where padding is"
+        ValueError, match="layer own gives real steps other numbers when padding changes"
     ):
         check("layer", lambda x, at: around(x), OfLate)

@@ -209,7 +209,7 @@ def test_tensor_parallelism_of_a_model_that_it_does_not_split_is_left_out(no_com
 
 
 def test_one_device_shares_with_none():
-    with pytest.raises(ValueError, match="one device cannot share a step\nFix: use two"):
+    with pytest.raises(ValueError, match="a step cannot be split over one device\nFix: use two"):
         compare_parallelisms(TASK, MeshConfig(devices=(0,)))
 
 

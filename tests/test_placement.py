@@ -147,18 +147,18 @@ def test_what_training_says_of_the_balance():
         return [*describe_balance(Setup.of(settings.task, settings.parallel).partition)]
 
     assert dict(said((1, 2, 1), head="last")) == {
-        "work": "stage 0: ~33%, stage 1: ~67%; the head is that of ~4.0 layers"
+        "work": "stage 0: ~33%, stage 1: ~67%; the output head counts as ~4.0 layers"
     }
     assert dict(said((1, 2, 1), head="last", placement=(2, 6))) == {
-        "work": "stage 0: ~17%, stage 1: ~83%; the head is that of ~4.0 layers",
-        "warning": "placement=(2, 6): stages wait for each other; a step with placement=(4, 4) would be "
-        "up to ~1.25 times as fast",
+        "work": "stage 0: ~17%, stage 1: ~83%; the output head counts as ~4.0 layers",
+        "warning": "placement=(2, 6): stages have unequal work and wait for each other; steps are "
+        "up to ~1.25 times as fast with placement=(4, 4)",
     }
     # A stage has the work of all its groups, in the order of the schedule.
     groups = {"placement": (1, 2, 3, 2)}
     work, warning = said((1, 2, 1), schedule="interleaved", num_groups=2, **groups)
     assert work == ("work", "stage 0: ~50%, stage 1: ~50%")
-    assert "stages wait for each other" in warning[1]
+    assert "wait for each other" in warning[1]
     work, _ = said((1, 2, 1), schedule="v", **groups)
     assert work == ("work", "stage 0: ~38%, stage 1: ~62%")
     assert said((2, 1, 4), head="last") == []
@@ -319,10 +319,10 @@ def test_names_by_example(text, placement, shown):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fair", "placement='fair': 'fair' is no part of a model"),
-        ("first, embed | last", "'embed' is no part of a model"),
-        ("first,, 0", "'' is no part"),
-        ("first, -1", "'-1' is no part"),
+        ("fair", "placement='fair': 'fair' is not a part of a model"),
+        ("first, embed | last", "'embed' is not a part of a model"),
+        ("first,, 0", "'' is not a part"),
+        ("first, -1", "'-1' is not a part"),
         ("", "placement='': must name first, all layers from 0 and last in order, each once"),
         ("1 | 2, last", "must name first, all layers"),
         ("first | last", "must name first, all layers"),
@@ -333,8 +333,8 @@ def test_names_by_example(text, placement, shown):
         ("first, 0, last | 1", "must name first, all layers"),
         ("0, first | 1", "must name first, all layers"),
         ("first, 3-1", "must name first, all layers"),
-        (" | first, 0, last", "a stage before first or after last has nothing to do"),
-        ("first, 0, last | ", "a stage before first or after last has nothing to do"),
+        (" | first, 0, last", "a stage before first or after last would have no work"),
+        ("first, 0, last | ", "a stage before first or after last would have no work"),
     ],
 )
 def test_names_that_are_no_placement_are_refused(text, message):
@@ -349,7 +349,8 @@ def test_names_say_where_the_head_is():
     assert laid_out(8, 96, 2, placement=named, head="sharded").placement == (4, 4)
     for text, head in ((named, "last"), (named + ", last", "sharded")):
         with pytest.raises(
-            ValueError, match=f"head='{head}' with placement='{re.escape(text)}', which decides it"
+            ValueError,
+            match=f"head='{head}' contradicts placement='{re.escape(text)}', which places the head",
         ):
             PipelineConfig(placement=text, head=head)
 

@@ -32,6 +32,7 @@ from jaxpar.planning.compiled import compile_step, compile_steps, setup_on
 from jaxpar.planning.cost import estimate
 from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import Link
+from jaxpar.planning.planner import SHOWN
 from jaxpar.planning.running import time_steps
 from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm import LM
@@ -90,7 +91,8 @@ def test_the_first_choice_is_the_best_of_all(num_devices):
     ranking = plan(TASK, machine=too_small, num_finalists=0)
     assert ranking.refused[0].least_bytes == pytest.approx(smallest)
     with pytest.raises(
-        ValueError, match=r"none of \d+ configs fits in [0-9.]+ MB on cpu: .* needs m"
+        ValueError,
+        match=r"no layout fits in [0-9.]+ MB per device on cpu \(\d+ tried\): .* needs m",
     ):
         _ = ranking.best
 
@@ -114,12 +116,12 @@ def test_the_words_are_those_of_the_numbers():
     assert re.match(rf"Use {describe(best.parallel)}: ~\S+ \w+ a step, ~[\d,]+ \w+/s\.", chosen)
     longest = max(best.parts, key=best.parts.__getitem__)
     assert parts.startswith(
-        f"Its estimated time: {longest} {best.parts[longest] / best.seconds:.0%}, "
+        f"Estimated time per step: {SHOWN[longest]} {best.parts[longest] / best.seconds:.0%}, "
     )
     for cost in ranking.fitting[:12]:
         assert describe(cost.parallel) in str(ranking)
     slow = plan(TASK, machine=of(CPU, 2, near=Link(1e6, 1e-2)), num_finalists=0)
-    assert slow.explain().splitlines()[1].startswith("Its estimated time: sending")
+    assert slow.explain().splitlines()[1].startswith("Estimated time per step: communication")
 
 
 @pytest.mark.rows(1)
@@ -156,7 +158,7 @@ def test_finalists_run_and_the_quickest_is_chosen():
     assert all(cost.program.memory.total == cost.memory_bytes for cost in ran)
     assert all(cost.parallel.mesh.devices == (0, 1) for cost in ranking.fitting)
     shown = str(ranking)
-    assert shown.count("running it") == 2
+    assert shown.count("  measured") == 2
     assert "~" not in ran[0].seconds_text + ran[0].memory_text
     assert shown.startswith(f"8 x {jax.devices()[0].device_kind}, 2 devices: ")
 
@@ -265,9 +267,7 @@ def test_inspect_tells_why_a_compiler_refuses_a_step(monkeypatch, tmp_path, caps
     small = "--num-layers 2 --hidden-size 16 --embed-size 16 --batch-size 8 --seq-len 4"
     assert main(["inspect", "lm", *small.split(), "--machine", "h100:1x1x2", "--mesh", "dp2"]) == 2
     error = capsys.readouterr().err
-    refusal = (
-        "the compiler of h100:1x1x2 refuses this step: RESOURCE_EXHAUSTED: too large\nFix: use what"
-    )
+    refusal = "the compiler of h100:1x1x2 refuses this step: RESOURCE_EXHAUSTED: too large\nFix: use a layout"
     assert refusal in error
     assert "and more" not in error
 
@@ -330,7 +330,7 @@ def test_a_config_that_cannot_fit_is_refused(name, mesh):
 def test_a_config_that_nothing_makes_fit_is_refused():
     settings = make_settings((1, 2, 1), (1, 1), TEXT)
     tiny = dataclasses.replace(planner.find_machine(), memory_bytes=1e3)
-    with pytest.raises(ValueError, match="Fix: use what plan finds, more devices, or"):
+    with pytest.raises(ValueError, match="Fix: use a layout that plan finds, more devices, or"):
         check_fits(estimate_step(*settings, tiny))
 
 
@@ -340,7 +340,7 @@ def test_what_cannot_be_planned_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="must be one of"):
         plan(TASK, machine="h100:1x0x8")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="a plan measures steps in one process, got 2"):
+    with pytest.raises(ValueError, match="plan times steps in one process, got 2"):
         plan(TEXT)
 
 
@@ -355,7 +355,7 @@ def has_compiler(machine):
 
 
 def test_a_plan_says_what_it_does(capsys):
-    for quiet, said in ((False, "ranking every mesh and pipeline by arithmetic ...\n"), (True, "")):
+    for quiet, said in ((False, "estimating every mesh and pipeline ...\n"), (True, "")):
         plan(TASK, machine=of(CPU, 2), num_finalists=0, quiet=quiet)
         assert capsys.readouterr() == ("", said)
 
@@ -368,7 +368,7 @@ def test_a_compiler_that_is_missing_is_named(machine, extra, capsys):
     flags = "--vocab-size 768 --num-layers 2 --hidden-size 96 --embed-size 96"
     assert main(["plan", "lm", "--machine", machine, *flags.split()]) == 2
     printed, said = capsys.readouterr()
-    assert re.match(rf"{machine}, 4 devices: [\d,]+ configs, the first of them:", printed)
+    assert re.match(rf"{machine}, 4 devices: [\d,]+ layouts, best first:", printed)
     assert f"is installed\nFix: pip install 'jax[{extra}]'." in said
     assert main(["inspect", "lm", "--machine", machine, "--mesh", "dp4", *flags.split()]) == 2
     assert f"Fix: pip install 'jax[{extra}]'" in capsys.readouterr().err
@@ -385,10 +385,10 @@ def test_sizes_of_memory_are_numbers_with_units(capsys):
     flags = "--vocab-size 768 --num-layers 2 --hidden-size 96 --embed-size 96 --machine h100:1x1x1"
     for size in ("16 potatoes", "1.2.3GB", "GB"):
         assert main(["plan", "lm", *flags.split(), "--memory", size]) == 2
-        assert f"--memory {size} is no size" in capsys.readouterr().err
+        assert f"--memory {size} is not a size" in capsys.readouterr().err
     for size in ("1kB", "2MB"):
         assert main(["plan", "lm", *flags.split(), "--memory", size]) == 2
-        assert "none of" in capsys.readouterr().err
+        assert "no layout fits" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -402,7 +402,7 @@ def test_training_takes_the_mesh_that_is_planned(capsys, tmp_path):
     ]  # fmt: skip
     assert main(flags) == 0
     printed = capsys.readouterr().out
-    [chosen] = re.findall(r"Use (\w+).* a step", printed.rpartition("known by")[2])
+    [chosen] = re.findall(r"Use (\w+).* a step", printed.rpartition("status")[2])
     mesh = MeshConfig.parse(chosen)
     assert re.search(
         rf"mesh +data={mesh.data} x stage={mesh.stage} x tensor={mesh.tensor}", printed

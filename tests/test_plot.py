@@ -77,7 +77,7 @@ def test_figures_of_memory_and_bytes_add_up():
     assert {"along data", "along tensor"} <= set(bars)
     for label, sizes in bars.items():
         assert sizes == pytest.approx([sent[label.removeprefix("along ")]] * 2)
-    assert "sent by a device in a step" in " ".join(texts(figure))
+    assert "sent per device in a step" in " ".join(texts(figure))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +117,7 @@ def test_collectives_that_are_not_counted_are_named():
     report = inspect_function(loop, x, n)
     assert report.totals[0].unknown == 1
     written = texts(figures.draw_bytes({"dp8": report}))
-    assert any(
-        "not counted: 1 collective in loops as long as data says" in text for text in written
-    )
+    assert any("without 1 collective in loops of unknown length" in text for text in written)
 
 
 LINES = [
@@ -148,7 +146,7 @@ KINDS = {
         ("data parallelism:", "0: all weights", "idle"),
     ),
     "memory": (["lm", "--mesh", "dp8", *SMALL], ("dp8", "optimizer state", "memory per device")),
-    "bytes": (["lm", "--mesh", "dp8", *SMALL], ("dp8", "along data", "sent by a device")),
+    "bytes": (["lm", "--mesh", "dp8", *SMALL], ("dp8", "along data", "sent per device")),
     "curves": (["run"], ("loss", "step", "run, training loss")),
 }
 
@@ -195,10 +193,10 @@ def test_programs_that_are_no_browsers_open_every_kind_of_picture(kind, a_run, t
     [
         (
             ["memory", "lm", "-o", "a.gif"],
-            "cannot draw memory into 'a.gif'\nFix: end it in .svg, .png, .pdf, .html",
+            "cannot draw memory into 'a.gif'\nFix: use a file that ends in .svg, .png, .pdf, .html",
         ),
-        (["parallelisms"], "plot parallelisms needs a task\nFix: write plot parallelisms lm"),
-        (["parallelisms", "lm", "--devices", "0"], "one device cannot share a step"),
+        (["parallelisms"], "plot parallelisms needs a task\nFix: use plot parallelisms lm"),
+        (["parallelisms", "lm", "--devices", "0"], "a step cannot be split over one device"),
         (
             ["bytes", "lm", "--machine", "v5e:2x2", "-o", "a.png"],
             "machine='v5e:2x2' has no effect on bytes\nFix: leave it out",
@@ -236,7 +234,7 @@ def test_matplotlib_is_asked_for_where_a_picture_needs_it(tmp_path, monkeypatch,
 def test_a_run_that_has_not_trained_has_no_curves(a_run, capsys):
     RunFolder("run").metrics_path.write_text(json.dumps(LINES[3]))
     assert main(["plot", "curves", "run", "-o", "a.svg"]) == 2
-    assert "run has no line of training in its metrics.jsonl" in capsys.readouterr().err
+    assert "run has no training loss in its metrics.jsonl" in capsys.readouterr().err
 
 
 def test_without_a_file_a_schedule_is_shown_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
@@ -252,7 +250,7 @@ def test_the_help_names_all_kinds_and_shows_what_works(capsys):
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for kind in (*PICTURES, *PICTURES_OF_RUNS):
         assert f'"{kind}"' in text
-    [shapes] = re.findall(r"meshes to compare, such as ([^;]*);", text)
+    [shapes] = re.findall(r"Meshes to compare in memory and bytes, such as ([^.]*)\.", text)
     facts = ModelFacts.of(LM().resolve())
     for shape in shapes.split():
         assert Partition(facts, Parallel.of(shape, LM.parallel)).parallel.mesh.num_devices == 8

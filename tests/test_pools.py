@@ -315,11 +315,13 @@ def test_a_device_has_room_for_its_own_stage():
     real = init_state(setup)
     assert device_bytes(real) == device_bytes(state)
     [(what, text)] = setup.storage.describe()
-    assert what == "layers in"
-    assert text.startswith("pools, ")
-    [(_, text)] = describe_outer_modules(setup.storage)
-    expected = "inputs, mix on stage 0 alone; outputs, unmix on stage 3 alone; all of scale"
-    assert text == expected
+    assert what == "storage"
+    assert text.startswith("layers in pools, ")
+    assert dict(describe_outer_modules(setup.storage)) == {
+        "each stage": "stores all of scale",
+        "stage 0": "stores inputs, mix",
+        "stage 3": "stores outputs, unmix",
+    }
 
 
 @pytest.mark.slow
@@ -357,7 +359,7 @@ def test_where_stacks_stay_the_table_says_so():
     assert setup.storage.pools is None
     assert "wide0" in abstract_state(setup).params["layers"]
     [(_, text)] = setup.storage.describe()
-    assert text == "stacks of their kinds, which take more"
+    assert text == "layers in stacks by kind, not in pools"
 
 
 def test_layers_of_one_kind_stay_in_a_stack_and_only_ends_are_in_pools():
@@ -368,8 +370,11 @@ def test_layers_of_one_kind_stay_in_a_stack_and_only_ends_are_in_pools():
     )
     assert set(state.params) == {"layers", "@pool", "scale"}
     assert setup.storage.describe() == []
-    [(_, text)] = describe_outer_modules(setup.storage)
-    assert text == "inputs, mix on stage 0 alone; outputs, unmix on stage 3 alone; all of scale"
+    assert dict(describe_outer_modules(setup.storage)) == {
+        "each stage": "stores all of scale",
+        "stage 0": "stores inputs, mix",
+        "stage 3": "stores outputs, unmix",
+    }
     of_ends = [
         4 * sum(a.size for a in jax.tree.leaves(both))
         for both in ((model.mix, model.inputs), (model.unmix, model.outputs))

@@ -295,7 +295,7 @@ def test_a_signal_ends_a_prediction_after_a_batch(name, trained):
     done = command(trained, "predict", "run", "test", "--out", name)
     (trained / "kill").unlink()
     assert done.returncode == 128 + getattr(signal, name)
-    assert done.stderr.endswith("stopped after 13 of 20 batches; no prediction is kept\n")
+    assert done.stderr.endswith("stopped after 13 of 20 batches; no predictions are saved\n")
     assert not [*(trained / name).iterdir()]
 
 
@@ -408,9 +408,9 @@ def test_a_run_predicts_its_splits_and_other_texts(text_run, text, tmp_path, cap
 CALLS = {
     "a field of the model": (
         lambda run: run.predict("test", num_layers=2),
-        r"num_layers=2 is not a size by which task LM reads data\nFix: use one of .*'batch_size', 'seq_len'",
+        r"num_layers=2 is not a size of the data of task LM\nFix: use one of .*'batch_size', 'seq_len'",
     ),
-    "a kind": (lambda run: run.predict("test", layer="gru"), "layer='gru' is not a size by which"),
+    "a kind": (lambda run: run.predict("test", layer="gru"), "layer='gru' is not a size of the data"),
     "a size in words": (lambda run: run.predict("test", seq_len="8"), "seq_len='8': must be a whole number"),
     "a number": (lambda run: run.predict(3), r"data=3 \(int\): must be a split, suc"),
     "into a number": (lambda run: run.predict("test", 3), r"out=3 \(int\): must be a path"),
@@ -507,7 +507,7 @@ REFUSED = {
     ),
     "rows that mix": (
         lambda self, y, batch, at: {"a": y, "p": jax.nn.softmax(y, axis=0)},
-        r"`predict` mixes the rows of a batch: .* its output 'p' changes in others",
+        r"`predict` mixes the rows of a batch: .* changes its output 'p' in other rows",
     ),
     "other arguments": (
         lambda self, y: {"y": y}, r"(?s)model Wrong: predict.*write predict\(self, y, batch, at\)",

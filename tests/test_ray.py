@@ -126,7 +126,7 @@ def test_a_run_starts_with_fewer_if_there_is_no_room(monkeypatch, capfd):
 MISTAKES = {
     "no command": ([], "got no command"),
     "no process": (["--processes", "0", "--", "train", "lm"], "use 1 or more of each"),
-    "no folder": (["--elastic", "--", "train", "lm"], r"write train and --train\.out-dir FOLDER"),
+    "no folder": (["--elastic", "--", "train", "lm"], r"add --train\.out-dir FOLDER"),
     "no package": (["--", "train", "lm"], "--on ray needs the package ray\nFix: pip install ray"),
 }
 
@@ -224,7 +224,7 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(text, tmp_path, cluster):
     said = "".join(read_until(process, r"resumed at step \d+;"))
     assert "of 2 was killed by SIGKILL, or its machine was lost; the others were ended\n" in said
     assert "continuing with 1 of 2 processes\n" in said
-    assert "dp2 does not fit 1 devices; dp1 is the quickest" in said
+    assert "dp2 does not fit 1 devices; dp1 is the fastest" in said
     cluster.add_node(**NODE)
     read_until(process, r"^\[0\] step +20/")
     found = processes_in(out_dir)  # with what guards them, their children
@@ -271,4 +271,4 @@ def test_a_folder_that_a_node_lacks_is_refused(cluster):
         capture_output=True, text=True, timeout=END_SECONDS,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert re.search(r"^error: a process cannot begin: .*/no/such/folder", done.stderr, re.S | re.M)
+    assert re.search(r"^error: a process cannot start: .*/no/such/folder", done.stderr, re.S | re.M)

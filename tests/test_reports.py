@@ -68,7 +68,7 @@ def test_what_a_report_raises_is_one_warning_and_ends_no_run(whole, tmp_path, ca
     [said] = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(
         r"Hears.plan: ConnectionError: no route to host \(.*test_reports.py, line \d+\); training continues, "
-        r"and further errors of this report are not shown",
+        r"and further errors of this callback are not shown",
         said,
     )
 

@@ -166,8 +166,8 @@ class Always(Layer):
 
 KINDS = {"layer": Layer, "noisy": Noisy, "shared": Shared, "always": Always}
 REFUSED = {
-    "noisy": "draws random numbers within a loop",
-    "shared": "of a shape without time steps and rows first",
+    "noisy": "draws random numbers in a loop",
+    "shared": "in a shape without time steps and rows first",
     "always": "draws random numbers in evaluation",
 }
 

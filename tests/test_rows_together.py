@@ -175,6 +175,6 @@ def test_as_many_rows_come_back(loses):
             return model
 
     what, dim = {"rows": ("its output", 1), "carry": ("the carry that it returns", 0)}[loses]
-    message = rf"for 8 rows \(rows_together\), and {what} has the shape .*\nFix: let dim {dim} be these rows"
+    message = rf"for 8 rows \(rows_together\), but {what} has the shape .*\nFix: let dim {dim} be these rows"
     with pytest.raises(ValueError, match=message):
         fit(Losing(), Parallel(on_devices((1, 1, 1))), TrainConfig(num_steps=1))

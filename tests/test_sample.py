@@ -134,7 +134,7 @@ def test_prompts_that_cannot_be_are_refused(run):
 def test_layers_that_need_a_whole_window_are_refused(run, monkeypatch):
     monkeypatch.setattr(run.setup.facts, "whole_window", ("attention",), raising=False)
     with pytest.raises(
-        ValueError, match="layer attention reads the whole window at once, and text"
+        ValueError, match="layer attention reads the whole window at once, but text"
     ):
         drawn(run, np.array([0]))
 

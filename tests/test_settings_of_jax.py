@@ -128,7 +128,7 @@ def test_a_run_goes_on_under_its_own_settings_alone(run):
     before = jax.config.jax_random_seed_offset  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_random_seed_offset", 5)
     try:
-        with pytest.raises(ValueError, match="jax_random_seed_offset is 5, and was 0 when the run"):
+        with pytest.raises(ValueError, match="jax_random_seed_offset is 5, but was 0 when the run"):
             jaxpar.fit(Regress(("gru",)), "dp1", train, quiet=True, resume=True)
     finally:
         jax.config.update("jax_random_seed_offset", before)
@@ -140,7 +140,7 @@ def test_other_numbers_are_refused(run, name):
     record, facts = RunFolder(run), program_facts()
     record.check_program(facts)
     message = (
-        f"{name} is other, and was {facts[name]} when .*\nFix: set {name.upper()}={facts[name]}"
+        f"{name} is other, but was {facts[name]} when .*\nFix: set {name.upper()}={facts[name]}"
     )
     with pytest.raises(ValueError, match=message) as raised:
         record.check_program({**facts, name: "other"})

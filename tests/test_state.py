@@ -147,7 +147,7 @@ def test_host_update_keeps_state_in_host_memory():
         assert leaf.sharding.memory_kind == "pinned_host"
     audit(after)
     on_device = jax.device_put(after.opt_state, shardings(after.opt_state, mesh, after.opt_rules))
-    with pytest.raises(ValueError, match=r"declared .*pinned_host.*, but lies on .*device"):
+    with pytest.raises(ValueError, match=r"declared .*pinned_host.*, but placed on .*device"):
         audit(dataclasses.replace(after, opt_state=on_device))
 
 

@@ -204,7 +204,7 @@ def test_what_cannot_be_predicted_is_told_before_the_training(tmp_path):
     assert not [*tmp_path.iterdir()]
     chunks = Parallel("pp2", PipelineConfig(num_chunks=2))
     with pytest.raises(
-        ValueError, match=r"`first` gives 6 of 12 time steps.*\nFix: use num_chunks=1"
+        ValueError, match=r"`first` returns 6 time steps for 12.*\nFix: use num_chunks=1"
     ):
         Setup.of(Strides(), chunks)
     with pytest.raises(ValueError, match="`predict` gives 1 time steps as 'y' for a window of 12"):
@@ -231,7 +231,7 @@ def test_static_goes_through_all_batches():
     with pytest.raises(ValueError, match=r"'static': 4, 'lengths': 5"):
         BucketedBatches({"x": arrays["x"], "static": label[:4]}, lengths, 2, (4, 8))
     with pytest.raises(
-        ValueError, match="SeriesBatches has arrays of steps, and 'static' has no time"
+        ValueError, match="SeriesBatches has arrays of steps, but 'static' has no time"
     ):
         SeriesBatches({"x": label, "static": label}, 1, 2)
 

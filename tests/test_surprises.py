@@ -630,8 +630,8 @@ class BlocksWithRefs(WithRefs):
         return jaxpar.mean(model(batch["x"]) ** 2)
 
 
-HELD = r"count, a Ref: with remat it is read again after it was written, .*\nFix: keep numbers"
-READ = r"\(test_surprises\.py, line \d+\) has a Ref from outside: with remat it is read again"
+HELD = r"count, a Ref: remat would read it again after it was written, .*\nFix: keep numbers"
+READ = r"\(test_surprises\.py, line \d+\) has a Ref from outside: remat would read it again"
 MODEL = r"^the model of task BlocksWithRefs, a Blocks"
 
 

@@ -263,7 +263,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(text, tmp_path, w
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     saved.rename(saved.with_name("1.orbax-checkpoint-tmp"))  # as if it had still been written
     assert fit(*run, resume=True).losses == whole_run[0].losses
-    assert "has no checkpoint yet: the run begins again" in caplog.text
+    assert "has no checkpoint yet: the run starts" in caplog.text
 
 
 # A rate that rises until the losses do.
@@ -290,11 +290,11 @@ def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):
 
     damaged = flip_a_bit(folder.checkpoints_path / str(best))
     assert evaluate_run(folder, best=True)[0].loss == losses[12]
-    assert f"checkpoints/{best}, which is damaged: {damaged} is not what was written" in caplog.text
+    assert f"checkpoints/{best}: {damaged} is not what was written" in caplog.text
     damaged = flip_a_bit(folder.checkpoints_path / "12")
     with pytest.raises(
         FileNotFoundError,
-        match=rf"no whole checkpoint of a validated step; .*12: {damaged} is not what was written",
+        match=rf"no complete checkpoint of a validated step; .*12: {damaged} is not what was written",
     ):
         evaluate_run(folder, best=True)
 
@@ -670,7 +670,7 @@ def test_a_run_tells_of_itself_unless_it_is_to_be_quiet(tmp_path, capsys):
     )
     assert re.search(r": 5 of 10 steps; loss [\d.]+; stopped by SIGINT; in ", repr(stopped))
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(ValueError, match=r"quiet=True is for what is printed, and report=.* takes"):
+    with pytest.raises(ValueError, match=r"quiet=True and report=\.\.\. exclude each other"):
         fit(*run, report=Recorder(), quiet=True)
 
 
@@ -678,7 +678,7 @@ def test_a_plan_says_what_is_known_of_any_task():
     layout = make_layout((2, 4, 1), (2, 2))
     rows = dict(summarize(Setup.of(Walk(), layout, TrainConfig(num_steps=1))))
     assert rows["layers"] == (
-        "3 filter, 3 dense (first, 0 | 1-2 | 3-4 | 5, last); 2 microbatches x 2 chunks of time"
+        "3 filter, 3 dense (first, 0 | 1-2 | 3-4 | 5, last); 2 microbatches x 2 time chunks"
     )
     assert rows["work"].startswith("stage 0: ~17%, stage 1: ~32%")
     assert rows["series"] == "a sine [of one wave]"
@@ -766,7 +766,7 @@ def test_what_a_task_keeps_may_not_take_the_names_of_the_run(tmp_path):
             return {"config.toml": ""}
 
     with pytest.raises(
-        ValueError, match=r"keeps a file 'config\.toml', which is a name of the run's own"
+        ValueError, match=r"keeps a file 'config\.toml', but this is a reserved name"
     ):
         fit(Bad(), make_layout(), make_train(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
@@ -813,7 +813,7 @@ def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
             batches.batch = lambda step, rows=slice(None): {**whole(step, rows), "starts": False}
             return batches
 
-    with pytest.raises(ValueError, match="starts must be True in the first batch, got False"):
+    with pytest.raises(ValueError, match="starts must be True in the first batch; False"):
         evaluate(Setup.of(Late(), parallel), state, "valid")
 
     class Nothing(Walk):

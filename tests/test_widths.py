@@ -197,7 +197,7 @@ class Every(nnx.Module):
 
 
 def refused(*layers):
-    with pytest.raises(ValueError, match=r"Fix: (make|begin)") as found:
+    with pytest.raises(ValueError, match=r"Fix: (make|let)") as found:
         _ = ModelFacts.of(WithLayers(makers=layers)).traces
     return str(found.value)
 
@@ -212,8 +212,8 @@ def test_layers_of_one_kind_take_the_same():
 
 def test_time_and_rows_stay():
     assert refused(lambda rngs: Every(in_time=True, rngs=rngs)) == (
-        "layer 0 returns float32[4, 16, 12], but layers pass on unequal shapes\n"
-        "Fix: begin each with [time, rows], here [8, 16]."
+        "layer 0 returns float32[4, 16, 12], but layers have unequal shapes\n"
+        "Fix: let the first dims of each array be [time, rows], here [8, 16]."
     )
 
 

@@ -72,12 +72,12 @@ class Collective:
 
     @property
     def waits(self) -> bool:
-        """Whether nothing computes while it runs."""
+        """Whether no computation overlaps with it."""
         return not self.beside
 
     @property
     def count(self) -> int | None:
-        """How often it runs; None if the length of a loop around it depends on data."""
+        """Number of runs; None if the length of a loop around it depends on data."""
         return None if None in self.trip_counts else math.prod(n or 0 for n in self.trip_counts)
 
     @property

@@ -78,7 +78,7 @@ class MeasuredStep(Printed):
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
-        """How long each stage works within the loop."""
+        """Seconds that each stage works within the loop."""
         return tuple(sum(self.seconds_of(s, "")) for s in range(self.schedule.num_stages))
 
     @property
@@ -137,7 +137,7 @@ def measure_step(
     *,
     num_steps: int = 5,
 ) -> MeasuredStep:
-    """Runs a pipeline's training step on an example batch, and reads in the profile which stage worked when.
+    """Runs a pipeline's training step on an example batch, and measures when each stage works.
 
     It is the same program that trains; the profiler's own cost is measured and reported. Where there are more
     simulated devices than cores, they take turns, and so wait where real ones would not; the picture says so.

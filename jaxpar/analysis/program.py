@@ -21,8 +21,8 @@ from jaxpar.step.state import TrainState, abstract_state
 from jaxpar.step.step import abstract_batch
 
 _WIDE = (
-    "\nsent: XLA for CPUs sends what is bfloat16 or float16 as float32; a TPU or GPU sends half as many "
-    "bytes for it"
+    "\nsent: on CPUs, XLA sends bfloat16 and float16 as float32; TPUs and GPUs send half as many bytes "
+    "for them"
 )
 
 
@@ -52,7 +52,7 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What the total is for; the arguments by their purposes, where these are known."""
+        """Parts of the total; the arguments by purpose, if known."""
         return {
             **(self.purposes or {"arguments": self.arguments}),
             "new outputs": self.outputs - self.aliased,
@@ -87,7 +87,7 @@ class Total:
 
 @dataclass(frozen=True, repr=False)
 class ProgramReport(Printed):
-    """What one device does when a compiled program runs once. `print` it, or read its attributes.
+    """Inspection report of a compiled program, per device. Print it, or read its attributes.
 
     Attributes:
       collectives: in the program's order.
@@ -130,7 +130,7 @@ def inspect_step(
     train: TrainConfig | None = None,
     mesh: Mesh | None = None,
 ) -> ProgramReport:
-    """The report of a task's training step, compiled for shapes: no array is made.
+    """Reports the communication, FLOPs and memory of a task's compiled training step. Makes no arrays.
 
     The length of a pipeline's loop over ticks is an input of the program. It is filled in for a batch of full
     length: what runs at every tick counts once per tick, what a unit needs once for every unit of the busiest
@@ -165,7 +165,7 @@ def inspect_lowered(setup: Setup, lowered: jax.stages.Lowered) -> ProgramReport:
 def inspect_function(
     function: Function, *args: Arrays, mesh: Mesh | None = None, **kwargs: Value
 ) -> ProgramReport:
-    """The report of a function of your own, compiled for these arguments.
+    """Reports the communication, FLOPs and memory of your own function, compiled for these arguments.
 
     Args:
       function: jitted, or to be jitted.
@@ -181,7 +181,7 @@ def inspect_function(
 
 
 def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) -> ProgramReport:
-    """The report of what `jax.jit(...).lower(...).compile()` returns.
+    """Reports the communication, FLOPs and memory of `jax.jit(...).lower(...).compile()`.
 
     Args:
       mesh: whose axes are named; None takes that of the program's arguments and results.
@@ -228,7 +228,7 @@ def _with_purposes(memory: Memory, state: TrainState) -> Memory:
         "parameters": device_bytes(state.params),
         "frozen parameters": device_bytes(state.frozen),
         "optimizer state": 0 if state.opt_memory else device_bytes(state.opt_state),
-        "carried state": device_bytes(state.carry),
+        "recurrent state": device_bytes(state.carry),
     }
     purposes["batch and schedule"] = memory.arguments - sum(purposes.values())
     return replace(memory, purposes=purposes)

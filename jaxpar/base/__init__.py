@@ -1,1 +1,1 @@
-"""What all else stands on: names, checks, files, text, trees of arrays; nothing here knows a model."""
+"""Basic tools that all other packages use: names, checks, files, text and trees of arrays."""

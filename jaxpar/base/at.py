@@ -1,4 +1,4 @@
-"""Where a block of activations lies in the whole computation, and what is known there."""
+"""The context of a block of activations: its place in the computation, and the batch, key and resets."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -51,7 +51,7 @@ def anywhere(x: Activations, *_dims: str | None) -> Activations:
 
 
 class LayerContext(NamedTuple):
-    """What `first`, a layer and `last` know of the block that they are given.
+    """Context that `first`, layers and `last` receive as `at`: place, batch, key and resets of their block.
 
     Attributes:
       layer: its number in the stack; int32. In `last` it is the number of layers, in `first` one more, so
@@ -77,7 +77,7 @@ class LayerContext(NamedTuple):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether CPUs compute: what keeps an accelerator busy may be slow there."""
+        """Whether the computation runs on CPUs, where other algorithms may be faster."""
         return self._platform == "cpu"
 
     @property

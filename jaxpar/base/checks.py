@@ -1,4 +1,4 @@
-"""Whether the fields of a frozen dataclass have values of the types that it declares."""
+"""Checks of values and types, and the errors that name what to change."""
 
 import dataclasses
 import difflib
@@ -141,6 +141,11 @@ def _entries(tree: Table) -> Mapping[str, object]:
     return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
 
 
+def see(heading: str) -> str:
+    """The end of a message that names a heading of the page on troubleshooting."""
+    return f' See docs/help/troubleshooting.md, "{heading}".'
+
+
 def require(condition: bool, message: str) -> None:
     """Raises a ValueError of the message if the condition does not hold."""
     if not condition:
@@ -186,7 +191,7 @@ def check_names(what: str, own: object, base: type) -> None:
         near = difflib.get_close_matches(name, missing, 1, 0.86)
         if near and not name.startswith("_"):
             raise ValueError(
-                f"{what} has {name}, which jaxpar doesn't know\nFix: call it {near[0]}, or something else."
+                f"{what} has {name}, which jaxpar doesn't know\nFix: rename it to {near[0]}, or another name."
             )
 
 

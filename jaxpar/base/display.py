@@ -12,7 +12,7 @@ _NAMED = 8  # that a message names
 
 @functools.singledispatch
 def show(thing: object) -> Any:
-    """A picture of a mesh, a sharded array, parameters, a schedule, a report, a cost, a plan or a run.
+    """Shows a mesh, sharded array, parameters, schedule, report, cost, plan or run as a picture.
 
     A notebook shows it as HTML, `rich.print` in colour, `print` as text; `to_page()` is a file of HTML.
 

@@ -1,4 +1,4 @@
-"""Files: read as anybody may have made them, and written whole or not at all; and the user's cache folder."""
+"""Files: read whatever their content, written whole or not at all; and the user's cache folder."""
 
 import codecs
 import contextlib
@@ -251,7 +251,7 @@ def check_path(name: str, path: str | os.PathLike[str], *, of_run: bool = False)
         allowed = "a folder of this machine" + " or gs://BUCKET/FOLDER" * of_run
         raise ValueError(
             f"{name}={text!r} must be {allowed}, got another address\n"
-            f"Fix: mount that storage, and give the folder where it is"
+            f"Fix: mount that storage, and give the mounted folder"
         )
 
 

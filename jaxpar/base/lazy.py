@@ -1,4 +1,4 @@
-"""Packages that import what they offer when it is used (PEP 562).
+"""Packages that import their public names on first use (PEP 562).
 
 What that is stands in their stub, `__init__.pyi`, which type checkers read too.
 """

@@ -1,4 +1,4 @@
-"""Which file of a user's is being run, to find the task in it."""
+"""The user's file that is being loaded to find its task."""
 
 from contextvars import ContextVar
 from pathlib import Path
@@ -10,4 +10,6 @@ def guard_remedy(call: str) -> str | None:
     """What to do about a call of a file that is being loaded; None if none is."""
     if (path := LOADED.get()) is None:
         return None
-    return f'put {call} in {path.name}, which is only loaded here, under if __name__ == "__main__"'
+    return (
+        f'put {call} in {path.name} under if __name__ == "__main__", since the file is only loaded'
+    )

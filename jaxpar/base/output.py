@@ -1,4 +1,4 @@
-"""What is printed where nobody takes it, which is dropped; and what a reader is told to start."""
+"""Printed output that nobody reads is dropped; and the name of the program."""
 
 import errno
 import io
@@ -26,7 +26,7 @@ class _Lossy(io.FileIO):
                 raise
             if not self.has_warned:
                 self.has_warned = True
-                print(f"warning: what is printed gets lost: {error.strerror}", file=sys.stderr)
+                print(f"warning: printed output is lost: {error.strerror}", file=sys.stderr)
             return len(data)
 
 

@@ -38,8 +38,8 @@ class Padding:
                 if leaf.shape[: len(lead)] != lead:
                     place = f"layer {number - 1} returns" if number else "`first` returns"
                     raise ValueError(
-                        f"{place} {leaf.dtype}{list(leaf.shape)}, but layers pass on unequal shapes\n"
-                        f"Fix: begin each with [{', '.join(dims)}], here {list(lead)}."
+                        f"{place} {leaf.dtype}{list(leaf.shape)}, but layers have unequal shapes\n"
+                        f"Fix: let the first dims of each array be [{', '.join(dims)}], here {list(lead)}."
                     )
         self.width = max(map(self._width_of, shapes))
         with jax.numpy_dtype_promotion("standard"):

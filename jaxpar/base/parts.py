@@ -1,4 +1,4 @@
-"""Names that mean something to jaxpar: parts of a batch, as fields or keys, and numbers of a run.
+"""Names that have a meaning in jaxpar: parts of a batch, and numbers of a run.
 
 A user's arrays and metrics must not have them by chance: `check_parts` and `check_metrics` look.
 """
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 SPLITS = ("train", "valid", "test")  # of the data
-STARTS = "starts"  # the part that says whether carried state begins anew
+STARTS = "starts"  # the part that tells whether the recurrent state is reset
 RESETS = "resets"  # in which rows and at which time steps it does within a window
 LENGTHS = "lengths"  # how many steps of each row are real; those after them are padding
 RATE = "rate"  # what the learning rate of its step is multiplied by
@@ -33,13 +33,13 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    STARTS: Part((0,), True, "one bool: whether carried state begins anew with the batch"),
-    RESETS: Part((2,), False, "numbers [rows, time], not 0 where a sequence begins"),
-    RATE: Part((0,), False, "one number, which multiplies the learning rate of the step"),
-    WEIGHT: Part((1, 2), False, "numbers [rows] or [rows, time]: how much each place counts"),
-    LENGTHS: Part(
-        (1,), True, "whole numbers [rows]: how many time steps of each row are no padding"
+    STARTS: Part((0,), True, "one bool: whether the recurrent state is reset before the batch"),
+    RESETS: Part((2,), False, "numbers [rows, time], not 0 where a new sequence begins"),
+    RATE: Part((0,), False, "one number: factor of the step's learning rate"),
+    WEIGHT: Part(
+        (1, 2), False, "numbers [rows] or [rows, time]: the weight of each row or time step"
     ),
+    LENGTHS: Part((1,), True, "whole numbers [rows]: time steps of each row before its padding"),
 }
 LOSS = "loss"
 # Names in the lines of a run's metrics, besides what is counted in a second.
@@ -60,7 +60,7 @@ def check_part(name: str, dims: int, dtype: DTypeLike, what: str) -> None:
     part, kind = PARTS[name], np.dtype(dtype).kind
     if dims not in part.dims or kind in "OSUMmc" or (part.is_whole and kind not in "biu"):
         raise ValueError(
-            f"{what} is {np.dtype(dtype)} with {dims} dims, and {name!r} means {part.meaning}.\n"
+            f"{what} is {np.dtype(dtype)} with {dims} dims, but {name!r} means {part.meaning}.\n"
             f"Fix: rename your array."
         )
 
@@ -92,7 +92,7 @@ def check_metrics(names: Iterable[str], unit: str, what: str) -> None:
     for name in names:
         if (plain := str(name).replace(" ", "_")) in taken:
             raise ValueError(
-                f"{what} gives a metric {name!r}, and another number of a run has that name.\n"
+                f"{what} gives a metric {name!r}, but another number of a run has that name.\n"
                 f"Fix: rename it; {', '.join(NUMBERS)} and {unit}_per_second are taken."
             )
         taken.add(plain)
@@ -121,5 +121,5 @@ def with_part(batch: Any, name: str, value: object) -> Any:
 
 
 def starts_of(batch: object) -> Any:
-    """Whether carried state begins anew with this batch: its `starts`, or True."""
+    """Whether the recurrent state is reset before this batch: its `starts`, or True."""
     return part_of(batch, STARTS, True)

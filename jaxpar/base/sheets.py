@@ -1,4 +1,4 @@
-"""Data sheets of machines, from machines.toml, and whose they are."""
+"""Data sheets of machines, from machines.toml."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""A placement in words, such as "first, 0-2 | 3-5 | 6-7, last": which parts of a model are on which stage.
+"""Placements as text, such as "first, 0-2 | 3-5 | 6-7, last": the parts of a model on each stage.
 
 Between bars stand the parts of a stage, in the order of the data: `first`, what comes before the layers;
 layers by their numbers, from 0; `last`, what comes after them. `first` and `last` are left out where each
@@ -62,8 +62,8 @@ def read_placement(text: str) -> NamedPlacement:
     )
     require(
         not (has_first and FIRST not in places[0]) and not (has_last and LAST not in places[-1]),
-        f"placement={text!r}: a stage before first or after last has nothing to do\n"
-        f"Fix: leave it out, and take a mesh of fewer stages.",
+        f"placement={text!r}: a stage before first or after last would have no work\n"
+        f"Fix: leave it out, and use a mesh with fewer stages.",
     )
     return NamedPlacement(tuple(sum(map(len, own)) for own in layers), has_first, has_last)
 
@@ -73,7 +73,7 @@ def _layers_of(text: str, word: str) -> range:
     match = _LAYERS.fullmatch(word)
     require(
         match is not None,
-        f"placement={text!r}: {word!r} is no part of a model\n"
+        f"placement={text!r}: {word!r} is not a part of a model\n"
         f'Fix: write such as {_EXAMPLE!r}, (3, 3, 2), "balanced" or "even".',
     )
     assert match is not None

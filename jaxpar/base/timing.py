@@ -1,4 +1,4 @@
-"""Seconds of functions that run on devices: every clock over a compiled program is this one."""
+"""Measures the time of functions that run on devices."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Trees of arrays: added up, zero, as shapes, compared, and cast to differ over the axes of a `shard_map`."""
+"""Trees of arrays: sums, zeros, shapes, comparisons, and casts over the axes of a `shard_map`."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ def uneven(batch: Batch) -> str:
     if len({*steps.values()}) < 2:
         return ""
     each = " and ".join(f"{size} time steps ({name})" for name, size in steps.items())
-    return f"arrays of a batch have {each}; those without time belong under {STATIC!r}"
+    return f"arrays of a batch have {each}; put arrays without time under {STATIC!r}"
 
 
 def in_float32(tree: Arrays) -> Arrays:

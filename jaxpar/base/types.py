@@ -1,4 +1,4 @@
-"""Names for the trees of arrays that parts of jaxpar give each other.
+"""Type names for the trees of arrays that parts of jaxpar exchange.
 
 JAX has no type for a pytree: to a type checker most of these are anything. The name tells a reader what is in
 the tree.

@@ -1,4 +1,4 @@
-"""What a command of the command line is, and the options that many of them have; see `cli`."""
+"""The protocol of a command, and the options that many commands have; see `cli`."""
 
 import dataclasses
 from typing import Annotated, Protocol
@@ -7,14 +7,14 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 
-# An option of a command, which is off where it is not given; those of tasks and settings have a --no- too.
+# An option that is off unless it is given. Those of tasks and settings also have a --no- form.
 Switch = FlagCreatePairsOff[bool]
 
 _OF_EACH_PROCESS = {"simulate", "compile_cache", "debug"}
 
 
 class Command(Protocol):
-    """What a command line asks for: a dataclass, whose fields are options and whose docstring is the help."""
+    """A command: a dataclass, whose fields are options and whose docstring is the help text."""
 
     def run(self) -> int:
         """The exit code."""
@@ -26,10 +26,10 @@ class Options:
     """Options of every command that computes.
 
     Attributes:
-      simulate: use this many simulated devices on the CPU.
-      compile_cache: keep compiled programs in ~/.cache/jaxpar (JAX 0.11 or newer), or in
-        JAX_COMPILATION_CACHE_DIR.
-      debug: print the traceback of an error, not just its message.
+      simulate: Number of simulated devices, on the CPU.
+      compile_cache: Keep compiled programs for later runs, in ~/.cache/jaxpar (JAX 0.11 or newer) or the
+        folder that JAX_COMPILATION_CACHE_DIR names.
+      debug: Print the traceback of an error, not only its message.
     """
 
     simulate: int | None = None
@@ -39,12 +39,12 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedOptions(Options):
-    """Options of commands that are about a trained model.
+    """Options of commands that use a trained model.
 
     Attributes:
-      run_dir: the folder of the run, such as runs/0001.
-      best: use the state with the lowest validation loss, not the newest.
-      mesh: axes and sizes of the mesh, such as dp2tp2.
+      run_dir: Run folder, such as runs/0001.
+      best: Use the state with the lowest validation loss, not the newest.
+      mesh: Device mesh, such as dp2tp2. By default one device.
     """
 
     run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
@@ -52,7 +52,7 @@ class TrainedOptions(Options):
     mesh: MeshConfig = ONE_DEVICE
 
     def start_processes(self) -> None:
-        """Joins the processes of a group, which then have the same options; nothing, in one that runs alone.
+        """Joins the processes of a group and checks that their options agree; a single process does nothing.
 
         Raises:
           ValueError: the mesh is of one device, or options differ; or as of `hosts.start_processes`.
@@ -65,7 +65,7 @@ class TrainedOptions(Options):
         if self.mesh == ONE_DEVICE:
             raise ValueError(
                 f"{type(self).__name__.lower()} in several processes needs --mesh\n"
-                f"Fix: give one over all devices, or set JAXPAR_NUM_PROCESSES=1."
+                f"Fix: give a mesh over all devices, or set JAXPAR_NUM_PROCESSES=1."
             )
         names = {field.name for field in dataclasses.fields(self)} - _OF_EACH_PROCESS
         asked_for = {name: getattr(self, name) for name in sorted(names)}

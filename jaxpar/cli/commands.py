@@ -1,4 +1,4 @@
-"""The commands: what each takes, and what it runs, which is imported then. Those of tasks are beside them."""
+"""The commands: the options of each and what it runs. Commands of one task are in the task's module."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PICTURES = ("schedule", "timeline", "parallelisms", "memory", "bytes")
 PICTURES_OF_RUNS = ("curves",)
 
-# What --mesh auto stands for until the planner has chosen.
+# Stands for --mesh auto until the planner has chosen a mesh.
 AUTO = MeshConfig(data=-1)
 
 
@@ -34,10 +34,10 @@ def read_mesh(text: str) -> MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TaskOptions(Options):
-    """Options of commands that are about a task.
+    """Options of commands that take a task.
 
     Attributes:
-      config_file: a file of settings; options given here override it.
+      config_file: Config file. Options on the command line override it.
     """
 
     config_file: Annotated[str | None, arg(name="config", metavar="FILE.toml")] = None
@@ -48,10 +48,10 @@ class TaskOptions(Options):
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions(TaskOptions):
-    """Options of commands that are about a task on a mesh.
+    """Options of commands that take a task and a mesh.
 
     Attributes:
-      devices: numbers of the devices to use; by default all of them.
+      devices: Numbers of the devices to use, in the order of the mesh. By default all devices.
     """
 
     devices: tuple[int, ...] | None = None
@@ -70,27 +70,28 @@ class RunOptions(TaskOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Train(RunOptions):
-    r"""Trains a model and evaluates it: a language model, or yours.
+    r"""Train and evaluate a model: the built-in language model or your own task.
 
-    Ctrl-C stops it after the current step, with its state saved; --resume continues. --mesh auto plans, and
-    takes the mesh and pipeline that are quickest here. The exit code is 0 at the end, 2 after a mistake of
-    yours, 3 if a loss or gradient was not finite (--train.nonfinite), and 128 and its number after a
-    signal.
+    Ctrl-C stops the run after the current step and saves its state; --resume continues it. --mesh auto runs
+    the planner and trains with the fastest mesh and pipeline on your devices.
+
+    Exit codes: 0 success, 2 wrong option or input, 3 NaN or infinity in a loss or gradient
+    (--train.nonfinite), 128 + N stopped by signal N.
 
     Attributes:
-      start: begin with these weights: a run's folder, a file, index or folder of safetensors, or a checkpoint
-        of Orbax.
-      start_rename: what the weights are called there and here, as PATTERN=NAME: 'encoder\.(.*)=embedding.\1'.
-      start_ignore: patterns for names of weights there that are ignored: 'layers\.[45]\..*'.
-      resume: continue the run in --train.out-dir, or the latest one, with its task and settings.
-      resume_or_begin: continue the run in --train.out-dir, or begin it there: one command for every start
-        of a job.
-      overwrite: remove the run that is in --train.out-dir.
-      elastic: if the mesh does not fit the available devices, take another one; so runs continue with those
-        left.
-      memory: memory of a device, such as 16GB: a layout that needs more, by the compiler's number, is
-        refused.
-      profile: write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev.
+      start: Initial weights, for fine-tuning: a run folder, a safetensors file, index or folder, or an Orbax
+        checkpoint.
+      start_rename: New names for the weights of --start, such as 'encoder\.(.*)=embedding.\1'. PATTERN is a
+        regular expression.
+      start_ignore: Weights of --start to leave out. Each PATTERN is a regular expression of names, such as
+        layers\.[45]\..* for layers 4 and 5.
+      resume: Continue the run in --train.out-dir, or the latest run, with its task and settings.
+      resume_or_begin: Continue the run in --train.out-dir, or begin it if there is none. Lets a job use the
+        same command for every start.
+      overwrite: Remove the run in --train.out-dir and begin a new one.
+      elastic: If the mesh doesn't fit the available devices, choose another mesh and continue.
+      memory: Memory of a device, such as 16GB. If the compiled step needs more, training doesn't start.
+      profile: Write a profile of steps 3 to 5 into the run folder. View it at ui.perfetto.dev.
     """
 
     start: Annotated[str | None, arg(metavar="PATH")] = None
@@ -163,15 +164,15 @@ class Train(RunOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Plan(TaskOptions):
-    """Prints which mesh and pipeline are the fastest for a task, and why.
+    """Find the fastest mesh and pipeline for a task, and print why.
 
-    Every layout is ranked by arithmetic; the first dozen are compiled for the machine, which need not be
-    there, and run where it is.
+    All layouts are ranked by estimated step time. The best 12 are compiled for the target machine, which you
+    don't need to have. They are timed if its devices are available.
 
     Attributes:
-      machine: a TPU slice, such as v5e:4x8 or v5p:2x2x2, or GPUs as partitions x hosts x GPUs of each, such
-        as h100:1x2x8; by default the devices that JAX has.
-      memory: memory of a device, such as 16GB, instead of the machine's own.
+      machine: Target machine: a TPU slice, such as v5e:4x8 or v5p:2x2x2, or GPUs as PARTITIONSxHOSTSxGPUS,
+        such as h100:1x2x8. By default the devices of this machine.
+      memory: Memory of a device, such as 16GB, in place of the target machine's own.
     """
 
     machine: str | None = None
@@ -187,7 +188,7 @@ class Plan(TaskOptions):
         settings = Settings(self.task.resolve(), parallel, self.train)
         ranking = _plan(settings, self.machine, _num_bytes(self.memory))
         chosen = Settings(self.task, ranking.best.parallel, self.train)
-        print(f"\nTo train with the first: {train_command(chosen, self.simulate)}")
+        print(f"\nTo train with the first layout: {train_command(chosen, self.simulate)}")
         return 0
 
 
@@ -196,8 +197,8 @@ class BatchOptions(TrainedOptions):
     """Options of commands that run a trained model on data.
 
     Attributes:
-      batch_size: rows of a batch, if not as in training: 1 reads a text as one stream.
-      seq_len: time steps of a window, if not as in training.
+      batch_size: Rows of a batch. By default as in training; 1 reads a text as one stream.
+      seq_len: Time steps of a window. By default as in training.
     """
 
     batch_size: int | None = None
@@ -212,9 +213,9 @@ class BatchOptions(TrainedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate(BatchOptions):
-    """Prints how good a trained model is on the validation and test data of its run.
+    """Evaluate a trained model on its validation and test data, and print the results.
 
-    On one device, or on any --mesh.
+    Runs on one device, or on the devices of --mesh.
     """
 
     def run(self) -> int:
@@ -236,14 +237,15 @@ class Evaluate(BatchOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Export(TrainedOptions):
-    """Writes the weights of a trained model as safetensors, by the names of its parameters.
+    """Export the weights of a trained model to a safetensors file.
 
-    More than 5 GB become several files and model.safetensors.index.json, as Hugging Face's tools have them.
+    More than 5 GB are split into several files with a model.safetensors.index.json, as Hugging Face tools
+    expect them.
 
     Attributes:
-      output: the file, such as model.safetensors.
-      dtype: of all floating-point numbers; by default as they are.
-      torch: names and layout of torch.nn.LSTM or GRU, for a language model (lm) of such layers.
+      output: File to write, such as model.safetensors.
+      dtype: Data type of all floating-point weights. By default each keeps its own.
+      torch: Use the names and layout of torch.nn.LSTM or GRU, for a language model (lm) of such layers.
     """
 
     output: Annotated[str, arg(aliases=["-o"], metavar="FILE")] = dataclasses.field(kw_only=True)
@@ -268,15 +270,15 @@ class Export(TrainedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Predict(BatchOptions):
-    """Writes what a trained model predicts for each row of some data, in the order of the data.
+    """Write the predictions of a trained model for each row of the data, in order.
 
-    A model says what that is by its method predict: a language model gives the log-likelihood of each token.
-    Each is a file NAME.npy. On one device, or on any --mesh.
+    Each output of the model becomes a file NAME.npy. A language model gives the log-likelihood of each token.
+    Runs on one device, or on the devices of --mesh.
 
     Attributes:
-      data: a split, such as test, or what else the task's make_batches knows; of a language model also a
-        file of text.
-      out: the folder, a new one.
+      data: Data to predict: a split, such as test, or another name that the task can read. For a language
+        model also a text file.
+      out: New folder for the predictions.
     """
 
     data: Annotated[str, Positional, arg(metavar="DATA")] = dataclasses.field(kw_only=True)
@@ -307,15 +309,16 @@ class Predict(BatchOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Inspect(RunOptions):
-    """Prints what the compiled training step sends between devices, its FLOPs and its memory.
+    """Print the communication, FLOPs and memory of a compiled training step.
 
-    Nothing is trained.
+    Compiles the step, but trains nothing.
 
     Attributes:
-      machine: one that need not be there, to compile for, as of plan.
-      json: print it as JSON, with all that is known of each collective.
-      compare: print estimates next to the compiled program, and a few measured steps where the devices are
-        there.
+      machine: Target machine to compile for, such as v5e:4x8 or h100:1x2x8 (you don't need to have it). By
+        default the devices of this machine.
+      json: Print the inspection report as JSON, with all details of each collective.
+      compare: Print estimates next to the numbers of the compiled program. If the devices are available, also
+        time a few steps.
     """
 
     machine: str | None = None
@@ -335,7 +338,7 @@ class Inspect(RunOptions):
         report = compile_step(setup_on(self.settings, machine), machine, runs=False)
         if isinstance(report, str):
             fact = f"the compiler of {machine.name} refuses this step: {report}"
-            raise ValueError(f"{fact}\nFix: use what plan finds, or another machine.")
+            raise ValueError(f"{fact}\nFix: use a layout that plan finds, or another machine.")
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))
         else:
@@ -345,18 +348,19 @@ class Inspect(RunOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Plot(RunOptions):
-    """Draws a picture of a task's step, into a file or the terminal; or of runs.
+    """Draw a picture of a task's training step, or of the losses of runs.
 
-    Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage did
-    when in a real step, beside its schedule; "parallelisms", data, tensor, model and pipeline parallelism on
-    all devices, each with its estimated time, and with memory and bytes of its compiled step, as an
-    animation; "memory" of a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes.
-    Without a task: "curves", the losses of runs (plot curves runs/0001 runs/0002).
+    KIND is one of: "schedule", the planned pipeline schedule; "timeline", the measured times of a real step
+    next to its schedule; "parallelisms", an animation that compares data, tensor, model and pipeline
+    parallelism; "memory", the memory of a device by purpose; "bytes", the bytes that a device sends, by mesh
+    axis; "curves", the losses of runs. Only curves takes no task (plot curves runs/0001 runs/0002).
 
     Attributes:
-      output: an .svg, .png, .pdf or .html; without one the first three are shown here.
-      meshes: meshes to compare, such as dp8 tp8 pp4dp2; without them, --mesh.
-      machine: of parallelisms, one that need not be there, as of plan.
+      output: File to write: .svg, .png, .pdf or .html. Without it, schedule, timeline and parallelisms are
+        shown in the terminal.
+      meshes: Meshes to compare in memory and bytes, such as dp8 tp8 pp4dp2. By default only --mesh.
+      machine: Target machine for parallelisms, such as v5e:4x8 or h100:1x2x8 (you don't need to have it).
+        By default the devices of this machine.
     """
 
     kind: Annotated[str, Fixed] = dataclasses.field(kw_only=True)
@@ -380,11 +384,11 @@ class Plot(RunOptions):
 
 @dataclasses.dataclass(frozen=True)
 class PlotRuns(Options):
-    """Draws the losses of runs into a file.
+    """Draw the losses of runs into a file.
 
     Attributes:
-      runs: their folders.
-      output: an .svg, .png, .pdf or .html.
+      runs: Run folders.
+      output: File to write: .svg, .png, .pdf or .html.
     """
 
     kind: Annotated[str, Fixed] = dataclasses.field(kw_only=True)
@@ -401,20 +405,22 @@ class PlotRuns(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Runs train, evaluate, predict or export in several processes.
+    """Run train, evaluate, predict or export in several processes.
 
-    Such as: launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
+    Example: launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
     Attributes:
-      command: after --: the command, such as train lm, and its arguments.
-      processes: number of processes.
-      devices_per_process: devices of each: simulated ones, or with --on ray those of --platform.
-      on: start them on the Ray cluster that RAY_ADDRESS names, or that this machine is part of.
-      platform: devices of the nodes of a Ray cluster.
-      elastic: when processes die, continue with the others from the last checkpoint; with more at the next
-        start.
-      min_processes: with fewer than this an elastic run waits for its next start.
-      debug: print the traceback of an error, not just its message.
+      command: Command to run and its arguments, after --, such as -- train lm.
+      processes: Number of processes.
+      devices_per_process: Devices of each process: simulated devices, or with --on ray real devices of the
+        kind --platform.
+      on: Start the processes on a Ray cluster: the one that RAY_ADDRESS names, or the one of this machine.
+      platform: Kind of devices to use on a Ray cluster.
+      elastic: If processes die, continue with the others from the last checkpoint. Use more processes again
+        at the next start.
+      min_processes: Fewest processes for an elastic run. With fewer left, the run stops until you start it
+        again.
+      debug: Print the traceback of an error, not only its message.
     """
 
     command: Positional[tuple[str, ...]]
@@ -438,10 +444,10 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Prints the versions, devices and memory of this machine, and what is missing on it.
+    """Print versions, devices, memory and missing packages of this machine.
 
     Attributes:
-      debug: print the traceback of an error, not just its message.
+      debug: Print the traceback of an error, not only its message.
     """
 
     debug: Switch = False
@@ -485,7 +491,7 @@ def _num_bytes(size: str | None) -> float | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B", size)
     if match is None:
-        fact = f"--memory {size} is no size"
+        fact = f"--memory {size} is not a size"
         raise ValueError(f"{fact}\nFix: write a number and its unit, such as 16GB.")
     return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 

@@ -1,6 +1,6 @@
-"""Versions, devices and memory of this machine, and what is missing on it.
+"""Versions, devices and memory of this machine, and missing packages.
 
-A JAX that jaxpar does not run on, or a missing one, already ends the import, with the remedy.
+If JAX is missing or of an unsupported version, the import of jaxpar already fails and names the remedy.
 """
 
 import collections
@@ -23,21 +23,21 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def main() -> int:
-    """Prints what there is, and what is missing with its remedy; 1 if something is, else 0."""
+    """Prints what is installed and what is missing; returns 1 if something is missing, else 0."""
     missing = list(missing_packages())
     try:
         devices = jax.local_devices()
     except RuntimeError as error:
         devices = []
-        remedy = "repair what the message names, or set JAX_PLATFORMS=cpu."
+        remedy = "fix the cause that the message names, or set JAX_PLATFORMS=cpu."
         missing.append(f"devices: {error}\nFix: {remedy}")
     counts = collections.Counter(f"{each.device_kind} ({each.platform})" for each in devices)
     has_accelerator = any(each.platform != "cpu" for each in devices)
     asks_for_cpu = "cpu" in os.environ.get("JAX_PLATFORMS", "")
     if NVIDIA_DRIVER.exists() and devices and not has_accelerator and not asks_for_cpu:
         missing.append(
-            "NVIDIA GPUs: this machine has some, and JAX does not use them\n"
-            "Fix: pip install 'jax[cuda12]' or 'jax[cuda13]', as the driver allows."
+            "NVIDIA GPUs: this machine has some, but JAX does not use them\n"
+            "Fix: pip install 'jax[cuda12]' or 'jax[cuda13]', whichever the driver supports."
         )
     versions = ((name, _version(name)) for name in PACKAGES)
     known = [f"{name} {version}" for name, version in versions if version is not None]
@@ -58,7 +58,7 @@ def missing_packages() -> Iterator[str]:
     try:
         declared = map(Requirement, importlib.metadata.requires("jaxpar") or [])
     except importlib.metadata.PackageNotFoundError:
-        yield "jaxpar: it is not installed\nFix: pip install -e . in its folder."
+        yield "jaxpar: not installed as a package\nFix: pip install -e . in its folder."
         return
     for needed in declared:
         version = _version(needed.name)
@@ -70,7 +70,7 @@ def missing_packages() -> Iterator[str]:
 
 
 def describe_memory(devices: Sequence[Any]) -> str:
-    """What is free, in all, and on each device, as far as it is known."""
+    """Free and total memory of this machine and of each device, as far as known."""
     known = list[str]()
     if (memory := host_memory()) is not None:
         known.append("{} of {} free".format(*map(format_bytes, memory)))

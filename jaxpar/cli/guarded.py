@@ -1,7 +1,7 @@
-"""Commands that compile for machines that are not there, in a child process: such a compiler may end it.
+"""Runs commands that compile for other machines in a child process, because such a compiler can crash.
 
-The child leaves a file for each program that it compiles, by its name, until that is done. Where the child
-has ended within one, the command is run again, and refuses that program: a plan goes on with the others.
+The child keeps a file for each program while it compiles it. If the child crashes, the command runs again
+without the programs whose files are left, so a plan continues with the others.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""From a command line to an exit code: which command it is, and how a mistake ends.
+"""Entry point of the command line: reads a command, runs it, and turns errors into exit codes.
 
     train | plan | inspect TASK       plot KIND TASK
     evaluate | sample | export RUN_DIR       predict RUN_DIR DATA
 
-TASK is lm, or path/to/file.py:Name, a task of your own. Its fields are options: `train TASK --help`
-lists them.
+TASK is lm, or path/to/file.py:Name for your own task. Its fields are options: `train TASK --help` lists
+them.
 """
 
 import gc
@@ -22,10 +22,10 @@ from jaxpar.base.output import keep_printing, open_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line; the exit code.
+    """Runs a command line and returns the exit code.
 
-    A user's mistake prints one message and gives 2, a number that is not finite 3; `--debug` raises the
-    error instead.
+    A wrong option or input prints one message and gives 2, a loss or gradient that is not finite gives 3.
+    `--debug` raises the error instead.
 
     Args:
       argv: arguments; None takes those of the process, of which this is the program.
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    """Reads a command line and does what it says; the exit code."""
+    """Reads a command line, runs its command and returns the exit code."""
     from jaxpar.cli.command import Options
     from jaxpar.cli.commands import Launch
     from jaxpar.cli.parse import asks_help, read_command

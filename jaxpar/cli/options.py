@@ -139,11 +139,11 @@ def read_settings(
     if settings is None:
         what = " ".join(words)
         fact = f"{what} needs a task"
-        raise ValueError(f"{fact}\nFix: write {what} lm, or {what} path/to/file.py:Name.")
+        raise ValueError(f"{fact}\nFix: use {what} lm, or {what} path/to/file.py:Name.")
     if task is not None and type(settings.task) is not task:
         raise ValueError(
             f"settings of {source}: expected task {spec_of(task())}, got {spec_of(settings.task)}\n"
-            f"Fix: name no task, or begin another run without them."
+            f"Fix: leave the task out, or begin another run without these settings."
         )
     return settings, folder is not None
 
@@ -155,7 +155,7 @@ def _folder_to_resume(given: Mapping[str, str]) -> "RunFolder | None":
     out_dir = given.get(OUT_DIR)
     if "--resume-or-begin" in given and out_dir is None:
         fact = "--resume-or-begin needs a folder"
-        raise ValueError(f"{fact}\nFix: add one, such as --train.out-dir runs/large.")
+        raise ValueError(f"{fact}\nFix: add --train.out-dir runs/large, or another folder.")
     folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
     return folder if "--resume" in given or folder.holds_run else None
 

@@ -1,4 +1,4 @@
-"""A command line as a command: which one, for which task."""
+"""Reads a command line: which command it is, and for which task."""
 
 import dataclasses
 import difflib
@@ -18,7 +18,7 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.model.task import COMMANDS_OF_TASKS, Task
 from jaxpar.training.config_file import default_settings
 
-TASKS = "lm (a language model), or path/to/file.py:Name, one of your own"
+TASKS = "lm (a language model), or path/to/file.py:Name for your own task"
 
 
 def read_command(argv: Sequence[str]) -> Command:
@@ -56,7 +56,9 @@ def read_command(argv: Sequence[str]) -> Command:
         return read_options(command, words, arguments, known=fields)
     spec, note, resumes = _take_word(arguments), "", False
     if spec is None and asks_help(argv):
-        note = f"TASK is {TASKS}; its own options: {' '.join([PROGRAM, *words])} lm --help"
+        note = (
+            f"TASK is {TASKS}. For the options of a task: {' '.join([PROGRAM, *words])} lm --help"
+        )
         words, settings = [*words, "TASK"], default_settings(Task)
     else:
         words += [] if spec is None else [spec]
@@ -89,8 +91,8 @@ def _check_names(task: Task, command: type[TaskOptions], name: str) -> None:
     """Raises if a field of the task cannot be an option of the command, as it has one of that name."""
     taken = {field.name for field in dataclasses.fields(command)} | {"config", "help"}
     for field in dataclasses.fields(task):
-        fact = f"field {field.name!r} of {type(task).__name__} has the name of an option of {name}"
-        require(field.name not in taken, f"{fact}\nFix: give it another name.")
+        fact = f"field {field.name!r} of {type(task).__name__} is already an option of {name}"
+        require(field.name not in taken, f"{fact}\nFix: rename the field.")
 
 
 def _help(known: dict[str, type[Command]]) -> str:

@@ -12,7 +12,7 @@ HELD = 2**22  # rows whose order is drawn at once and held: 32 MiB
 
 
 class ArrayBatches(DrawnBatches):
-    """Rows of arrays in memory, in batches; each row is a whole example, or sequence.
+    """Batches of rows from arrays in memory. Each row is a whole example or sequence.
 
     With a seed, for training: every epoch has a different order, drawn from (seed, epoch), and all batches
     are full; rows that do not fill one are left to other epochs. Without a seed, for evaluation: plain order,

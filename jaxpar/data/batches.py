@@ -126,7 +126,7 @@ def check_numbers(batch: Batch) -> None:
         if not of_kept.min <= least <= most <= of_kept.max:
             number = most if most > of_kept.max else least
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has {number}, which {kept} on devices cannot hold.\n"
+                f"batch{jax.tree_util.keystr(path)} has {number}, which does not fit in {kept} on devices.\n"
                 f"Fix: use ids counted from 0, or JAX_ENABLE_X64=1."
             )
 

@@ -1,4 +1,4 @@
-"""Batches of what can only be read one after the other: an input pipeline, a generator.
+"""Batches from a stream that can only be read in order, such as an input pipeline or a generator.
 
 Every process reads all of the stream and takes its own rows, so the processes read the same. What is asked
 for again is kept, or read again: from a position that the source has told, or else from the beginning.
@@ -19,13 +19,13 @@ from jaxpar.base.parts import WEIGHT, check_parts
 from jaxpar.data.batches import EndOfStreamError
 from jaxpar.data.order import check_at_least, flat, map_arrays
 
-_USE = "give a function that opens the stream anew, such as lambda: read(seed)."
+_USE = "give a function that opens the stream from its beginning, such as lambda: read(seed)."
 
 _log = logging.getLogger(__name__)
 
 
 class IteratorBatches:
-    """Batches that an iterator gives, such as one of Grain, Hugging Face's `datasets` or PyTorch.
+    """Batches from an iterator, such as one of Grain, Hugging Face's `datasets` or PyTorch.
 
     In training the stream has as many batches as there are steps; in an evaluation it is read to its end,
     where the last batch may be smaller: it is padded with copies of its first row whose weight is 0. A
@@ -50,7 +50,7 @@ class IteratorBatches:
     num_windows = None  # known at the end alone
 
     def __init__(self, make: Callable[[], Iterable[Mapping[str, Any]]], batch_size: int):
-        require(callable(make), f"make={make!r} is read only once.\nFix: {_USE}")
+        require(callable(make), f"make={make!r} can be read only once.\nFix: {_USE}")
         check_at_least(1, batch_size=batch_size)
         self.batch_size, self._make = batch_size, make
         self._source: Any = None
@@ -71,18 +71,18 @@ class IteratorBatches:
                 self._read()
             if first < step:
                 _log.warning(
-                    "read %d batches of a stream in %.1f s to come to batch %d, counted from 0",
+                    "read %d batches of a stream in %.1f s to reach batch %d, counted from 0",
                     *(step - first, time.perf_counter() - began, step),
                 )
         return map_arrays(lambda _, leaf: leaf[rows] if leaf.ndim else leaf, self._kept[step])
 
     def keep_from(self, step: int) -> None:
-        """Keeps this batch and those after it, which may be asked for again, instead of the last alone."""
+        """Keeps this batch and later ones for repeated reads, not only the last batch."""
         self._kept_from = step
         self._forget()
 
     def position(self, step: int) -> str | None:
-        """Where the source was before a batch, one that is kept; for `seek`."""
+        """Position of the source before a batch that is kept, for `seek`."""
         return self._positions.get(step)
 
     def seek(self, position: str) -> None:
@@ -110,7 +110,7 @@ class IteratorBatches:
         self._source, self._next = self._make(), number
         if state is not None and hasattr(self._source, "load_state_dict"):
             self._source.load_state_dict(state)
-        fact = f"make gives a {type(self._source).__name__}, which is no iterable."
+        fact = f"make gives a {type(self._source).__name__}, which is not iterable."
         require(isinstance(self._source, Iterable), f"{fact}\nFix: {_USE}")
         self._iterator = iter(self._source)
         if state is not None and not hasattr(self._source, "load_state_dict"):
@@ -124,7 +124,7 @@ class IteratorBatches:
         except StopIteration:
             raise EndOfStreamError(
                 f"the stream has ended after {self._next} batches.\n"
-                f"Fix: let it repeat its data, or take fewer steps."
+                f"Fix: make the stream repeat its data, or train fewer steps."
             ) from None
         self._kept[self._next] = self._checked(batch)
         self._next += 1
@@ -159,22 +159,22 @@ class IteratorBatches:
         for name, array in flat(arrays).items():
             fact = f"batch[{name!r}] of the stream has the type {array.dtype}."
             is_valid = array.dtype.kind not in "OSUM"
-            require(is_valid, f"{fact}\nFix: leave out what is no array of numbers.")
+            require(is_valid, f"{fact}\nFix: leave out everything but arrays of numbers.")
         check_parts(arrays, "of the stream")
         sizes = {len(array) for array in flat(arrays).values() if array.ndim}
         if len(sizes) != 1 or not 0 < (size := max(sizes)) <= B:
-            fact = f"batch {number} of the stream has {sorted(sizes)} rows, and batch_size={B}."
-            raise ValueError(f"{fact}\nFix: give all of its arrays {B} rows.")
+            fact = f"batch {number} of the stream has {sorted(sizes)} rows, but batch_size={B}."
+            raise ValueError(f"{fact}\nFix: give all its arrays {B} rows.")
         arrays.setdefault(WEIGHT, np.ones(size, np.float32))
         kinds = {name: f"{a.dtype}{list(a.shape[1:])}" for name, a in flat(arrays).items()}
         self._kinds = self._kinds or kinds
-        fact = f"batch {number} of the stream has rows of {kinds}, the first had {self._kinds}."
+        fact = f"batch {number} of the stream has rows of {kinds}, but the first had {self._kinds}."
         require(kinds == self._kinds, f"{fact}\nFix: give all batches the same arrays.")
         if size == B:
             return arrays
         require(
             next(self._iterator, None) is None,
-            f"batch {number} of the stream has {size} rows, and batch_size={B}, and is not the last.\n"
+            f"batch {number} of the stream has {size} rows, but batch_size={B}, and it is not the last.\n"
             f"Fix: leave out smaller batches (drop_remainder, drop_last).",
         )
         return map_arrays(lambda name, a: self._padded(name, a) if a.ndim else a, arrays)

@@ -1,4 +1,4 @@
-"""Which part of the data a batch holds: drawn from the seed and the epoch, the same in every process.
+"""The rows of each batch: shuffled by the seed and the epoch, the same in every process.
 
 Nothing is kept between batches: a resumed run continues with the batch that it would have had, and every
 process reads only its own rows. Dims: B batch rows, T time steps.
@@ -56,8 +56,8 @@ class DrawnBatches:
         self.arrays = checked_arrays(arrays)
         require(
             self.index_dims == 1 or STATIC not in self.arrays,
-            f"{type(self).__name__} has arrays of steps, and {STATIC!r} has no time.\n"
-            f"Fix: give its numbers for each step, under another name.",
+            f"{type(self).__name__} has arrays of steps, but {STATIC!r} has no time.\n"
+            f"Fix: give these numbers for each step, under another name.",
         )
         for name in PARTS.keys() & self.arrays.keys():
             array = self.arrays[name]
@@ -127,7 +127,7 @@ def checked_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
     found = map_arrays(_as_array, arrays)
     lengths = {name: len(array) for name, array in flat(found).items()}
     are_alike = len(set(lengths.values())) == 1
-    require(are_alike, f"arrays of {lengths} rows.\nFix: give arrays of as many rows each.")
+    require(are_alike, f"arrays of {lengths} rows.\nFix: give all arrays the same number of rows.")
     return found
 
 

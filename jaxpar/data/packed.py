@@ -24,7 +24,7 @@ from jaxpar.data.sequences import SequenceBatches
 
 
 class PackedBatches(SequenceBatches):
-    """Sequences of any length, packed into rows, for models that start afresh where `at.resets` says so.
+    """Sequences of any length, packed into rows, for models that reset their state where `at.resets` is true.
 
     With a seed, for training, which sequences lie together, where and when is drawn from (seed, epoch);
     without one, for evaluation, the order is plain as far as lengths allow. Every epoch has every sequence

@@ -33,18 +33,22 @@ class SequenceBatches(DrawnBatches):
         self.lengths_S = lengths_S = check_lengths(lengths)
         if starts is None:
             starts = np.cumsum(lengths_S) - lengths_S
-            total = f"arrays of {self.length} steps for sequences of {lengths_S.sum()} steps in all"
-            require(lengths_S.sum() == self.length, f"{total}.\nFix: give as many in each.")
+            total = (
+                f"arrays of {self.length} steps for sequences of {lengths_S.sum()} steps in total"
+            )
+            require(
+                lengths_S.sum() == self.length, f"{total}.\nFix: give lengths that add up to it."
+            )
         self.starts_S = starts_S = np.asarray(starts)
         fact = f"{len(starts_S)} starts for {len(lengths_S)} lengths."
-        require(len(starts_S) == len(lengths_S), f"{fact}\nFix: give one for every sequence.")
+        require(len(starts_S) == len(lengths_S), f"{fact}\nFix: give one start for each length.")
         ends_S = starts_S + lengths_S + self.lookahead
         outside_S = (lengths_S > 0) & ((starts_S < 0) | (ends_S > self.length))
         if outside_S.any():
             which = int(np.argmax(outside_S))
             raise ValueError(
                 f"sequence {which} of {lengths_S[which]} steps begins at step {starts_S[which]} of "
-                f"{self.length}.\nFix: let it end within the arrays."
+                f"{self.length}.\nFix: give starts and lengths within the arrays."
             )
 
     def to_text(self) -> str:

@@ -1,4 +1,4 @@
-"""An order drawn at random that is nowhere held: the row at each place is computed from a few keys.
+"""A random order that is not stored: the row at each place is computed from a few keys.
 
 A place below length is two digits (a, b) to the base side = ceil(sqrt(length)). A round, one of a Feistel
 network, makes (b, a + hash(b, key) mod side) of them; whatever the hash, the digits before can be had back

@@ -16,7 +16,7 @@ from jaxpar.data.order import BatchIndices, DrawnBatches, check_at_least
 
 
 class SeriesBatches(DrawnBatches):
-    """One long series in windows, for models that carry their state from window to window.
+    """Batches of windows from one long series, for models that carry state from window to window.
 
     The series is cut into one contiguous stream for each row of the batch; batch i holds window i of every
     stream. With a seed, for training: every epoch begins at another step, drawn from (seed, epoch), and reads

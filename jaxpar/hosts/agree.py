@@ -1,4 +1,4 @@
-"""All processes come to the same place, and hear the same there: one exchange, by JAX's coordinator.
+"""Exchanges between processes: all come to the same place and receive the same result.
 
     process 0    its value, or its error  |  reads all of them, and makes an answer  |  goes on, or raises
     process 1    its value, or its error  |  waits for process 0                     |  goes on, or raises
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxpar.base.checks import Table, leaves_of
+from jaxpar.base.checks import Table, leaves_of, see
 from jaxpar.base.jax_private import global_state
 from jaxpar.base.types import JsonValue
 
@@ -202,7 +202,8 @@ def agree(*facts: Table, remedy: str, last: bool = False) -> None:
     }
     _is_awaited = not last
     if differ := _of_main_threads.exchange(found, differences, notice="to begin the run"):
-        raise DifferentError(f"the processes do not agree: {differ}\nFix: {remedy}.")
+        more = see("The processes do not agree")
+        raise DifferentError(f"the processes do not agree: {differ}\nFix: {remedy}.{more}")
 
 
 def await_agreement() -> None:

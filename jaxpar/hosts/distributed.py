@@ -1,4 +1,4 @@
-"""How the processes of one program find each other, and part; see `group` for who they are."""
+"""Joins the processes of a program and ends them together; see `group` for how they are found."""
 
 import contextlib
 import hashlib
@@ -20,6 +20,7 @@ from types import TracebackType
 import jax
 
 from jaxpar.base import output
+from jaxpar.base.checks import see
 from jaxpar.base.jax_private import ClusterEnv
 from jaxpar.base.types import JsonValue
 from jaxpar.hosts.agree import (
@@ -94,7 +95,7 @@ def start_processes() -> ProcessGroup | None:
         )
     if address is None or count is None or index is None:
         raise ValueError(
-            f"JAX does not find the processes that {group.launcher} has started\n"
+            f"JAX does not find the processes that {group.launcher} started\n"
             f"Fix: set {COORDINATOR_ADDRESS}, {NUM_PROCESSES} and {PROCESS_ID} in each, or {ALONE}."
         )
     sys.excepthook = _leave_on_error
@@ -127,12 +128,13 @@ def _join(address: str, count: int, index: int, seconds: float, method: str | No
     )
     for passed in waiting(seconds):
         if passed:
-            say(f"process {index} waits for all {count} processes at {address}, for {passed:.0f} s")
+            say(f"process {index} has waited {passed:.0f} s for all {count} processes at {address}")
         with contextlib.suppress(TimeoutError):
             return joining.result(0.5)
     raise ValueError(
         f"not all {count} processes came to {address} in {seconds:.0f} s (this is process {index})\n"
-        f"Fix: start all with the address of process 0, or lower {NUM_PROCESSES}."
+        f"Fix: give all of them the address of process 0, or correct {NUM_PROCESSES}."
+        f"{see('Not all processes came')}"
     )
 
 
@@ -187,7 +189,7 @@ def _check_secret(secret: bytes) -> None:
     others, of_process_0 = together(prove, judge)
     if others or of_process_0 != proof([]):
         who = describe_processes(others or [0])
-        raise DifferentError(f"another {SECRET} in {who}\nFix: set the same in all of them.")
+        raise DifferentError(f"{who}: {SECRET} differs\nFix: set the same value in all processes.")
 
 
 def program_facts() -> dict[str, str]:
@@ -259,6 +261,6 @@ def _start_seconds() -> float:
     """How long processes wait for each other."""
     text = os.environ.get(START_SECONDS, "300")
     if not text.isdecimal() or not int(text):
-        fact = f"{START_SECONDS}={text!r} is no time"
+        fact = f"{START_SECONDS}={text!r} is not a number of seconds"
         raise ValueError(f"{fact}\nFix: use a whole number of seconds, such as 300.")
     return float(text)

@@ -1,4 +1,4 @@
-"""Several processes, one program: whether this is one of them, by its environment alone.
+"""The group of processes that this one belongs to, found from its environment variables.
 
 The same command runs under every launcher; the environment says which one it was:
 
@@ -91,7 +91,7 @@ def _numbered(launcher: str, environ: Mapping[str, str], count: str, index: str)
     """The group whose two numbers have these names."""
     values = environ[count], environ.get(index, "")
     if not all(map(str.isdecimal, values)) or not int(values[1]) < int(values[0]):
-        fact = f"{count}={values[0]!r} and {index}={values[1]!r} name no process"
+        fact = f"{count}={values[0]!r} and {index}={values[1]!r} do not fit together"
         raise ValueError(f"{fact}\nFix: set the number of processes, and an id from 0 below it.")
     num_processes, process_id = map(int, values)
     return ProcessGroup(launcher, num_processes, process_id, environ.get(COORDINATOR_ADDRESS))

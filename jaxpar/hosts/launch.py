@@ -120,13 +120,13 @@ def launch(
                 return 128 + signals[0]
             if not count and not start:
                 raise ValueError(
-                    f"no room for {format_count(least, 'process', 'es')} of "
+                    f"no free devices for {format_count(least, 'process', 'es')} with "
                     f"{format_count(devices_per_process, 'device')} each\n"
                     f"Fix: add nodes (ray start --address ADDRESS), or start fewer processes."
                 )
             if not count:
-                fact = f"too few of {num_processes} processes are left, --min-processes is {least}"
-                remedy = "start the same command again when there are more."
+                fact = f"too few of {num_processes} processes are left (--min-processes {least})"
+                remedy = "start the same command again when more are available."
                 _print(f"error: {fact}\nFix: {remedy}", sys.stderr)
                 return code
             if start or count < num_processes:
@@ -150,8 +150,8 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
     """
     options = options_of(command)
     if command[0] != "train" or not options.get(OUT_DIR):
-        fact = "--elastic continues a run in its folder"
-        raise ValueError(f"{fact}\nFix: write train and {OUT_DIR} FOLDER after --.")
+        fact = "--elastic needs train and a run folder"
+        raise ValueError(f"{fact}\nFix: add {OUT_DIR} FOLDER after -- train.")
     if "--overwrite" in options:
         raise ValueError(
             "--overwrite would remove an elastic run at every start\n"
@@ -172,7 +172,7 @@ def check_command(command: Sequence[str], num_processes: int, devices_per_proces
     if not command or command[0] not in COMMANDS:
         raise ValueError(
             f"launch starts {', '.join(COMMANDS)}; got {command[0] if command else 'no command'}\n"
-            f"Fix: write one and its arguments after --, such as launch -- train lm --mesh dp2."
+            f"Fix: write a command and its arguments after --, such as launch -- train lm --mesh dp2."
         )
     fact = "--simulate after --: launch gives each process its devices"
     require("--simulate" not in options_of(command), f"{fact}\nFix: use --devices-per-process.")

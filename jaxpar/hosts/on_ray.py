@@ -75,8 +75,10 @@ class _Remote:
             return self._ray.get(self._end)
         except self._ray.exceptions.RayActorError as error:
             if error.actor_init_failed:
-                fact = f"a process cannot begin: {error}"
-                raise ValueError(f"{fact}\nFix: repair its node, or stop it.") from None
+                fact = f"a process cannot start: {error}"
+                raise ValueError(
+                    f"{fact}\nFix: fix its node, or remove the node from the cluster."
+                ) from None
             return -signal.SIGKILL  # the actor is gone, or its node
 
     def send_signal(self, sig: int, /) -> None:

@@ -1,4 +1,4 @@
-"""A scan that writes what it makes over what it has read.
+"""A scan that writes its outputs over its inputs.
 
 XLA gives every output of a scan memory of its own, and fills all of it before the loop: memory to be had,
 to be written twice, and cold. What nobody reads after its step is memory at hand.

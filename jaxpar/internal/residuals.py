@@ -1,4 +1,4 @@
-"""A forward pass and its backward pass as two programs; as little as possible goes from the one to the other.
+"""A forward pass and its backward pass as two programs that exchange as little as possible.
 
 JAX keeps what its rules of differentiation name, such as both factors of every product. Where they follow by
 simple arithmetic from fewer arrays, those are kept, and the arithmetic is done again: of a GRU or a GELU less

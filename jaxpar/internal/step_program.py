@@ -1,4 +1,4 @@
-"""The program of a time step, read: what of it can be taken out of the loop over time.
+"""The program of a time step, and the operations that can be moved out of the loop over time.
 
 Legend of shapes: D dims of blocks, each with a product of its own; K those that a product sums over, N those
 that its weight adds.

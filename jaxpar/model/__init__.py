@@ -1,1 +1,1 @@
-"""What is trained: a task, its model of layers in a stack, and all that is known of them from shapes."""
+"""A task, its model of stacked layers, and what is known of them from shapes."""

@@ -1,4 +1,4 @@
-"""All that is known of a task's model from shapes, whatever the devices; nothing is made.
+"""All that is known of a task's model from shapes, on any devices; no array is made.
 
 How devices share it is a `partition.Partition`, which is arithmetic on these facts.
 """
@@ -158,7 +158,7 @@ class ModelFacts(TracedModel):
             depends = any(moving_inputs(_total(self.first), (params,), frozen, self.block))
         require(
             depends,
-            f"the loss of model {type(self.model).__name__} depends on no parameter that is trained.\n"
+            f"the loss of model {type(self.model).__name__} does not depend on any trained parameter.\n"
             f"Fix: compute it without stop_gradient, argmax or rounding, or change Task.frozen.",
         )
 

@@ -1,4 +1,4 @@
-"""A model: what comes before the layers, a stack of layers, what comes after them.
+"""The protocol of a model: `first`, a stack of layers, and `last`.
 
     batch --first--> x --layer 0--> x --layer 1--> ... --last--> sums of loss, weight and metrics
 
@@ -51,7 +51,7 @@ class Sums(NamedTuple):
 
 
 def mean(losses: jax.Array, mask: jax.Array | None = None, **metrics: jax.Array) -> Sums:
-    """The mean of losses as sums, which are the same on every mesh: `jaxpar.mean(losses, batch["weight"])`.
+    """The mean of losses, as sums that add up on every mesh: `jaxpar.mean(losses, batch["weight"])`.
 
     Args:
       losses: of items, an array of any shape.
@@ -138,13 +138,13 @@ def check_variables(what: str, state: nnx.State) -> None:
     for path, leaf in nnx.to_flat_state(state):
         if isinstance(leaf, _CHANGING):
             raise ValueError(
-                f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which its calls change.\n"
+                f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which calls would change.\n"
                 f"Fix: use jaxpar.nn.dropout(x, rate, at), or a norm over features, such as nnx.LayerNorm."
             )
 
 
 class Layer(nnx.Module):
-    """A part of a `Stack`. Derive from it, or have what you need of it in any `nnx.Module`.
+    """Protocol of a layer in a `Stack`. Derive from it, or write what you need in any `nnx.Module`.
 
     Attributes:
       kind_name: layers of one name, structure and shapes are one kind, whose parameters are stacked under it;
@@ -163,7 +163,7 @@ class Layer(nnx.Module):
     rows_together: ClassVar[int | None] = None
 
     def initial_carry(self, rows: int) -> Carry:
-        """The state that a sequence begins with: a tree of float arrays [rows, ...]; () for none."""
+        """Initial recurrent state of a sequence: a tree of float arrays [rows, ...]; () for none."""
         return ()
 
     def __call__(self, carry: Carry, x: Activations, at: LayerContext) -> tuple[Any, ...]:
@@ -181,7 +181,7 @@ class Layer(nnx.Module):
 
 
 class Model(nnx.Module):
-    """What a model is. Derive from it, or have what you need of this in any `nnx.Module`.
+    """Protocol of a model. Derive from it, or write the methods you need in any `nnx.Module`.
 
     Attributes:
       layers: a `Stack`.
@@ -295,8 +295,8 @@ def run_layer(
             for leaf in jax.tree.leaves(tree):
                 require(
                     leaf.shape[dim : dim + 1] == (size,),
-                    f"layer {name} is called for {size} rows (rows_together), and {what} has the shape "
-                    f"{list(leaf.shape)}.\nFix: let dim {dim} be these rows, or say time_major = False in a "
+                    f"layer {name} is called for {size} rows (rows_together), but {what} has the shape "
+                    f"{list(leaf.shape)}.\nFix: let dim {dim} be these rows, or set time_major = False in a "
                     f"model without time.",
                 )
         return after, y, *sums

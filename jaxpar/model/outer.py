@@ -1,4 +1,4 @@
-"""What comes before and after the layers, in parts: modules that no stage needs to hold whole.
+"""The input and output modules of a model, split so that no stage has to store them whole.
 
 An embedding is split by its rows: each stage looks up the words that it has, others count as zeros. A linear
 layer is split by its columns: each stage computes its part of the outputs. Either way the whole is a sum over

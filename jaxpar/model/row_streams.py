@@ -158,7 +158,7 @@ def _with_draws(module: Module, name: str, given: list[Tree], at: LayerContext) 
     if at.key is None:
         raise ValueError(
             f"{of.__name__}.{name} draws random numbers in evaluation.\n"
-            f"Fix: draw in training alone, as nnx.Dropout does by its attribute deterministic."
+            f"Fix: draw only in training, as nnx.Dropout does by its attribute deterministic."
         )
     carries = [1 if (name, n) == ("__call__", 0) else dims for n in range(len(given))]
     one = state, [_one(a, count) for a, count in zip(given, carries, strict=True)]
@@ -173,7 +173,7 @@ def _with_draws(module: Module, name: str, given: list[Tree], at: LayerContext) 
     if drawn is None:
         first = "time steps and rows" if at.time_major else "rows"
         raise ValueError(
-            f"{of.__name__}.{name} draws random numbers within a loop, or of a shape without {first} first.\n"
+            f"{of.__name__}.{name} draws random numbers in a loop, or in a shape without {first} first.\n"
             f"Fix: draw by at.draw(jax.random.normal, x.shape), or use nnx.Dropout outside of loops."
         )
     values = varying.run(drawn.rest, [*keys, *arrays, *drawn.values(keys_of, time_and_row)])

@@ -27,7 +27,7 @@ NO_SLOTS = Slots((), (), (), (), ())
 
 
 class Stack(nnx.Module):
-    """Layers, one after the other; those of equal structure share stacked parameters.
+    """Layers in sequence. Layers of equal structure store their parameters in one stack.
 
     Each *kind* of layer is stored under the name of its class in lower case (or its attribute `kind_name`),
     as a module whose variables have a leading dim `layers`: `stack.gru.w_x` is [layers, ...].
@@ -249,7 +249,7 @@ def _look_at(make: Maker) -> _Look:
             require(
                 before.get(name) is not variable,
                 f"a maker of a Stack gives {type(module).__name__}s that share {name}, but each layer may "
-                f"run elsewhere.\nFix: make it in the function, or call it several times in one layer.",
+                f"run on another device.\nFix: make it in the function, or call it many times in one layer.",
             )
         before.update(own)
         return module

@@ -1,4 +1,4 @@
-"""What is learned: options, and what follows from them. The base class, and how a user's own is found.
+"""The base class of tasks, and how a task is found by its name or file.
 
 Plain data: what needs JAX is imported where it is used.
 """
@@ -39,27 +39,27 @@ FILE_OF_TASK = "jaxpar_task_"  # how the name of the module of a user's file beg
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is learned: derive a frozen dataclass, whose fields are its options.
+    """Base class of tasks: derive a frozen dataclass that makes a model, its data and its optimizer.
 
-    A task must have `make_model` and `make_batches`, and either `make_optimizer` or a field
-    `optimizer: OptimizerConfig`, unless a loop of your own updates its parameters (`value_and_grad`). The
-    rest has defaults. A field with `metadata={"free": True}` may change
-    between two runs of one checkpoint: it changes no array's shape or meaning.
+    Its fields are options of the command line. A task must have `make_model` and `make_batches`, and either
+    `make_optimizer` or a field `optimizer: OptimizerConfig`, unless your own loop updates its parameters
+    (`value_and_grad`). The rest has defaults. A field with `metadata={"free": True}` may change between two
+    runs of one checkpoint, because it changes no array's shape or meaning.
 
     Attributes:
-      unit: what `Sums.weight` counts, in the plural: "tokens".
-      frozen: an NNX filter for parameters that are not trained, by default none: they have no gradient, no
-        buffer and no optimizer state.
-      layers: of a task whose model is any Flax module (see `loss`), where its blocks are: the path of an
+      unit: Unit that `Sums.weight` counts, in the plural: "tokens".
+      frozen: NNX filter of parameters that are not trained; none by default. Frozen parameters have no
+        gradient, no buffer and no optimizer state.
+      layers: Place of the blocks, for a task whose model is any Flax module (see `loss`): the path of an
         `nnx.List`, `nnx.Sequential` or `nnx.Dict` ("decoder.blocks"), a part of one ("net[2:10]"), numbered
         attributes ("block_*"), or one module with stacked parameters, made by `nnx.vmap` and called by
-        `nnx.scan`. None is the only list of modules in the model.
-      dims: of such a task, the dims of parameters by their paths, in which * may stand for anything, as names
-        or as axes of the mesh: {"blocks.*.up.kernel": (None, "tensor")}. They replace those of the model.
-      axes: the names of axes of your own, over which rules may split dims and layers may use collectives; a
-        mesh that does not have one has it with size 1.
-      train, parallel: the settings that its runs have by default.
-      run_class: what `load_run` makes of its runs, by module and name: a class that derives from `LoadedRun`.
+        `nnx.scan`. None takes the only list of modules in the model.
+      dims: Dims of parameters by their paths, for such a task, as names or as axes of the mesh:
+        {"blocks.*.up.kernel": (None, "tensor")}. A * stands for anything. They replace those of the model.
+      axes: Names of your own axes, over which rules may split dims and layers may use collectives. A mesh
+        without such an axis has it with size 1.
+      train, parallel: Default settings and default layout of its runs.
+      run_class: Class of its loaded runs, by module and name; it derives from `LoadedRun`.
     """
 
     unit: ClassVar[str] = "rows"
@@ -77,12 +77,12 @@ class Task:
 
     @property
     def name(self) -> str:
-        """What people call it: the name of the class."""
+        """Name of the task: the name of its class."""
         return type(self).__name__
 
     @property
     def rules(self) -> "Rules":
-        """From the names of dims to axes of the mesh."""
+        """Rules that map the names of dims to axes of the mesh."""
         from jaxpar.sharding import RULES
 
         return RULES
@@ -94,12 +94,12 @@ class Task:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether it says how it is trained: `fit` and `make_train_step` need that."""
+        """Whether it has an optimizer, which `fit` and `make_train_step` need."""
         return hasattr(self, "optimizer") or self.has_own_optimizer
 
     @property
     def has_own_optimizer(self) -> bool:
-        """Whether it has a `make_optimizer` of its own, which need not use a field `optimizer`."""
+        """Whether it has its own `make_optimizer`, which need not use a field `optimizer`."""
         return type(self).make_optimizer is not Task.make_optimizer
 
     @property
@@ -109,7 +109,7 @@ class Task:
 
     @property
     def evaluates_others(self) -> bool:
-        """Whether it evaluates other parameters than it trains; see `evaluated_params`."""
+        """Whether it evaluates parameters other than those it trains; see `evaluated_params`."""
         return type(self).evaluated_params is not Task.evaluated_params
 
     @property

@@ -277,9 +277,7 @@ class TracedModel:
         steps = {leaf.shape[0] for leaf in jax.tree.leaves(self.traces.x) if leaf.ndim}
         if self.num_steps is None or self.num_steps in steps:
             return uneven(self.batch)
-        return (
-            f"`first` gives {' and '.join(map(str, sorted(steps)))} of {self.num_steps} time steps"
-        )
+        return f"`first` returns {' and '.join(map(str, sorted(steps)))} time steps for {self.num_steps}"
 
     @functools.cached_property
     def rows_together(self) -> dict[str, int]:
@@ -343,7 +341,7 @@ class TracedModel:
         return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
 
     def warn_of_resets(self) -> None:
-        """Warns, once, if batches of the user's let the state of layers begin anew in each, unsaid."""
+        """Warns, once, if the user's batches have no `starts`, so that the state is reset before each."""
         if self.is_told or not self.time_major or part_of(self.batch, STARTS) is not None:
             return
         self.is_told = True
@@ -353,8 +351,8 @@ class TracedModel:
         is_own = kinds and not isinstance(self.task.make_batches("train", 0), DrawnBatches)
         if is_own and jax.process_index() == 0:
             _log.warning(
-                "batches of task %s have no %r, so the state of layer %s begins anew in each. Fix: add a "
-                "scalar %r to each batch, False where its rows continue those of the batch before, else True",
+                "batches of task %s have no %r, so the state of layer %s is reset before each batch. Fix: "
+                "add a scalar %r to each batch: False if its rows continue the batch before, else True",
                 *(self.task.name, STARTS, kinds[0], STARTS),
             )
 
@@ -532,6 +530,6 @@ def _rows_of(task: Task, batch: Batch) -> int:
     if len(rows) != 1:
         raise ValueError(
             f"the arrays of a batch of task {task.name} have {sorted(rows) or 'no'} rows.\n"
-            f"Fix: make the batch's rows the first dim of each; only {STARTS!r} is a scalar."
+            f"Fix: make the rows of the batch the first dim of each array; only {STARTS!r} is a scalar."
         )
     return rows.pop()

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr
 
+from jaxpar.base.checks import see
 from jaxpar.base.keys import new_key
 from jaxpar.base.types import Arrays, Function, Leaves, Module, Shapes, Tree
 from jaxpar.sharding import named_leaves
@@ -61,13 +62,13 @@ def module_of(what: str, make: Callable[[jax.Array], Module]) -> tuple[Module, C
         values = one.get(name), two.get(name)
         if not same_value(*values):
             raise ValueError(
-                f"{what} has {name}={values[0]!r:.40}, and {values[1]!r:.40} where the same function makes "
-                f"it again.\nFix: make it of rngs and fixed numbers, or give a function to each layer."
+                f"{what} has {name}={values[0]!r:.40}, but {values[1]!r:.40} when the same function makes it "
+                f"again.\nFix: make it only from rngs and fixed numbers, or use one function per layer."
             )
     if found := difference(program, other_program):
         place = f" ({found.source_line})" if found.source_line else ""
         raise ValueError(
-            f"{what}{place}: {[*shapes][found.outputs[0]]} begins with other numbers each time it is made.\n"
+            f"{what}{place}: {[*shapes][found.outputs[0]]} has other initial values each time it is made.\n"
             f"Fix: draw it from rngs, such as jax.random.normal(rngs.params(), shape)."
         )
     tell_of_model(what, program.jaxpr)
@@ -126,8 +127,9 @@ def shapes_and_program(
     if changed:
         name = changed[0].removesuffix("/value").replace("/", ".")
         raise ValueError(
-            f"{what} changes its variable {name} when it is called, and that would be lost.\n"
+            f"{what} changes its variable {name} when it is called, but the change would be lost.\n"
             f"Fix: keep state in the carry of a layer, and return what you log in the metrics of `last`."
+            f"{see('A layer changes its variable when it is called')}"
         )
     return out, program
 
@@ -150,7 +152,8 @@ def program_of(
         place = f" ({found.source_line})" if found.source_line else ""
         raise ValueError(
             f"{what}{place} computes with other numbers each time it is traced, such as NumPy's random "
-            f"ones.\nFix: draw by at.draw(jax.random.normal, x.shape), and keep counts in a layer's carry."
+            f"ones.\nFix: use at.draw(jax.random.normal, x.shape), and keep counts in a layer's carry."
+            f"{see('A layer computes with other numbers each time it is traced')}"
         )
     return program, out
 

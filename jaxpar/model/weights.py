@@ -1,4 +1,4 @@
-"""Weights where they are stored, before any of them is read: what a task's `take_weights` sees."""
+"""Weights in storage, before they are read: the argument of a task's `take_weights`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Layers, and what they are made of: parameters that carry named dims."""
+"""Layers, and parameters that carry named dims."""
 
 from jaxpar.internal.hoisting import hoisted_scan as hoisted_scan
 from jaxpar.nn.adapters import Recurrent as Recurrent

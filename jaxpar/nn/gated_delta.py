@@ -1,4 +1,4 @@
-"""A gated DeltaNet layer: a memory that overwrites what it has at a key.
+"""A gated DeltaNet layer: a matrix memory that overwrites the value stored at a key.
 
     q_t, k_t, v_t = W x_t of each head, q_t and k_t divided by their lengths
     a_t = exp(-exp(L) softplus(w_a x_t + b))        b_t = sigmoid(w_b x_t)        of each head

@@ -29,7 +29,7 @@ def gru_layer(
     initial_BH: jax.Array | None = None,
     unroll: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """One layer over a window of time.
+    """Runs a GRU layer over a window of time.
 
     The dtype of `x_TBI` is that of the matmuls' inputs; they accumulate in float32, and the state is float32.
 

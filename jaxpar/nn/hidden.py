@@ -1,4 +1,4 @@
-"""What recurrent layers have in common: their constructors, and a state of h, one vector per row.
+"""The base of recurrent layers whose state is one vector per row: constructors and initial state.
 
 With N heads (Beck et al. 2024, arXiv:2405.04517, section 2.2) a recurrent matrix is N blocks on a diagonal:
 a unit sees the state of the D = H / N units of its own head. Where `tensor` splits heads, no time step waits
@@ -85,7 +85,7 @@ class Recurrence(nnx.Module):
         require_positive(self, "num_heads")
         require(
             num_heads == 1 or "w_h" in self.kernels,
-            f"num_heads={num_heads}: {type(self).__name__} has no recurrent matrix to cut.\n"
+            f"num_heads={num_heads}: {type(self).__name__} has no recurrent matrix to split into heads.\n"
             f"Fix: leave it out, or use LSTM, GRU or SLSTM.",
         )
         check_divides("width", width, {"num_heads": num_heads})

@@ -1,4 +1,4 @@
-"""What layers have in common whose state is a matrix for each head: a memory, written to at every step.
+"""The base of layers whose state is a matrix per head: a memory that every step writes to.
 
     C_t = f_t C_{t-1} + k_t v_t^T          y_t = C_t^T q_t          q, k, v of x_t; f_t at most 1
 

@@ -1,4 +1,4 @@
-"""A state without its mesh: arrays by name, stacked layers in order, as it is stored and compared.
+"""A state independent of its mesh: arrays by name, stacked layers in order.
 
     slots of (1, 2)             by layer            slots of (3,)
     0  -  |  1  2       -->     0  1  2     -->     0  1  2
@@ -134,7 +134,7 @@ def _rows(name: str, leaf: Any, rows_of: Mapping[str, Rows]) -> Rows | None:
     rows = rows_of[kind]
     require(
         leaf.shape[0] == len(rows),
-        f"{name} has {leaf.shape[0]} rows of layers, and the placement {len(rows)}.\n"
+        f"{name} has {leaf.shape[0]} rows of layers, but the placement has {len(rows)}.\n"
         f"Fix: give the task and placement that the state was made with.",
     )
     is_in_order = -1 not in rows and list(rows) == sorted(rows)

@@ -1,4 +1,4 @@
-"""Whether a task's model fits how devices are to share it; nothing is traced for these checks."""
+"""Checks of a task's model against a layout; nothing is traced for these checks."""
 
 import math
 
@@ -20,7 +20,7 @@ def check_fit(facts: ModelFacts, parallel: Parallel) -> None:
     task, stages = facts.task, parallel.mesh.stage
     if parallel.num_chunks > 1 and facts.why_whole:
         raise ValueError(
-            f"num_chunks={parallel.num_chunks} cuts windows of time, but {facts.why_whole}.\n"
+            f"num_chunks={parallel.num_chunks} splits windows over time, but {facts.why_whole}.\n"
             f"Fix: use num_chunks=1, and more microbatches."
         )
     parallel.check(facts.batch_size, facts.num_steps)
@@ -29,23 +29,23 @@ def check_fit(facts: ModelFacts, parallel: Parallel) -> None:
     task.check(parallel)
     if task.variable_length and (steps := uneven(facts.batch)):
         raise ValueError(
-            f"batches of task {task.name} have any length (variable_length), but {steps}.\n"
+            f"batches of task {task.name} may have any length (variable_length), but {steps}.\n"
             f"Fix: give arrays of one length in each batch."
         )
     if parallel.num_segments > 1 and task.variable_length:
         raise ValueError(
-            f"remat_keeps='carries' needs batches of one length, those of task {task.name} have any.\n"
+            f"remat_keeps='carries' needs batches of one length, but those of task {task.name} vary.\n"
             f"Fix: use remat_keeps='device' or 'host'."
         )
     if parallel.runs_in_units and not facts.divides_by_hand:
         raise ValueError(
-            f"the rules of task {task.name} split the batch over {task.rules.axes_of(BATCH)}; pipelines "
+            f"the rules of task {task.name} split the batch over {task.rules.axes_of(BATCH)}, but pipelines "
             f"need {DATA!r}.\nFix: use stage=1, num_microbatches=1 and equal shares, or other rules."
         )
     if parallel.num_chunks > 1 and facts.whole_window:
         raise ValueError(
-            f"layer {facts.whole_window[0]} reads the whole window at once, "
-            f"num_chunks={parallel.num_chunks} cuts it.\nFix: use num_chunks=1, and more microbatches."
+            f"layer {facts.whole_window[0]} reads the whole window at once, but "
+            f"num_chunks={parallel.num_chunks} splits it.\nFix: use num_chunks=1, and more microbatches."
         )
     for name, size in facts.rows_together.items():
         groups = {**row_parts(facts, parallel), f"rows_together of layer {name}": size}
@@ -53,7 +53,7 @@ def check_fit(facts: ModelFacts, parallel: Parallel) -> None:
     if stages > 1 and not facts.kind_of:
         raise ValueError(
             f"stage={stages}: the model of task {task.name} has no layers in its stack.\n"
-            f"Fix: use stage=1, and data and tensor for all devices."
+            f"Fix: use stage=1, and only data and tensor parallelism."
         )
 
 
@@ -81,17 +81,17 @@ def _check_own_axes(facts: ModelFacts, parallel: Parallel) -> None:
     if facts.why_whole:
         raise ValueError(
             f"the rules split time over {', '.join(times)}, but {facts.why_whole}.\n"
-            f"Fix: leave time whole."
+            f"Fix: don't split time."
         )
     check_divides("seq_len", facts.num_steps or 1, times)
     if parallel.num_chunks > 1 or facts.task.variable_length:
         raise ValueError(
-            f"the rules split time over {', '.join(times)}, and num_chunks={parallel.num_chunks} cuts "
-            f"it, or batches have any length.\nFix: use num_chunks=1, and batches of one length."
+            f"the rules split time over {', '.join(times)}, but num_chunks={parallel.num_chunks} also splits "
+            f"it, or batches vary in length.\nFix: use num_chunks=1, and batches of one length."
         )
     for name, (_, (_, carry, _, _)) in zip(facts.kinds, facts.traces.layers, strict=True):
         if jax.tree.leaves(carry):
             raise ValueError(
-                f"the rules split time over {', '.join(times)}, and layer {name} carries state from step "
-                f"to step.\nFix: use layers without a state, or leave time whole."
+                f"the rules split time over {', '.join(times)}, but layer {name} carries state from step "
+                f"to step.\nFix: use layers without state, or don't split time."
             )

@@ -1,4 +1,4 @@
-"""Which variables of a model are in pools, and which in stacks: arithmetic on a partition."""
+"""Decides which variables of a model are stored in pools and which in stacks."""
 
 import functools
 import math
@@ -217,7 +217,7 @@ class Packing:
         if self.possible_pools is None:
             return []
         size = format_bytes(sum(pool.num_bytes for pool in self.possible_pools))
-        pools = f"pools: {size} a device"
+        pools = f"layers in pools, {size} per device"
         return [
-            ("layers in", pools if self.pools_layers else "stacks of their kinds, which take more")
+            ("storage", pools if self.pools_layers else "layers in stacks by kind, not in pools")
         ]

@@ -1,4 +1,4 @@
-"""How devices share a task's model: arithmetic on its facts and on a `Parallel`; nothing is made.
+"""The division of a task's model over devices, computed from its facts and a `Parallel`.
 
 The facts say what the model is, a `Parallel` how devices share the work. A partition says on which stage each
 layer is, which rules split its arrays, and which sizes follow.
@@ -72,7 +72,7 @@ class Partition:
         _ = self.placement  # likewise
 
     def _check_outer(self) -> None:
-        """Raises where what comes before and after the layers cannot lie as it was asked for."""
+        """Raises a ValueError if the input layers or the output head cannot be placed as requested."""
         model, pipeline = type(self.facts.model).__name__, self.parallel.pipeline
         named = pipeline.named_placement
         if self.head == "sharded" and not self._can_share_head:
@@ -80,12 +80,12 @@ class Partition:
             raise ValueError(
                 f"{what}: model {model} has no method last_part, and `last` calls no linear layer whose "
                 f"outputs divide by stage={self.parallel.mesh.stage}.\n"
-                f"Fix: have all of it on the last stage, or write last_part."
+                f"Fix: keep the whole head on the last stage (head='last'), or write last_part."
             )
         if named and named.has_first == self.shares_first:
             raise ValueError(
-                f"placement={str(named)!r} {'names' if named.has_first else 'leaves out'} first: what comes "
-                f"before the layers of model {model} is {'in parts' if named.has_first else 'whole'}.\n"
+                f"placement={str(named)!r} {'names' if named.has_first else 'leaves out'} first, but the "
+                f"input part of model {model} is {'split over stages' if named.has_first else 'whole'}.\n"
                 f"Fix: {'leave it out, or name last as well' if named.has_first else 'name it'}."
             )
 
@@ -218,11 +218,11 @@ class Partition:
         if end.size % self.num_parts(end):
             return f"{end.size:,} {end.what} do not divide by {self.num_parts(end)}"
         if rest > LITTLE * facts.layer_flops:
-            return "all stages would compute what is with it"
+            return "splitting it would repeat other work on every stage"
         is_large = not after and end.num_params > max(LITTLE * layers, FEW)
         if 2 * before + after + 2 * x <= end.num_params or is_large:
             return ""
-        return "parts would send more"
+        return "splitting it would send more data"
 
     @functools.cached_property
     def split_modules(self) -> tuple[frozenset[str], ...]:

@@ -1,4 +1,4 @@
-"""Where a state holds the arrays of a model: layers of a kind in a stack, or all of a stage's in pools.
+"""The storage of a model's arrays in a state: layers of a kind in a stack, or a stage's in pools.
 
 A state has two trees of variables: those that are trained (number 0) and all others (number 1). In a stack
 [rows, ...] of each kind every stage has as many rows as the fullest of them needs. Where that takes much more

@@ -143,10 +143,10 @@ def draw_bytes(reports: Mapping[str, ProgramReport]) -> Figure:
         for name, report in reports.items()
     }
     unknown = sum(total.unknown for report in reports.values() for total in report.totals)
-    note = f"; not counted: {format_count(unknown, 'collective')} in loops as long as data says"
+    note = f"; without {format_count(unknown, 'collective')} in loops of unknown length"
     told = dict.fromkeys(note.strip() for report in reports.values() for note in report.notes)
     lines = [line for note in told for line in textwrap.wrap(note, 90)]
-    return _draw_bars(sent, f"sent by a device in a step{note * bool(unknown)}", "along ", lines)
+    return _draw_bars(sent, f"sent per device in a step{note * bool(unknown)}", "along ", lines)
 
 
 def draw_curves(runs: Mapping[str, Curves]) -> Figure:

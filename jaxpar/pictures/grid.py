@@ -1,4 +1,4 @@
-"""Which device has what, as a table of any number of dims: a mesh, or the shards of an array."""
+"""The devices of a mesh, or the shards of an array, as a table."""
 
 import html
 import itertools
@@ -79,7 +79,7 @@ def show_mesh_config(config: MeshConfig) -> Grid:
     shape = tuple(max(size, 1) for size in config.sizes.values())
     numbers, count = config.devices or (), math.prod(shape)
     inferred = [axis for axis, size in config.sizes.items() if size == -1]
-    note = f"; {inferred[0]} takes as many more as there are" if inferred else ""
+    note = f"; {inferred[0]} takes all other devices" if inferred else ""
     numbers = numbers if len(numbers) == count else range(count)  # resolve() raises an error
     return _mesh_grid(np.reshape(numbers, shape), tuple(config.sizes), note)
 

@@ -1,4 +1,4 @@
-"""A measured step as a picture: on each stage what was predicted, and what it did."""
+"""A measured step as a picture: the predicted and the measured times of each stage."""
 
 from rich.table import Table
 
@@ -43,13 +43,13 @@ def _caption(step: MeasuredStep) -> str:
     share = f"{devices} on {cores}"
     if step.num_devices > step.num_cores:
         waits = 1 - step.num_cores / step.num_devices
-        share = f"{devices} share {cores}, so they wait {waits:.0%} of the time or more, also within units"
+        share = f"{devices} share {cores}, so each waits at least {waits:.0%} of the time, also within units"
     return (
         f"{_title(step)} from the median unit of each stage, at most {units}.\n"
-        f"The idle time: {step.bubble - step.late:.1%} by the schedule, with every unit as long as it took, "
-        f"{step.late:.1%} for data or a core.\n"
-        f"The loop takes {1000 * step.loop_seconds:.1f} ms, predicted "
-        f"{1000 * step.predicted_seconds:.1f} ms, of a step of {1000 * step.step_seconds:.1f} ms. {cost}\n"
+        f"Idle time by cause: {step.bubble - step.late:.1%} the schedule (with measured unit times), "
+        f"{step.late:.1%} waiting for data or a core.\n"
+        f"The pipeline takes {1000 * step.loop_seconds:.1f} ms (predicted "
+        f"{1000 * step.predicted_seconds:.1f} ms) of a step of {1000 * step.step_seconds:.1f} ms. {cost}\n"
         f"{share}."
     )
 

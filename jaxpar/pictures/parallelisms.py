@@ -1,4 +1,4 @@
-"""Four ways to share a step: a chart that plays by itself, and a table."""
+"""Four kinds of parallelism for one step: an animated chart, and a table."""
 
 import textwrap
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ def show_parallelisms(found: Parallelisms) -> Drawing:
     notes += [f"{name} is left out: {why}" for name, why in found.left_out.items()]
     for why in dict.fromkeys(each.unknown for each in found.drawn if each.unknown):
         names = ", ".join(each.name for each in found.drawn if each.unknown == why)
-        notes.append(f"memory and bytes sent by {names} are unknown: {why}")
+        notes.append(f"memory and sent bytes of {names} are unknown: {why}")
     programs = [each.cost.program for each in found.drawn if each.cost.program]
     notes += dict.fromkeys(note.strip() for program in programs for note in program.notes)
     return Drawing(_chart(found, notes), _table(found), "\n" + "\n".join(notes))
 
 
 def _table(found: Parallelisms) -> Table:
-    columns = "parallelism", "config", ">step", ">memory", ">weights", "sent by a device", "idle"
+    columns = "parallelism", "layout", ">step", ">memory", ">weights", "sent per device", "idle"
     table = make_table(*columns)
     for each in found.drawn:
         idle, cost = [f"~{each.idle_of(d):.0%}" for d in range(len(each.holds))], each.cost

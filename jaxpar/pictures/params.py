@@ -104,7 +104,7 @@ def _bytes_of(state: TrainState) -> str:
         "parameters": state.params,
         "frozen": state.frozen,
         f"optimizer state{where}": state.opt_state,
-        "carried state": state.carry,
+        "recurrent state": state.carry,
     }
     count, num_bytes = state.model_size
     sizes = {name: device_bytes(tree) for name, tree in trees.items() if jax.tree.leaves(tree)}

@@ -87,7 +87,7 @@ def plot_runs(runs: Sequence[str] = (), output: str | Path | None = None) -> Pat
         folder = RunFolder(run)
         folder.check()
         curves[run] = Curves(0).add(*folder.metrics())
-        fact = f"{run} has no line of training in its metrics.jsonl"
+        fact = f"{run} has no training loss in its metrics.jsonl"
         require(bool(curves[run].points["train"]), f"{fact}\nFix: train it first.")
     return figures.save_figure(figures.draw_curves(curves), path)
 
@@ -98,7 +98,7 @@ def _path_of(kind: str, output: str | Path | None) -> Path:
         raise ValueError(f"plot {kind} needs a file\nFix: add one, such as -o {kind}.svg.")
     path = Path(output).expanduser()
     fact = f"cannot draw {kind} into {str(path)!r}"
-    require(path.suffix in ENDS, f"{fact}\nFix: end it in {', '.join(ENDS)}.")
+    require(path.suffix in ENDS, f"{fact}\nFix: use a file that ends in {', '.join(ENDS)}.")
     check_output(path)
     find_figures()
     return path

@@ -1,4 +1,4 @@
-"""Pictures of what a program does, and of what a step will cost: tables of bytes, memory and time."""
+"""Tables of the communication, memory and time of compiled programs and planned steps."""
 
 import re
 from collections import Counter
@@ -13,7 +13,7 @@ from jaxpar.base.console import make_table
 from jaxpar.base.display import format_bytes, format_count, format_seconds, format_shape, show
 from jaxpar.pictures.picture import Picture
 from jaxpar.planning.cost import StepCost
-from jaxpar.planning.planner import Ranking
+from jaxpar.planning.planner import SHOWN, Ranking
 from jaxpar.planning.search import describe
 
 NUM_SHOWN, NUM_REFUSED = 12, 4  # of a ranking
@@ -26,14 +26,14 @@ def show_report(report: ProgramReport) -> Picture:
     """Collectives, totals, FLOPs and memory."""
     parts: list[Table | str] = ["no collectives"]
     if report.collectives:
-        note = "\nbytes: of one run; sent: in all runs, by the busiest device of a ring"
+        note = "\nbytes: payload of one run; sent: in all runs, by the busiest device of a ring"
         note += "; if: in a branch" * any(c.conditional for c in report.collectives)
         if any(c.beside is not None for c in report.collectives):
-            note += "\nbeside: what computes between its start and its end; waits: nothing does"
+            note += "\noverlaps: work that runs during the transfer; waits: no work does"
         parts = [_collectives_table(report.collectives), note, "", _totals_table(report.totals), ""]
     facts = Table.grid(padding=(0, 2))
     if report.flops is not None:
-        facts.add_row("FLOPs per device", f"{report.flops:,.0f}, the body of every loop once")
+        facts.add_row("FLOPs per device", f"{report.flops:,.0f} (each loop body counted once)")
     if report.memory:
         facts.add_row("memory per device", str(report.memory))
     return Picture(*parts, facts, *report.notes)
@@ -41,7 +41,7 @@ def show_report(report: ProgramReport) -> Picture:
 
 @show.register
 def show_cost(cost: StepCost) -> Picture:
-    """What of a step is estimated, compiled and measured, side by side.
+    """The estimated, compiled and measured numbers of a step, side by side.
 
     Bytes over `tensor` depend on the whole program and its compiler: there is no estimate worth showing.
     Memory is the compiler's.
@@ -62,17 +62,17 @@ def show_cost(cost: StepCost) -> Picture:
     measured = cost.seconds_text if cost.measured else ""
     table.add_row("step", "", format_seconds(sum(cost.parts.values())), "", measured)
     facts = Table.grid(padding=(0, 2))
-    parts = (f"{name} {format_seconds(seconds)}" for name, seconds in cost.parts.items())
+    parts = (f"{SHOWN[name]} {format_seconds(seconds)}" for name, seconds in cost.parts.items())
     facts.add_row("estimated step", ", ".join(parts))
     return Picture(describe(cost.parallel), "", table, "", facts, *notes)
 
 
 @show.register
 def show_ranking(ranking: Ranking) -> Picture:
-    """The first of the ranking, and why the first is the first."""
-    table = make_table("config", ">step", ">waits", ">memory", "known by")
+    """The best layouts of the ranking, and what takes the time of the first."""
+    table = make_table("layout", ">step", ">waits", ">memory", "status")
     for cost in ranking.fitting[:NUM_SHOWN]:
-        known = "running it" if cost.measured else "compiling it" if cost.program else "an estimate"
+        known = "measured" if cost.measured else "compiled" if cost.program else "estimated"
         waits = format_seconds(cost.waiting) if cost.program else ""
         table.add_row(describe(cost.parallel), cost.seconds_text, waits, cost.memory_text, known)
     compiled = [cost for cost in ranking.refused if cost.program or cost.refusal]
@@ -83,16 +83,16 @@ def show_ranking(ranking: Ranking) -> Picture:
     number, machine = len(ranking.fitting) + len(ranking.refused), ranking.machine
     notes = [f"~: estimated from a data sheet; {ESTIMATE_ERROR}"]
     if any(cost.program for cost in ranking.fitting):
-        notes.append("waits: for transfers with nothing beside them in the program, an estimate")
+        notes.append("waits: estimated time for transfers that no computation overlaps")
     devices = format_count(machine.num_devices, "device")
-    heading = f"{machine.name}, {devices}: {number:,} configs, the first of them:\n"
+    heading = f"{machine.name}, {devices}: {number:,} layouts, best first:\n"
     return Picture(heading, table, *notes, f"\n{ranking.explain()}")
 
 
 def _collectives_table(collectives: Sequence[Collective]) -> Table:
     overlap = any(c.beside is not None for c in collectives)
     columns = "collective", "axes", "payload", ">bytes", ">runs", "in loops", ">sent", "pass"
-    table = make_table(*columns, "module", *["beside"] * overlap)
+    table = make_table(*columns, "module", *["overlaps"] * overlap)
     for c in sorted(collectives, key=lambda c: -(c.count or 1) * c.sent_bytes):
         dims = format_shape(c.shapes[0])
         more = f" +{len(c.shapes) - 1}" if len(c.shapes) > 1 else ""
@@ -116,7 +116,7 @@ def _beside(collective: Collective) -> str:
 
 
 def _totals_table(totals: Sequence[Total]) -> Table:
-    table = make_table("axes", ">collectives", ">runs", ">payload in all", ">sent by a device")
+    table = make_table("axes", ">collectives", ">runs", ">total payload", ">sent per device")
     for total in totals:
         runs = f"{total.count:,}" + f" + {total.unknown} x ?" * bool(total.unknown)
         sizes = format_bytes(total.bytes), format_bytes(total.sent_bytes)

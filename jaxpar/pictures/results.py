@@ -1,4 +1,4 @@
-"""Pictures of a run: its curves, and what came of it."""
+"""Pictures of a run: its loss curves and its results."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar

@@ -1,4 +1,4 @@
-"""Colours, the style sheet, and a page of HTML that needs no other."""
+"""Colors, the style sheet, and a self-contained HTML page."""
 
 import html
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A schedule as a picture: a row a stage, units coloured by microbatch.
+"""A schedule as a picture: one row per stage, units colored by microbatch.
 
 Units are drawn as wide as `Schedule.bubble` counts them: the share of grey is the bubble.
 """
@@ -36,10 +36,10 @@ def legend_of(schedule: Schedule) -> list[Key]:
     s, n = schedule, len(PALETTE)
     legend = [Key((color_of(m),), f"microbatch {m}") for m in range(min(s.num_microbatches, n))]
     if s.num_microbatches > n:
-        legend.append(Key(("none",), "and so on, from the first colour again"))
+        legend.append(Key(("none",), "and so on: colors repeat"))
     if s.num_chunks > 1:
         shades = tuple(unit_color(s, k) for k in range(min(s.num_chunks, 12)))
-        legend.append(Key(shades, f"its chunks of time, 0 to {s.num_chunks - 1}"))
+        legend.append(Key(shades, f"its time chunks, 0 to {s.num_chunks - 1}"))
     legend.append(Key((IDLE,), "idle"))
     unit, group = s.num_units - 1, s.num_groups - 1
     words = {
@@ -117,7 +117,7 @@ def _caption(s: Schedule) -> str:
     """Kind, ticks, bubble, live units, and what the labels mean."""
     live = " ".join(map(str, s.live_units))
     name = "microbatch" + ".chunk" * (s.num_chunks > 1) + "/group" * (s.num_groups > 1)
-    parts = "B backward" if not s.weights else "B, W backward of inputs and of weights"
+    parts = "B backward" if not s.weights else "B backward and W weight gradients"
     return (
         f"{s.title}: {s.num_ticks} ticks, bubble {s.bubble:.1%}, live units {live}  "
         f"(F forward, {parts} of {name})"

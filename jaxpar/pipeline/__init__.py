@@ -1,4 +1,4 @@
-"""Layers on stages: which layer stands where, what runs when, and the engine that runs it.
+"""Pipelines: the layers of each stage, the schedule, and the engine that runs it.
 
 `placement` and `schedules` say where layers lie and when each unit runs, in `lanes`: plain Python and NumPy;
 `tables` makes of a schedule what a compiled program looks up. `split` takes a layer apart into F, B and W,

@@ -1,4 +1,4 @@
-"""What is kept of a unit between its forward and its backward pass, and between B and W.
+"""The saved activations of a unit between forward and backward pass, and between B and W.
 
     Residuals   what the layers save; B hands to W what lies in the same slot
     Inputs      x and carry alone (remat), on the device or on the host: the residuals are made again

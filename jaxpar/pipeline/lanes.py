@@ -1,4 +1,4 @@
-"""What a schedule is: what each stage does at each tick, as lanes of arrays. NumPy only.
+"""A schedule: the work of each stage at each tick, as arrays. NumPy only.
 
 Legend: S stages, M microbatches, K chunks of time, V groups of layers per stage. Unit u = m K + k
 is chunk k of microbatch m. A unit passes V S *virtual stages*, and back again; each is a group of layers on a
@@ -102,7 +102,7 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule(Printed):
-    """What each stage does at each tick; built by `schedules.make_schedule`. Its arrays are read-only."""
+    """The work of each stage at each tick; built by `schedules.make_schedule`. Its arrays are read-only."""
 
     name: str
     route: Route = dataclasses.field(repr=False)

@@ -1,4 +1,4 @@
-"""The loop over ticks: it looks up what a stage does when, in which order, and what stages exchange.
+"""The loop over ticks: it looks up the work of a stage, its order, and what stages exchange.
 
     tick            one turn of the loop, the same program on every stage
       forward       x from another stage (at first: from the batch) -> layers -> y, what is kept

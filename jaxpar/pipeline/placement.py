@@ -1,4 +1,4 @@
-"""Which layers stand on which pipeline stage."""
+"""The placement of layers on pipeline stages."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ class PartCosts(NamedTuple):
 
 
 def balance(costs: PartCosts, num_places: int) -> list[tuple[int, ...]]:
-    """The numbers of layers in each place that make ticks the shortest, and next to them the runners-up.
+    """Balances layers over stages: the numbers of layers per place with the shortest ticks, best first.
 
     Stages of a pipeline meet twice in a tick: after its forward part, which the head ends, and after its
     backward part. So a tick takes as long as the slowest place of the one part and the slowest of the other

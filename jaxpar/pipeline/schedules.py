@@ -319,6 +319,5 @@ def _check(name: str, zero_bubble: bool, counts: tuple[int, ...]) -> None:
     )
     require(
         not (zero_bubble and name == "gpipe"),
-        "name='gpipe' keeps all residuals, and has no zero_bubble.\n"
-        "Fix: use name='1f1b', 'interleaved' or 'v'.",
+        "name='gpipe' cannot have zero_bubble.\nFix: use name='1f1b', 'interleaved' or 'v'.",
     )

@@ -1,4 +1,4 @@
-"""A stage: what one device has of a pipeline, and what it does with one unit. It knows no ticks.
+"""A stage: its part of a pipeline, and its work for one unit. It knows no ticks.
 
     first      part of the batch -> x
     forward    x through the layers of one of its groups

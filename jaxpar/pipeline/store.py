@@ -1,4 +1,4 @@
-"""How a stage stores the variables of its layers: in stacks, or in what a caller brings.
+"""The storage of a stage's layer variables: in stacks, or in the form that a caller brings.
 
 The pipeline reads one layer at a time, and adds to the gradients of one layer at a time, by `pick` and `put`.
 """

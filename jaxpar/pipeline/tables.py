@@ -1,4 +1,4 @@
-"""Schedules as data: what a compiled pipeline looks up at every tick."""
+"""Schedules as data that a compiled pipeline reads at every tick."""
 
 import dataclasses
 import operator

@@ -1,4 +1,4 @@
-"""Through the layers of a stage, one after the other, whatever is done with each: three ways of a loop.
+"""Loops over the layers of a stage, in three forms.
 
     Scan        layers of one kind: a loop over one of them, however many there are
     Switch      layers of several kinds: a loop in which each slot branches to its kind

@@ -1,4 +1,4 @@
-"""What a step of any task will cost on a machine, and which config is best there."""
+"""The planner: estimates of a step's cost on a machine, and the best layout for it."""
 
 from jaxpar.base.lazy import lazily
 

@@ -1,4 +1,4 @@
-"""Steps compiled for a machine, which need not be there: several at once, and each program once.
+"""Steps compiled for a target machine, which need not be available: several at once, each once.
 
 XLA leaves Python's lock while it compiles, so threads do; processes would import JAX once more each, and
 could not read a task that is written in a notebook. What is found of a program is kept in a cache of its own:

@@ -1,4 +1,4 @@
-"""What a step costs, by arithmetic: counts, the table of ticks and a machine's few numbers.
+"""Estimates the cost of a step, from counts, the table of ticks and a machine's data sheet.
 
 Nothing is compiled or measured, so thousands of layouts take seconds; the order of layouts is what counts.
 FLOPs are exact. Bytes that are sent are sums over each axis of the mesh. Along `tensor` each pair of split
@@ -59,7 +59,7 @@ class Sent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class StepCost(Printed):
-    """What a step costs each device; `print` it, or read its attributes.
+    """Cost of a step per device. Print it, or read its attributes.
 
     Attributes:
       counts: of the task.
@@ -88,17 +88,17 @@ class StepCost(Printed):
 
     @property
     def parallel(self) -> Parallel:
-        """How devices share the step."""
+        """Layout of the step."""
         return self.settings.parallel
 
     @property
     def estimated_seconds(self) -> float:
-        """Of a step, by arithmetic; of a compiled program, with the transfers that it waits for."""
+        """Estimated seconds of a step; for a compiled program, with the transfers that it waits for."""
         return sum(self.parts.values()) - self.parts["sending"] + self.waiting
 
     @property
     def waiting(self) -> float:
-        """Estimated seconds of transfers with nothing beside them; of all, if it was not compiled."""
+        """Estimated seconds of transfers that no computation overlaps; all transfers if not compiled."""
         if self.program is None:
             return self.parts["sending"]
         return sum(self.seconds_of(each) for each in self.program.collectives if each.waits)
@@ -147,7 +147,7 @@ def estimate_step(
     train: TrainConfig | None = None,
     machine: Machine | str | None = None,
 ) -> StepCost:
-    """The cost of a task's training step by arithmetic, for batches of the full length.
+    """Estimates the cost of a task's training step, for batches of the full length.
 
     Args:
       task, parallel, train: as `fit` takes them.

@@ -1,4 +1,4 @@
-"""What a task's step computes, keeps and holds, on any devices: traced once, and scaled by arithmetic.
+"""Counts the operations, saved activations and memory of a task's step, for any devices.
 
 Legend: t time steps of a unit (None if the model has no time), b its rows.
 """

@@ -1,4 +1,4 @@
-"""The layout of a run whose devices are not those it was made for: some are gone, or there are more."""
+"""Chooses a layout for a run whose devices have changed."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ from jaxpar.planning.search import describe, divisors, rank
 def fit_devices(
     task: Task, parallel: Parallel, train: TrainConfig, *, keep: bool = True
 ) -> tuple[Parallel, str]:
-    """The layout that was asked for, if its mesh fits the devices that there are; else another one.
+    """Returns the given layout if its mesh fits the available devices, or else another layout.
 
     Losses are the same on all of them. Arithmetic alone chooses, by the data sheet of such devices, so all
     processes choose alike. With `keep` it splits layers over `tensor` only if that was asked for, into a
@@ -34,8 +34,8 @@ def fit_devices(
       ValueError: no layout fits the sizes, or the mesh names devices.
     """
     asked, num_devices = parallel.mesh, jax.device_count()
-    fact = f"--elastic takes all devices, and devices={asked.devices} names some"
-    require(asked.devices is None, f"{fact}\nFix: give only one of the two.")
+    fact = f"--elastic uses all devices, but devices={asked.devices} names some"
+    require(asked.devices is None, f"{fact}\nFix: leave one of the two out.")
     if keep:
         with contextlib.suppress(ValueError):
             kept = parallel.resolve(num_devices)
@@ -47,9 +47,9 @@ def fit_devices(
     # Its own memory may differ from process to process.
     machine = Machine(name, num_devices, len(jax.local_devices()), **SHEETS[name])
     own_axes = Parallel(MeshConfig(axes=asked.axes))
-    costs, how = rank(task, own_axes, train, machine, tensor=tensor), "is the quickest"
+    costs, how = rank(task, own_axes, train, machine, tensor=tensor), "is the fastest"
     found = next((cost for cost in costs if cost.fits), None)
     if found is None:
         found, how = min(costs, key=lambda cost: cost.least_bytes), "needs the least memory"
     why = f"{short_name(asked)} does not fit {num_devices} devices; " if keep else ""
-    return found.parallel, f"{why}{describe(found.parallel)} {how} by arithmetic for {name}"
+    return found.parallel, f"{why}{describe(found.parallel)} {how} by estimates for {name}"

@@ -1,4 +1,4 @@
-"""Machines as a few numbers of their data sheets: for arithmetic on what a step computes, moves, sends."""
+"""Machines as a few numbers of their data sheets, for estimates."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""One model's step, shared in four ways: what each device holds and sends, and an estimate of its time.
+"""One step under four kinds of parallelism: storage and communication per device, and time.
 
 Bytes sent and memory are those of the compiled programs. Where none can be compiled, they are not known.
 """
@@ -75,7 +75,7 @@ class Parallelism(NamedTuple):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Parallelisms(Printed):
-    """Four ways to share a step of one task; `print` it, or read its attributes.
+    """A step of one task under four kinds of parallelism. Print it, or read its attributes.
 
     Attributes:
       task: whose step it is, with its sizes.
@@ -98,7 +98,7 @@ def compare_parallelisms(
     train: TrainConfig | None = None,
     machine: Machine | str | None = None,
 ) -> Parallelisms:
-    """Data, tensor, model and pipeline parallelism of a task's training step on so many devices.
+    """Compares data, tensor, model and pipeline parallelism for a task's training step.
 
     Each of the four is compiled for the machine, from shapes; nothing is run. Model parallelism is layers on
     devices, through which the batch goes in one piece.
@@ -117,7 +117,7 @@ def compare_parallelisms(
     given = given.resolve(machine.num_devices)
     mesh, counts = given.mesh, counts_of(task, train.num_steps, machine.platform)
     n = mesh.data * mesh.stage * mesh.tensor
-    fact = "mesh: one device cannot share a step"
+    fact = "mesh: a step cannot be split over one device"
     require(n != 1, f"{fact}\nFix: use two or more devices, such as --simulate 4.")
     cut = given.pipeline
     has_groups = cut.num_groups > 1 or cut.schedule == "v"
@@ -150,7 +150,7 @@ def compare_parallelisms(
             left_out[name] = str(error)
     if not drawn:
         why, _, _ = [*left_out.values()][-1].partition("\n")
-        fact = f"no way to share the step among {n} devices: {why}"
+        fact = f"no way to split the step over {n} devices: {why}"
         raise ValueError(f"{fact}\nFix: use another number of devices.")
     return Parallelisms(counts.facts.task, machine, n, tuple(drawn), left_out)
 
@@ -185,7 +185,7 @@ def _estimate(
         ]
     costs = list[StepCost]()
     refused = ValueError(
-        f"batch_size={rows}: neither rows nor time steps can be cut into units\nFix: use more rows."
+        f"batch_size={rows}: neither rows nor time steps can be split into units\nFix: use more rows."
     )
     for pipeline in tried:
         try:

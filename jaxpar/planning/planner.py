@@ -1,8 +1,8 @@
-"""Which mesh, and how a step is cut on it: count little, compile the few that matter, run what can be run.
+"""The planner: ranks meshes and pipelines by estimated step time, compiles the best, and times them.
 
-Thousands of layouts are ranked by arithmetic. The first dozen are compiled for the machine, which says what
-memory they need, which transfers have work beside them, and whether it takes them at all. Where the devices
-are there, a few real steps of each decide.
+Thousands of layouts are ranked by estimates. The best 12 are compiled for the target machine. Its compiler
+tells how much memory they need, which transfers overlap with work, and whether it supports them. If the
+devices are available, a few measured steps of each decide.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+from jaxpar.base.checks import see
 from jaxpar.base.display import Printed, format_bytes, format_count
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.order import check_at_least
@@ -24,6 +25,11 @@ from jaxpar.planning.search import describe, rank
 from jaxpar.step.setup import Setup
 
 NUM_FINALISTS = 12
+# The names of `StepCost.parts`, as they are printed.
+SHOWN = {
+    "layers": "layers", "head": "output head", "bubble": "pipeline bubble", "sending": "communication",
+    "update": "optimizer", "ticks": "overhead",
+}  # fmt: skip
 # So many of what is compiled may be refused for each that is wanted.
 _MOST_TRIED = 3
 # Rounds in which all finalists run, and in which the best few of them run again.
@@ -32,12 +38,12 @@ _ROUNDS, _LAST_ROUNDS, _BEST = 3, 9, 4
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ranking(Printed):
-    """What `plan` found; `print` it, or read its attributes.
+    """The result of `plan`: print it, or read its attributes.
 
     Attributes:
-      machine: what it is for.
-      fitting: measured layouts first, then compiled ones, each the quickest first.
-      refused: those that do not fit, or that the compiler refuses: first those that were compiled.
+      machine: Target machine.
+      fitting: Layouts that fit, fastest first: measured ones, then compiled ones, then estimated ones.
+      refused: Layouts that do not fit, or that the compiler refuses: first those that were compiled.
     """
 
     machine: Machine
@@ -46,7 +52,7 @@ class Ranking(Printed):
 
     @classmethod
     def of(cls, machine: Machine, costs: Sequence[StepCost]) -> "Ranking":
-        """Of layouts in any order."""
+        """Makes a ranking of layouts in any order."""
         by_time = sorted(costs, key=lambda c: (not c.measured, c.program is None, c.seconds))
         by_size = sorted(costs, key=lambda c: (not c.memory_bytes, c.memory_bytes or c.least_bytes))
         fitting = tuple(cost for cost in by_time if cost.fits)
@@ -54,7 +60,7 @@ class Ranking(Printed):
 
     @property
     def best(self) -> StepCost:
-        """The first.
+        """The first layout.
 
         Raises:
           ValueError: none fits.
@@ -64,13 +70,13 @@ class Ranking(Printed):
         least, room = self.refused[0], format_bytes(self.machine.memory_bytes)
         needs = least.memory_text or f"more than {format_bytes(least.least_bytes)}"
         raise ValueError(
-            f"none of {len(self.refused):,} configs fits in {room} on {self.machine.name}: "
-            f"{describe(least.parallel)} needs {needs} on each device\n"
+            f"no layout fits in {room} per device on {self.machine.name} ({len(self.refused):,} tried): "
+            f"the smallest, {describe(least.parallel)}, needs {needs}\n"
             f"Fix: use more devices, or a smaller model or batch."
         )
 
     def explain(self) -> str:
-        """In words: what takes the time of the best.
+        """A few sentences on the best layout and what takes its time.
 
         Raises:
           ValueError: none fits.
@@ -79,18 +85,18 @@ class Ranking(Printed):
         parts = {**best.parts, "sending": best.waiting}
         names = sorted(parts, key=parts.__getitem__, reverse=True)
         about = "~" * (not best.measured)
-        shares = (f"{name} {parts[name] / sum(parts.values()):.0%}" for name in names)
+        shares = (f"{SHOWN[name]} {parts[name] / sum(parts.values()):.0%}" for name in names)
         room = format_bytes(self.machine.memory_bytes)
         lines = [
             f"Use {describe(parallel)}: {best.seconds_text} a step, "
             f"{about}{counts.counted / best.seconds:,.0f} {task.unit}/s"
             + f", {best.memory_text} of {room} on each device" * bool(best.memory_text)
             + ".",
-            f"Its estimated time: {', '.join(shares)}.",
+            f"Estimated time per step: {', '.join(shares)}.",
         ]
         if self.refused:
             number = len(self.fitting) + len(self.refused)
-            lines.append(f"{len(self.refused):,} of {number:,} configs do not fit in memory.")
+            lines.append(f"{len(self.refused):,} of {number:,} layouts do not fit in memory.")
         return "\n".join(lines)
 
 
@@ -103,15 +109,15 @@ def plan(
     num_finalists: int = NUM_FINALISTS,
     quiet: bool = False,
 ) -> Ranking:
-    """Every way to run a task's training step on a machine, ranked.
+    """Ranks all layouts for a task's training step on a machine, fastest first.
 
     Args:
-      task, train: as `fit` takes them.
-      parallel: its shares, its speeds and the devices that its mesh names are kept; everything else is
-        searched for.
-      machine: or its text, as of `find_machine`; None: the devices that JAX has, on which the finalists run.
-      num_finalists: so many that fit are compiled; 0 relies on arithmetic.
-      quiet: do not print what is done, on stderr.
+      task, train: Task and training settings, as for `fit`.
+      parallel: Layout whose shares, speeds and device numbers are kept. The planner searches for the rest.
+      machine: Target machine, or its text as for `find_machine`. None takes the devices that JAX has, and
+        times the finalists on them.
+      num_finalists: Number of fitting layouts to compile. 0 relies on estimates.
+      quiet: Whether to leave out progress lines on stderr.
     Raises:
       ValueError: as of `search.rank` and `find_machine`; there is no compiler for the machine; or there are
         several processes, of which each would measure for itself.
@@ -133,21 +139,21 @@ def plan_in_steps(
     *,
     quiet: bool = False,
 ) -> Iterator[Ranking]:
-    """`plan` as it goes: by arithmetic alone, then after every program, then after all have run.
+    """Yields the rankings of `plan` as they improve: estimated, after each compilation, and after timing.
 
     Args:
-      quiet: as of `plan`.
+      quiet: Whether to leave out progress lines, as for `plan`.
     """
 
     def tell(doing: str) -> None:
         if not quiet:
             print(f"{doing} ...", file=sys.stderr, flush=True)
 
-    tell("ranking every mesh and pipeline by arithmetic")
+    tell("estimating every mesh and pipeline")
     if machine.is_here and num_finalists and jax.process_count() > 1:
         raise ValueError(
-            f"a plan measures steps in one process, got {jax.process_count()} processes\n"
-            f"Fix: plan for a machine by its name, such as h100:1x2x8, or use --elastic."
+            f"plan times steps in one process, got {jax.process_count()} processes\n"
+            f"Fix: name a machine to plan for, such as h100:1x2x8, or use --elastic."
         )
     if given.mesh.devices is not None:
         machine = dataclasses.replace(machine, num_devices=len(given.mesh.devices))
@@ -159,14 +165,14 @@ def plan_in_steps(
         wanted = num_finalists - sum(cost.program is not None and cost.fits for cost in costs)
         wave = {n: setup_of(costs[n]) for n in itertools.islice(likely, wanted)}
         if wave:
-            tell(f"compiling {format_count(len(wave), 'config')}")
+            tell(f"compiling {format_count(len(wave), 'layout')}")
         for place, found in compile_steps([*wave.values()], machine):
             number = [*wave][place]
             costs[number] = costs[number].known(found)
             yield Ranking.of(machine, costs)
         setups |= {n: setup for n, setup in wave.items() if costs[n].fits}
     for rounds in (_ROUNDS, _LAST_ROUNDS) if machine.is_here and setups else ():
-        tell(f"running {format_count(len(setups), 'config')} in {rounds} rounds")
+        tell(f"timing {format_count(len(setups), 'layout')} in {rounds} rounds")
         for n, seconds in zip(setups, time_steps([*setups.values()], rounds), strict=True):
             costs[n] = dataclasses.replace(costs[n], measured=tuple(seconds))
         quickest = sorted(setups, key=lambda n: costs[n].seconds)[:_BEST]
@@ -175,10 +181,10 @@ def plan_in_steps(
 
 
 def compare(cost: StepCost) -> StepCost:
-    """A step compiled for its machine, and measured where the devices are there.
+    """Compiles a step for its machine, and times it if the devices are available.
 
     Args:
-      cost: by arithmetic, as of `estimate_step`.
+      cost: Estimate of the step, as `estimate_step` gives it.
     Raises:
       ValueError: there is no compiler for the machine.
     """
@@ -191,12 +197,12 @@ def compare(cost: StepCost) -> StepCost:
 
 
 def check_fits(cost: StepCost) -> StepCost:
-    """A step, if by the compiler's number a device has the memory for it.
+    """Checks by compiling that a step fits in the memory of a device.
 
     Args:
-      cost: by arithmetic, as of `estimate_step`.
+      cost: Estimate of the step, as `estimate_step` gives it.
     Raises:
-      ValueError: it does not.
+      ValueError: it does not fit.
     """
     machine, room = cost.machine, cost.machine.memory_bytes
     if cost.fits:  # by what must be there
@@ -204,7 +210,8 @@ def check_fits(cost: StepCost) -> StepCost:
     if cost.fits:
         return cost
     needs = cost.memory_text or f"more than {format_bytes(cost.least_bytes)}"
-    why = f"a step needs {needs} on a device, {machine.name} has {format_bytes(room)}"
+    why = f"a step needs {needs} per device, but {machine.name} has {format_bytes(room)}"
     if cost.refusal:
         why = f"the compiler refuses this step: {cost.refusal}"
-    raise ValueError(f"{why}\nFix: use what plan finds, more devices, or a smaller model or batch.")
+    fix = "use a layout that plan finds, more devices, or a smaller model or batch."
+    raise ValueError(f"{why}\nFix: {fix}{see('A step needs more memory than a device has')}")

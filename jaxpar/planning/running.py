@@ -1,4 +1,4 @@
-"""Steps that run: how long they take next to each other, and the shares of a batch that follow from it."""
+"""Times steps side by side, and proposes shares of a batch from the times."""
 
 import math
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def _batches_of_run(setup: Setup, seed: int) -> Batches:
 
 
 def propose_shares(seconds: Sequence[float]) -> tuple[int, ...]:
-    """One integer per group, none above 8, so that all groups end as nearly together as possible.
+    """Proposes shares of the batch: one integer per group, at most 8, so that all groups finish together.
 
     Args:
       seconds: what each data-parallel group needs for the same work.

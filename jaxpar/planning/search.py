@@ -1,4 +1,4 @@
-"""Every layout of some devices, ranked by arithmetic.
+"""All layouts of some devices, ranked by estimates.
 
 What saves memory but costs time (recomputing, FSDP, an optimizer on the host) is chosen where a layout does
 not fit without it; an update that is split over `data` also where it is quicker.

@@ -1,4 +1,4 @@
-"""Rules that split a Flax model over `tensor`, proposed."""
+"""Proposes rules that shard a Flax model over `tensor`."""
 
 from jaxpar.base.checks import require
 from jaxpar.base.types import Dims
@@ -45,7 +45,7 @@ def suggest_rules(task: Task, mesh: MeshConfig | str) -> SuggestedRules:
     size = (mesh if isinstance(mesh, MeshConfig) else MeshConfig.parse(mesh)).tensor
     require(
         size > 1,
-        f"mesh {mesh} has tensor={size}, which splits nothing.\nFix: use one such as 'tp4'.",
+        f"mesh {mesh} has tensor={size}, so nothing is split.\nFix: use one such as 'tp4'.",
     )
     model = ModelFacts.of(task.resolve()).cut_model
     assert model is not None

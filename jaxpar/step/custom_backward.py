@@ -120,17 +120,17 @@ def _check(trial: Trial, part: Part, functions: str, *, is_linear: bool) -> None
     at_once, has_weight = _gradients(trial, part, inputs, "row", rows)
     ways = {"two halves of the rows": ("row", rows // 2)} if rows % 2 == 0 else {}
     if chunks > 1:
-        ways[f"{chunks} chunks of time"] = "time", trial.sizes["time"] // chunks
+        ways[f"{chunks} time chunks"] = "time", trial.sizes["time"] // chunks
     for way, pieces in ways.items():
         found, _ = _gradients(trial, part, inputs, *pieces)
         if any(map(_differ, found, at_once)):
             raise ValueError(
-                f"{what} gives other gradients for {way} than at once.\nFix: change each number of the "
-                f"gradient of an activation by itself, or clip in the optimizer."
+                f"{what} gives other gradients for {way} than for all at once.\nFix: change each number of "
+                f"an activation gradient independently, or clip in the optimizer."
             )
     if (is_linear or has_weight) and any(_differ(found, at_once[0]) for found in at_once):
         raise ValueError(
-            f"{what} is not linear, and the weight of the loss is not known from the batch.\n"
+            f"{what} is not linear, but the weight of the loss is not known from the batch.\n"
             f"Fix: compute the weight from the batch, or use no stages, microbatches or chunks."
         )
 

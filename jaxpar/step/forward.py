@@ -1,4 +1,4 @@
-"""Through a model: `first`, the layers, `last`; all of a batch at once, or unit by unit on a schedule.
+"""The pass through a model, as a whole or unit by unit on a schedule.
 
 The one place where a model and the pipeline meet.
 """

@@ -18,7 +18,7 @@ def init_state(
     *,
     seed: int | None = None,
 ) -> TrainState:
-    """The state before the first step; every array is made on its devices, shard by shard.
+    """Makes the initial training state. Every array is initialized on its devices, shard by shard.
 
     The values depend on the seed and the model's sizes, not on the mesh.
 
@@ -40,7 +40,7 @@ def make_train_step(
     train: TrainConfig | None = None,
     mesh: Mesh | None = None,
 ) -> CompiledStep:
-    """One optimizer step on a global batch, compiled for the mesh; the state passed in is consumed.
+    """Makes a compiled optimizer step on a global batch. The step consumes the state passed in.
 
     Any mesh, schedule and microbatching give the loss and the gradients of one device, to float32 rounding. A
     model that mixes rows of the batch cannot: where a step does not take the batch as a whole, its first call
@@ -69,7 +69,7 @@ def value_and_grad(
     train: TrainConfig | None = None,
     mesh: Mesh | None = None,
 ) -> CompiledStep:
-    """Loss and gradients of a global batch, compiled for the mesh: for an optimizer and a loop of your own.
+    """Makes a compiled function of loss and gradients on a global batch, for your own training loop.
 
     They are those that `make_train_step` updates by, with its dropout, its checks and its promise: any mesh
     gives those of one device. The rest is yours: gradients are not clipped, a batch's `rate` is not used, and
@@ -117,7 +117,7 @@ def make_predict_step(
     train: TrainConfig | None = None,
     mesh: Mesh | None = None,
 ) -> CompiledStep:
-    """What the model predicts for a batch, without dropout, compiled for the mesh.
+    """Makes a compiled function that predicts for a batch, without dropout.
 
     Args:
       task, parallel, train, mesh: as for `make_train_step`.

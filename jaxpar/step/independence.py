@@ -1,4 +1,4 @@
-"""Whether a model gives the same numbers however a batch is cut: its parts are run on few rows, and compared.
+"""Checks that a model gives the same numbers however a batch is split, by runs on a few rows.
 
 A step gives each device, and each microbatch, some of the rows, and each chunk of time some of the steps.
 Some models would give another loss on every mesh then, and no error: those that mix rows, as a norm by the
@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxpar.base.checks import see
 from jaxpar.base.parts import LENGTHS, PARTS, RESETS, part_of, with_part
 from jaxpar.base.types import Arrays, Module
 from jaxpar.model.facts import ModelFacts
@@ -59,9 +60,9 @@ _DRAW = "at.draw(jax.random.normal, x.shape)"
 
 # What to do where rows mix: in what a part gives, or in the gradient of the loss.
 _ALONE = (
-    "compute each row from itself alone, as nnx.LayerNorm does, or say how many rows a layer mixes "
+    "compute each row independently, as nnx.LayerNorm does, or set how many rows a layer mixes "
     "(rows_together = 8)",
-    "return sums over rows, no means over the rows or places that count",
+    "return sums over rows, not means over rows or time steps",
 )
 _ROWS_FIRST = (
     "; blocks are [time, rows, ...], so swap these dims around a module that wants rows first"
@@ -164,7 +165,7 @@ class IndependenceCheck(Trial):
         if name := _unlike(whole, again, _near):
             raise ValueError(
                 f"{part.what} gives other numbers each time it is called with the same inputs: its {name} "
-                f"differs.\nFix: draw random numbers by {_DRAW}"
+                f"differs.\nFix: draw random numbers with {_DRAW}"
             )
         same = _near if _unlike(whole, again, _same) else _same
         for row, by_nan in itertools.product((0, last), (False, True)):
@@ -177,8 +178,9 @@ class IndependenceCheck(Trial):
                 is_of_loss = name == "gradient"
                 hint = "" if is_of_loss or not self.parts.facts.time_major else _ROWS_FIRST
                 raise ValueError(
-                    f"{part.what} mixes the rows of a batch: where row {row} of its input is replaced, "
-                    f"its {name} changes in others, too.\nFix: {_ALONE[is_of_loss]}{hint}"
+                    f"{part.what} mixes the rows of a batch: a change in row {row} of its input changes its "
+                    f"{name} in other rows.\nFix: {_ALONE[is_of_loss]}{hint}."
+                    f"{see('A layer mixes the rows of a batch')}"
                 )
 
         moved = functools.partial(self.moved, part, inputs, "row")
@@ -188,7 +190,7 @@ class IndependenceCheck(Trial):
                 part,
                 functools.partial(moved, same=same),
                 "{what} gives a row other numbers at another place in its block: {wrong}.\nFix: count rows "
-                f"from at.row, or draw random numbers by {_DRAW}",
+                f"from at.row, or draw random numbers with {_DRAW}",
             )
 
     def moved(
@@ -222,8 +224,8 @@ class IndependenceCheck(Trial):
             return _not_added(whole, *pieces, of=words)
 
         message = (
-            "the sums of {what} do not add up: {wrong}.\nFix: return sums over rows, no means, or multiply "
-            "what counts once, such as a penalty on parameters, by the weight"
+            "the sums of {what} do not add up: {wrong}.\nFix: return sums over rows, not means, and multiply "
+            f"a penalty on parameters by the weight.{see('The sums do not add up')}"
         )
         self.refuse(part, halves, message)
         if any(special.size for special in jax.tree.leaves(self.special)):
@@ -267,8 +269,8 @@ class IndependenceCheck(Trial):
         self.refuse(
             part,
             finds,
-            "{what} gives real steps other numbers where padding is replaced: {wrong}.\nFix: mask steps "
-            "from at.lengths on, by jaxpar.nn.mask_padding(x, at) or by a weight of 0",
+            "{what} gives real steps other numbers when padding changes: {wrong}.\nFix: mask steps "
+            "from at.lengths on, with jaxpar.nn.mask_padding(x, at) or a weight of 0",
         )
 
     def exchanges(self, part: Part) -> bool:
@@ -295,7 +297,7 @@ class IndependenceCheck(Trial):
             pieces = self.pieces(part, inputs, "time", length, key)
             joined = part.map("time", lambda dim, *of: np.concatenate(of, dim), *pieces)
             if name := _unlike(joined, whole, _near):
-                return f"its {name} is another one"
+                return f"its {name} differs"
             if "sums" not in whole:
                 return None
             return _not_added(whole, *pieces, of=("the window", "its chunks"))
@@ -303,21 +305,21 @@ class IndependenceCheck(Trial):
         model, line = self.parts.facts.cut_model, ""
         pieces = self.sizes["time"] // length
         use = (
-            "keep what lasts in a layer's carry and count steps from at.time, or use num_chunks=1, and say "
+            "keep state in a layer's carry and count steps from at.time; or use num_chunks=1, and set "
             "whole_window = True in the layer"
         )
         if self.time_parts > 1:
-            use = "gather the window along the axis that splits time, or let no rule split it"
+            use = "gather the window along the axis that splits time, or remove the rule that splits it"
         if model is not None:
             kind = part.what.removeprefix("layer ")
             kind = kind if kind in model.kind_names else None
             line = model.line_across_time(kind, pieces)
-            use = "treat each time step by itself outside of nnx.RNN, or use num_chunks=1"
+            use = "treat each time step independently outside of nnx.RNN, or use num_chunks=1"
         self.refuse(
             part,
             chunks,
-            f"{{what}}{line} gives something else where its window is cut into {pieces} chunks of "
-            f"time: {{wrong}}.\nFix: {use}.",
+            f"{{what}}{line} gives other numbers when its window is split into {pieces} time chunks: "
+            f"{{wrong}}.\nFix: {use}.",
         )
 
     def look_at_resets(self, part: Part) -> None:
@@ -329,8 +331,8 @@ class IndependenceCheck(Trial):
         one, two = ({"y": self.run(part, own, self.key)["output"]} for own in (inputs, other))
         if _unlike(one, two, _near) and jax.process_index() == 0:
             _log.warning(
-                "%s does not heed the batch's %r: its state goes on from sequence to sequence; let it begin "
-                "from its initial state where at.resets says so, or leave %r out of the batch",
+                "%s ignores %r of the batch, so its state continues from one sequence to the next. Fix: "
+                "start from the initial state where at.resets is true, or leave %r out of the batch",
                 *(part.what, RESETS, RESETS),
             )
 
@@ -349,8 +351,8 @@ class IndependenceCheck(Trial):
                 return
         if self.key is not None and find(None) is None:
             message = (
-                "{what} draws random numbers that depend on how a batch is cut: {wrong}.\nFix: "
-                f"{_DRAW} in place of jax.random.normal(at.key, x.shape)"
+                "{what} draws random numbers that depend on how a batch is split: {wrong}.\nFix: "
+                f"use {_DRAW} instead of jax.random.normal(at.key, x.shape)"
             )
         raise ValueError(message.format(what=part.what, wrong=wrong))
 

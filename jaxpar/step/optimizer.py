@@ -58,8 +58,8 @@ def given_loss(optimizer: optax.GradientTransformation, what: str) -> optax.Grad
                 raise
             wanted = str(error).rpartition(": ")[2]
             refused = ValueError(
-                f"{what} wants {wanted}, but a step has only the loss (value) and its gradient (grad).\n"
-                f"Fix: use one without a line search, or write a loop of your own with value_and_grad."
+                f"{what} needs {wanted}, but a step has only the loss (value) and its gradient (grad).\n"
+                f"Fix: use one without a line search, or write your own loop with value_and_grad."
             )
             raise refused.with_traceback(error.__traceback__) from None
 
@@ -117,7 +117,7 @@ class HostOptimizer:
             self._cpu = jax.local_devices(backend="cpu")[0]
         except RuntimeError as error:
             raise ValueError(
-                f"update='host' runs on the CPU, of which JAX has none: {error}.\n"
+                f"update='host' runs on the CPU, but JAX has no CPU device: {error}.\n"
                 f"Fix: set JAX_PLATFORMS=cuda,cpu, or use update='sharded'."
             ) from error
         # JAX keeps what it traces by the function: one of the user's may read something that has changed.

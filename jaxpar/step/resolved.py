@@ -1,4 +1,4 @@
-"""A task on devices, with everything filled in that was left open."""
+"""A task with its layout resolved on devices."""
 
 import dataclasses
 import functools
@@ -87,7 +87,7 @@ class Resolved:
         require(
             hasattr(made, "init") and hasattr(made, "update"),
             f"make_optimizer of task {self.task.name} returns {describe_value(made)}.\n"
-            f"Fix: return an optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer is none.",
+            f"Fix: return an optimizer of optax, such as optax.adam(1e-3), not an nnx.Optimizer.",
         )
         made = given_loss(made, f"the optimizer of task {self.task.name}")
         if not self.task.has_own_optimizer:

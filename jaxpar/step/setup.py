@@ -1,4 +1,4 @@
-"""The one way from a task to its state and its compiled steps."""
+"""A task on a mesh: the one way to its state and its compiled steps."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -71,7 +71,7 @@ class Setup(Resolved):
         mesh = _with_axes(mesh, parallel.mesh.sizes, task.axes)
         if dict(mesh.shape) != parallel.mesh.sizes:
             raise ValueError(
-                f"mesh has the sizes {dict(mesh.shape)}, parallel has {parallel.mesh}.\n"
+                f"mesh has the sizes {dict(mesh.shape)}, but parallel has {parallel.mesh}.\n"
                 f"Fix: use parallel.mesh.build(), or change parallel."
             )
         return cls(asked, task, train, Parts.of(Partition(facts, parallel)), mesh)

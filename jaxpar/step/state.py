@@ -1,4 +1,4 @@
-"""The state of a training run, born sharded: abstract first, then initialised where it will live."""
+"""The state of a training run, initialized in shards on its devices."""
 
 import dataclasses
 import functools
@@ -198,8 +198,8 @@ def check_room(state: TrainState, mesh: Mesh) -> None:
         arrays = f"parameters{' and optimizer state' * bool(jax.tree.leaves(state.opt_state))}"
         raise ValueError(
             f"{arrays} alone need {format_bytes(count * here)} on {format_count(count, 'device')}, "
-            f"{'this machine' if on_cpu else 'which'} has {format_bytes(count * room)}\n"
-            f"Fix: use a smaller model, or more devices or machines to split it over."
+            f"but {'this machine' if on_cpu else 'it'} has {format_bytes(count * room)}\n"
+            f"Fix: use a smaller model, or split it over more devices or machines."
         )
 
 
@@ -240,19 +240,19 @@ def audit(state: TrainState) -> None:
     require_instance("state", state, TrainState, "what init_state or a step returns")
     mesh, lines = getattr(state.step.sharding, "mesh", None), []
     if not isinstance(mesh, Mesh):
-        raise ValueError("state lies on no mesh\nFix: place it by init_state.")
+        raise ValueError("state is not placed on a mesh\nFix: make it with init_state.")
     declared = state_shardings(state, mesh)
     for (name, leaf), (_, wanted) in zip(*map(annotated, (state, declared)), strict=True):
         array, where = leaf.get_value(), wanted.get_value()
         actual = array.sharding
         is_there = isinstance(actual, NamedSharding) and actual.mesh == mesh
         if not (is_there and actual.is_equivalent_to(where, array.ndim)):
-            lines.append(f"{name} {array.shape}: declared {where}, but lies on {actual}")
+            lines.append(f"{name} {array.shape}: declared {where}, but placed on {actual}")
     if lines:
         raise ValueError(
             f"state: {len(lines)} arrays are not sharded as annotated:\n  "
             + "\n  ".join(lines)
-            + "\nFix: place them by init_state, or by jax.device_put and state_shardings."
+            + "\nFix: place them with init_state, or with jax.device_put and state_shardings."
         )
 
 
@@ -285,7 +285,8 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
         why = "draws random numbers"
     if why:
         raise ValueError(
-            f"update='host' updates parts of parameters alone, but the optimizer of task {task.name} {why}\n"
+            f"update='host' updates parts of parameters separately, but the optimizer of task {task.name} "
+            f"{why}\n"
             f"Fix: use update='sharded', or an optimizer such as optax.adam."
         )
 

@@ -1,1 +1,1 @@
-"""The tasks that come with jaxpar, each in a folder of its own. Nothing else imports them by name."""
+"""The built-in tasks, each in its own folder."""

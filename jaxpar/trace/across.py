@@ -1,4 +1,4 @@
-"""The line of a program that does not treat each time step by itself, by the shapes for a shorter window."""
+"""Finds the line of a program that mixes time steps, by the shapes for a shorter window."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Whether a function is the same program when it is traced again.
+"""Checks that a function is the same program when it is traced again.
 
 One that reads NumPy's random numbers, a clock or a counter is not: JAX keeps the numbers of one trace for all
 steps, and each process, mesh and compilation has others.

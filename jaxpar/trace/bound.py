@@ -1,4 +1,4 @@
-"""Collectives over the axes of a task, where a function is traced outside of any mesh."""
+"""Traces collectives over a task's axes outside of any mesh."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a function computes and moves, from which inputs, by which operations: read from its jaxpr."""
+"""Counts what a function computes and moves, from its jaxpr."""
 
 import functools
 import itertools

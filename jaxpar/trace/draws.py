@@ -1,4 +1,4 @@
-"""What a program draws at random, apart from the rest of it, so that each row can have keys of its own."""
+"""Separates a program's random draws from the rest, so that each row can have its own keys."""
 
 import math
 from collections.abc import Callable, Sequence

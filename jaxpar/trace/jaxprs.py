@@ -1,4 +1,4 @@
-"""Parts of traced programs: which equations a result needs, what is computed of what, a part by itself."""
+"""Parts of traced programs: needed equations, dependencies, and a part alone."""
 
 import itertools
 import math

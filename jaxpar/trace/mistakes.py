@@ -1,4 +1,4 @@
-"""What a part of a model cannot do where it is traced, in words: with its name, its line, and what to use."""
+"""Messages for things that a part of a model cannot do: with its name, its line and a remedy."""
 
 import itertools
 import re
@@ -14,23 +14,23 @@ from jaxpar.trace.source_lines import source_line_of_equation, source_line_of_er
 # Where Python asks for the values of a traced array: what JAX raises, a part of its text, what was done, and
 # what to use.
 _BRANCHES = (
-    "decides in Python (`if`, `while`, `and`, `or`) by an array",
+    "uses an array in a Python condition (`if`, `while`, `and`, `or`)",
     "jnp.where or jax.lax.cond",
 )
 _TO_PYTHON = (
-    "makes a number of Python of an array, or a size",
+    "converts an array to a Python number, or uses it as a size",
     "the array itself, x.astype(int), or x.shape",
 )
 _NEEDS_VALUES = (
     (jax.errors.TracerBoolConversionError, "", *_BRANCHES),
     (ValueError, "truth value of an array", *_BRANCHES),
-    (jax.errors.TracerIntegerConversionError, "", "counts in Python by an array, as in range(n) or parts[n]",
+    (jax.errors.TracerIntegerConversionError, "", "uses an array as a Python integer, as in range(n)",
      "jax.lax.fori_loop for a loop, and jnp.stack(parts)[n] for one of a list"),
-    (jax.errors.TracerArrayConversionError, "", "gives an array to NumPy",
+    (jax.errors.TracerArrayConversionError, "", "passes an array to NumPy",
      "the function of jax.numpy: jnp, not np"),
-    (jax.errors.NonConcreteBooleanIndexError, "", "takes as many elements as a mask has, as in x[mask]",
+    (jax.errors.NonConcreteBooleanIndexError, "", "selects elements by a mask, as in x[mask]",
      "jnp.where(mask, x, 0)"),
-    (IndexError, "static", "cuts an array where another one says, as in x[:n]",
+    (IndexError, "static", "slices an array at the value of another, as in x[:n]",
      "jax.lax.dynamic_slice for a known size, or jnp.where"),
     (TypeError, "scalar arrays can be converted to", *_TO_PYTHON),
     (jax.errors.ConcretizationTypeError, "", *_TO_PYTHON),
@@ -38,7 +38,7 @@ _NEEDS_VALUES = (
 _UNBOUND_AXIS = re.compile(r"unbound axis name: (\w+)")
 _NO_MESH = re.compile(r"context mesh|mesh context|mesh in context|shard_map")
 
-_OWN_AXIS = 'an axis of your own (docs/models.md, "Axes of your own")'
+_OWN_AXIS = "your own axis (docs/build/custom-axes.md)"
 _LAY_OUT = 'at.layout(x, "batch", None, "hidden")'
 
 
@@ -78,7 +78,7 @@ def check_no_refs(what: str, program: Jaxpr) -> None:
 def has_ref(where: str, ref: str) -> str:
     """Of a part of a model that has a Ref."""
     return (
-        f"{where} has {ref}: with remat it is read again after it was written, so gradients are wrong\n"
+        f"{where} has {ref}: remat would read it again after it was written, so gradients would be wrong\n"
         f"Fix: keep numbers that change in a layer's carry, and others in a plain nnx.Variable."
     )
 
@@ -93,7 +93,7 @@ def check_equations(what: str, eqns: Iterable[JaxprEqn]) -> None:
         if name == "ppermute":
             raise ValueError(
                 f"{where} uses ppermute, which would exchange with another stage\n"
-                f"Fix: use all_gather or all_to_all, which send no more than a ring of them."
+                f"Fix: use all_gather or all_to_all, which send no more than a ring of ppermute calls."
             )
         specs = [*given.get("in_specs", ()), *given.get("out_specs", ())]
         parts = itertools.chain(*specs, getattr(given.get("sharding"), "spec", ()))
@@ -111,17 +111,17 @@ def _uses_axis(where: str, axis: str) -> str:
     if axis not in MESH_AXES:
         return (
             f"{where} uses a collective along {axis!r}, an axis that the task does not name\n"
-            f'Fix: write axes = ("{axis}",) in the task (docs/models.md, "Axes of your own").'
+            f'Fix: write axes = ("{axis}",) in the task (docs/build/custom-axes.md).'
         )
     lay_out = f", lay x out by {_LAY_OUT}" * (axis == TENSOR)
     return (
-        f"{where} uses a collective along {axis!r}, where jaxpar alone exchanges\n"
+        f"{where} uses a collective along {axis!r}, which only jaxpar may use\n"
         f"Fix: leave it out{lay_out}, or use {_OWN_AXIS}."
     )
 
 
 def _has_mesh(where: str, how: str) -> str:
     return (
-        f"{where} asks for a mesh of its own ({how}), but it must run on any\n"
-        f"Fix: use {_LAY_OUT} by the names of dims, or collectives along {_OWN_AXIS}."
+        f"{where} asks for a mesh of its own ({how}), but must run on any mesh\n"
+        f"Fix: use {_LAY_OUT} with the names of dims, or collectives along {_OWN_AXIS}."
     )

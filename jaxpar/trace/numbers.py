@@ -1,4 +1,4 @@
-"""The numbers of a traced function as arguments of it, so that other numbers are not another program.
+"""Turns the constants of a traced function into arguments, so that new numbers need no new program.
 
 An optimizer is Python code that computes with Python's numbers: rates, decays, the steps of a schedule. In
 its traced program they are constants. Here they are read from that program, and given to it again:

@@ -1,6 +1,6 @@
-"""What a traced program does that costs numbers without an error: told before a run, with the remedy.
+"""Warnings before a run about operations that lose precision without an error.
 
-docs/surprises.md says more about each.
+docs/help/surprises.md explains each.
 """
 
 import functools

@@ -82,7 +82,7 @@ def _own_axes(eqn: JaxprEqn) -> set[str]:
 def _mixes(what: str) -> str:
     return (
         f"{what} uses collectives, and a loop or branch of it mixes constants with other arrays\n"
-        f"Fix: make these constants of a given array, such as jnp.zeros_like(x[0])."
+        f"Fix: create these constants from an array that the layer receives, such as jnp.zeros_like(x[0])."
     )
 
 

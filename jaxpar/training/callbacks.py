@@ -1,4 +1,4 @@
-"""Callbacks, which receive what happens in a run: the console, trackers of experiments, and your own.
+"""Callbacks, which receive the events of a run: the console, experiment trackers, and your own.
 
 Trackers name numbers after their split, as `train/loss` and `valid/loss`. A resumed run keeps its name. If it
 repeats steps after a crash, it gives the same numbers again.
@@ -144,7 +144,7 @@ class Callbacks:
                     place = traceback.extract_tb(error.__traceback__)[-1]
                     _log.warning(
                         "%s.%s: %s: %s (%s, line %d); training continues, and further errors of this "
-                        "report are not shown",
+                        "callback are not shown",
                         *(type(report).__name__, method.__name__, type(error).__name__, error),
                         *(place.filename, place.lineno),
                     )
@@ -188,8 +188,8 @@ class ConsoleReport(Report):
         done = f", resumed at step {step}" if step else ""
         if step >= num_steps:
             self._print(
-                f"the run in {out_dir} has taken all its {step} steps, and is evaluated alone; to train it "
-                f"further, resume it with more: --train.num-steps {2 * step}"
+                f"the run in {out_dir} already finished its {step} steps, so it is only evaluated; to train "
+                f"longer, resume it with --train.num-steps {2 * step}"
             )
             return
         self._print(f"training {num_steps} steps into {out_dir}{done}; the first is being compiled")
@@ -221,7 +221,7 @@ class ConsoleReport(Report):
 
     def adjusted(self, step: int) -> None:
         """Prints a line."""
-        self._print(f"step {step}  the task has changed the optimizer's state for this validation")
+        self._print(f"step {step}  optimizer state updated by Task.after_validation")
 
     def end(self, step: int, num_steps: int, stopped_by: signal.Signals | str | None) -> None:
         """Prints a line if the run was stopped."""
@@ -233,7 +233,7 @@ class ConsoleReport(Report):
 
     def profile(self, path: Path) -> None:
         """Prints how to look at the trace."""
-        self._print(f"trace of a few steps: {path}; open it on ui.perfetto.dev")
+        self._print(f"profile of a few steps: {path}; view it at ui.perfetto.dev")
 
     def finish(
         self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: Mapping[str, float]

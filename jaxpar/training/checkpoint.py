@@ -313,7 +313,7 @@ class Checkpoints:
                 if step is None and jax.process_index() == 0:
                     for number, told in sorted(damaged.items()):
                         path = self._folder / str(number)
-                        _log.warning("skipped %s, which is damaged: %s", path, told)
+                        _log.warning("skipped the damaged checkpoint %s: %s", path, told)
                 return each
             damaged[each] = problem
         which = f" of step {step}" if step is not None else " of a validated step" if best else ""
@@ -321,7 +321,7 @@ class Checkpoints:
         left = sorted(whole.keys() - damaged.keys())
         remedy = f"use one of {left}" if left else "name a run that has saved one"
         raise FileNotFoundError(
-            f"{self._folder} holds no whole checkpoint{which}{told}\nFix: {remedy}"
+            f"{self._folder} holds no complete checkpoint{which}{told}\nFix: {remedy}"
         )
 
     def _find_changed(self, step: int, expected: Mapping[str, str]) -> str | None:
@@ -688,13 +688,13 @@ def _check_task(path: Path, before: Json, now: Json) -> None:
     """Raises a ValueError if a checkpoint is of another task than this one, both as of `_describe`."""
     require(
         before["task"] == now["task"],
-        f"{path} must be of the task {now['task']}, got {before['task']}\nFix: give that one's run",
+        f"{path} must be of the task {now['task']}, got {before['task']}\nFix: use a run of this task",
     )
     for name, value in now["fields"].items():
         was = before["fields"].get(name, value)
         if was != value:
             raise ValueError(
-                f"{path} is of {name}={was!r}, and the task has {name}={value!r}\n"
+                f"{path} was saved with {name}={was!r}, but the task has {name}={value!r}\n"
                 f"Fix: set {name}={was!r}, {_ELSEWHERE}"
             )
 

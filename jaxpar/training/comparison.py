@@ -48,10 +48,10 @@ class Comparison:
         worst = max(self.of_step)
         if self.is_rounding:
             lines.append(
-                f"From the same state, steps differ by {worst:.0e} at most: that is rounding."
+                f"From the same state, steps differ by {worst:.0e} at most: this is rounding."
             )
             lines.append(
-                "Training makes such a difference larger from step to step, on one mesh too."
+                "Training amplifies such a difference from step to step, also on one mesh."
             )
         else:
             step = next(n for n, own in enumerate(self.of_step, 1) if own > self.rounding)
@@ -59,7 +59,7 @@ class Comparison:
                 f"Step {step} differs from the same state: more than rounding ({self.rounding:.0e})."
             )
             lines.append(
-                "Fix: let nothing in the model depend on the shape of a block, or on other rows."
+                "Fix: make the model independent of the shape of a block and of other rows."
             )
         return "\n".join(lines)
 
@@ -73,9 +73,9 @@ def compare_meshes(
     num_steps: int = 20,
     train: TrainConfig | None = None,
 ) -> Comparison:
-    """Takes the first steps of a run on two meshes, and tells rounding from a fault.
+    """Compares the first steps of a run on two meshes, and tells rounding differences from errors.
 
-    Each mesh trains by itself. In addition, the second takes each step from the state that the first has
+    Each mesh trains independently. In addition, the second takes each step from the state that the first has
     before it: what differs there is of one step, and can't have grown.
 
     Args:

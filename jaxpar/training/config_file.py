@@ -164,7 +164,7 @@ def _take_simulated(tables: Tables) -> int | None:
     """The number of simulated devices, which is removed from the tables."""
     number = tables.pop(SIMULATE, None)
     if number is not None and (type(number) is not int or number < 1):
-        raise ValueError(f"{SIMULATE}={number!r} is no number of devices\nFix: use 1 or more.")
+        raise ValueError(f"{SIMULATE}={number!r} is not a number of devices\nFix: use 1 or more.")
     return number
 
 
@@ -201,7 +201,7 @@ def _replace(config: Any, values: object, path: str, known: Sequence[str]) -> An
       known: all keys of the settings.
     """
     if not isinstance(values, dict):
-        raise ValueError(f"{path[:-1]}={values!r} is no table\nFix: write [{path[:-1]}].")
+        raise ValueError(f"{path[:-1]}={values!r} is not a table\nFix: write [{path[:-1]}].")
     names = [field.name for field in dataclasses.fields(config)]
     changes = {}
     for key, value in values.items():

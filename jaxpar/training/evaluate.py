@@ -88,7 +88,7 @@ def check_begins(batch: Batch) -> None:
     """Raises a ValueError if the first batch of an epoch continues a recurrent state."""
     require(
         bool(starts_of(batch)),
-        "starts must be True in the first batch, got False, which continues the carried state of training\n"
+        "starts must be True in the first batch; False would continue the recurrent state of training\n"
         "Fix: return starts=True",
     )
 
@@ -116,7 +116,7 @@ def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, Tr
     # A task does not need to mark the fields that are free.
     known = [f.name for f in numbers if f.metadata.get("free")] or [f.name for f in numbers]
     for name, size in sizes.items():
-        fact = f"{name}={size!r} is not a size by which task {task.name} reads data"
+        fact = f"{name}={size!r} is not a size of the data of task {task.name}"
         require(name in known, f"{fact}\nFix: use one of {known}")
     if parallel.mesh.stage == 1:  # the size of a batch does not move the layers
         pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=1, num_chunks=1)
@@ -126,7 +126,7 @@ def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, Tr
     require(
         _shapes(setup) == before,
         f"{sizes} changes the parameters of the model\n"
-        f"Fix: use sizes by which data are read, such as batch_size",
+        f"Fix: use sizes of the data, such as batch_size",
     )
     return setup, dataclasses.replace(state, carry=zero_carry(setup))
 
@@ -159,7 +159,7 @@ def check_reported(
     check_metrics([*names, *baseline], task.unit, f"task {task.name}")
     if not np.array_equal(metrics.get(LOSS, loss), loss, equal_nan=True):
         raise ValueError(
-            f"metrics of task {task.name} returns {metrics[LOSS]:.6g} as {LOSS!r}, and the loss is "
+            f"metrics of task {task.name} returns {metrics[LOSS]:.6g} as {LOSS!r}, but the loss is "
             f"{loss:.6g}\nFix: use another name for that metric"
         )
 
@@ -200,7 +200,7 @@ def _check_edges(setup: Setup, edges: Sequence[int]) -> None:
     bad = [edge for edge in edges if setup.parallel.num_chunks > 1 and edge % chunk_len]
     require(
         not bad,
-        f"num_chunks={setup.parallel.num_chunks} makes chunks of {chunk_len} time steps, and batches have "
+        f"num_chunks={setup.parallel.num_chunks} makes time chunks of {chunk_len} steps, but batches have "
         f"{bad[:1]}, of edges={edges}.\nFix: use edges that are multiples of {chunk_len}, or num_chunks=1.",
     )
 

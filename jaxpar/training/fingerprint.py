@@ -83,12 +83,12 @@ def _read_twice(setup: Setup, split: str) -> str:
         require(
             rows == {stop - start},
             f"batch(0, slice({start}, {stop})) has {sorted(rows)} rows.\n"
-            f"Fix: return these {stop - start} rows of the batch alone.",
+            f"Fix: return only these {stop - start} rows of the batch.",
         )
         halves += hash_rows(part, start)
     require(
         whole == halves % _MODULUS,
-        "batch(0) has other rows when it is read again, as a resumed run reads it.\n"
+        "batch(0) has other rows when it is read again, so a run could not be resumed.\n"
         "Fix: draw from np.random.default_rng([seed, step]), or use jaxpar.ArrayBatches, or "
         "jaxpar.IteratorBatches with a make that begins again.",
     )
@@ -174,7 +174,7 @@ class HashedBatches(CheckedBatches):
         if self._stream is not None and described["position"]:
             try:
                 self._stream.seek(described["position"])
-                lost = "other batches follow it" * bool(self._different(described))
+                lost = "other batches follow" * bool(self._different(described))
             except ValueError as error:
                 lost = str(error).partition("\n")[0]
             if not lost:
@@ -187,8 +187,8 @@ class HashedBatches(CheckedBatches):
             )
         if lost:
             _log.warning(
-                "the stream was read from its beginning, for its source does not return to the position "
-                "that it gave (%s). The batches are the same: the run continues as it would have.",
+                "the stream was read from its beginning, because its source does not return to a saved "
+                "position (%s). The batches are the same, so the run continues unchanged.",
                 lost,
             )
 

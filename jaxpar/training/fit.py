@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 
 from jaxpar.base.bucket import as_path, in_bucket
-from jaxpar.base.checks import check_names, fact_of, require, require_instance
+from jaxpar.base.checks import check_names, fact_of, require, require_instance, see
 from jaxpar.base.compiler import use_compile_cache
 from jaxpar.base.display import Shown
 from jaxpar.base.files import checksum
@@ -135,7 +135,7 @@ def fit(
     report: Report | Sequence[Report] | None = None,
     quiet: bool = False,
 ) -> FitResult:
-    """Trains the model of a task, and evaluates it.
+    """Trains and evaluates the model of a task.
 
     SIGINT (Ctrl-C, or a notebook's stop button) and SIGTERM end the run after the current step. The state is
     saved, and a resumed run continues with the same losses as an undisturbed one. A second signal ends it at
@@ -181,14 +181,14 @@ def fit(
     trackers = [TRACKERS[name]() for name in train.track]
     require(
         report is None or not quiet,
-        "quiet=True is for what is printed, and report=... takes its place\nFix: leave out one of them",
+        "quiet=True and report=... exclude each other\nFix: leave out one of them",
     )
     given, start = Parallel.of(parallel, task.parallel), Start.of(start)
     if not resume:
         given.check_splits()
     require(
         start is None or not resume,
-        "start is for a run that begins, and resume for one with weights of its own\n"
+        "start and resume exclude each other: a resumed run has its own weights\n"
         "Fix: leave out one of them",
     )
     options = {"resume": resume, "overwrite": overwrite, "profile": profile}
@@ -227,7 +227,8 @@ def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunF
       ValueError: both resume and overwrite are given; or an older version has written the run.
       OSError: there is no run to resume, or one that may not be overwritten, or none can be written.
     """
-    require(not (resume and overwrite), "resume and overwrite contradict\nFix: use one of them")
+    fact = "resume and overwrite exclude each other"
+    require(not (resume and overwrite), f"{fact}\nFix: leave out one of them")
     folder = None if out_dir is None else RunFolder(out_dir)
     if resume:
         folder = newest_run_folder() if folder is None else folder
@@ -242,7 +243,8 @@ def _check_holds_no_run(folder: RunFolder) -> None:
     if folder.holds_run:
         raise FileExistsError(
             f"out_dir={str(folder)!r} holds a run already\n"
-            f"Fix: continue it (--resume), use another --train.out-dir, or remove it (--overwrite)"
+            f"Fix: continue it (--resume), use another --train.out-dir, or remove it (--overwrite)."
+            f"{see('out_dir holds a run already')}"
         )
 
 
@@ -306,8 +308,8 @@ def _check_model(setup: Setup, target: TrainState) -> None:
     task, facts = setup.task, setup.facts
     require(
         type(task).after_validation is Task.after_validation or setup.train.eval_every > 0,
-        f"eval_every=0 has no validation before the end, and task {task.name} has after_validation\n"
-        f"Fix: set eval_every, such as to an epoch's steps",
+        f"eval_every=0 has no validation before the end, but task {task.name} has after_validation\n"
+        f"Fix: set eval_every, for example to the steps of an epoch",
     )
     _ = setup.optimizer  # raises an error if there is none
     facts.check_gradient()
@@ -366,7 +368,7 @@ def _restore(folder: RunFolder, prepared: _Prepared) -> TrainState | None:
     checkpoints = folder.checkpoints(prepared.setup)
     if checkpoints.is_empty:
         if jax.process_index() == 0:
-            _log.warning("%s has no checkpoint yet: the run begins again", folder)
+            _log.warning("%s has no checkpoint yet: the run starts from the beginning", folder)
         return None
     state = checkpoints.restore()
     if prepared.is_cut_alike:
@@ -383,8 +385,8 @@ def _check_profile(train: TrainConfig, num_taken: int) -> None:
     )
     require(
         train.num_steps - num_taken >= profiler.LAST,
-        f"num_steps={train.num_steps} must be at least {num_taken + profiler.LAST} for a profile, which is "
-        f"of steps {profiler.FIRST} to {profiler.LAST} from here\nFix: take more steps",
+        f"num_steps={train.num_steps} must be at least {num_taken + profiler.LAST} for a profile (of steps "
+        f"{profiler.FIRST} to {profiler.LAST} from here)\nFix: train more steps",
     )
 
 
@@ -435,7 +437,7 @@ def _take_steps(run: Run, *, profile: bool) -> signal.Signals | str | None:
     run.callbacks.call(Report.end, run.step, config.num_steps, stop.reason)
     if ended is not None:
         raise EndOfStreamError(
-            f"{fact_of(ended)} The state of step {run.step} is saved.\nFix: let the stream "
+            f"{fact_of(ended)} The state of step {run.step} is saved.\nFix: make the stream "
             f"repeat its data, or give more, and use --resume --train.out-dir {run.folder}."
         ) from ended
     if tracer.path is not None:

@@ -193,7 +193,7 @@ def check_export(path: str | PathLike[str]) -> None:
 def load_run(
     run_dir: str | PathLike[str], mesh: MeshConfig | str = ONE_DEVICE, *, best: bool = False
 ) -> LoadedRun:
-    """A run by its folder, with its newest state.
+    """Loads a run from its folder, with its newest state.
 
     Of a language model it is a `lm.TextRun`, which has a vocabulary, `logits` and `sample` as well.
 

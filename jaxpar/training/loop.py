@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import numpy as np
 
+from jaxpar.base.checks import see
 from jaxpar.base.jax_private import call_once
 from jaxpar.base.types import Batch, Json
 from jaxpar.data.batches import place_batch
@@ -172,7 +173,7 @@ class Run:
             fix = f"give finite numbers, also where the weight is 0, or {resume} and {skip}"
         return FloatingPointError(
             f"{last.to_text()}; the first number that is not finite is in {where}. The state before this "
-            f"step is saved\nFix: {fix}"
+            f"step is saved\nFix: {fix}.{see('The loss is NaN')}"
         )
 
     def log(self, metrics: Metrics) -> None:

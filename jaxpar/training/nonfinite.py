@@ -1,4 +1,4 @@
-"""The origin of a number that is not finite: the failed step, repeated part by part from the state before it.
+"""Finds the origin of NaN or infinity by repeating the failed step part by part.
 
     forward    first -> layer 0 -> layer 1 -> last -> loss    the first output that is not finite, and when
     backward   first <- layer 0 <- layer 1 <- last            else the first gradient that is not, and when

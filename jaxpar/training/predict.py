@@ -63,7 +63,7 @@ def predict(
         return {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in data.shapes}
     require(
         jax.process_count() == 1,
-        "out=None: each of several processes would have a part of the predictions.\n"
+        "out=None: each of several processes would have only some of the predictions.\n"
         "Fix: give out, a folder that all processes see.",
     )
     arrays = {name: data.empty(name) for name in data.shapes}
@@ -99,7 +99,7 @@ def _run(data: "_Data", state: TrainState, write: Write, *, quiet: bool) -> None
             state = data.predict(state, number, write)
             progress.update(bar, completed=number + 1)
             if stop.now() and isinstance(stop.reason, signal.Signals) and number + 1 < total:
-                text = f"stopped after {number + 1} of {total} batches; no prediction is kept"
+                text = f"stopped after {number + 1} of {total} batches; no predictions are saved"
                 raise Interrupted(text, stop.reason)
         data.write_last(write)
 

@@ -1,4 +1,4 @@
-"""The numbers of a run: lines of metrics.jsonl, as text, as a table, as columns, as curves; and its times."""
+"""The numbers of a run, as lines of metrics.jsonl, text, tables and curves; and its times."""
 
 import collections
 import contextlib

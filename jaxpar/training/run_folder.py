@@ -112,7 +112,7 @@ class FolderLock:
             holder = self._path.read_text()
         except FileNotFoundError:
             raise FileNotFoundError(
-                f"{self._folder} was removed during its run\nFix: begin another, and leave its folder there"
+                f"{self._folder} was removed during its run\nFix: start another run, and keep its folder"
             ) from None
         if holder != self._text:
             raise BlockingIOError(
@@ -272,7 +272,7 @@ class RunFolder:
         for name in OF_NUMBERS:
             require(
                 was.get(name) == now.get(name),
-                f"{name} is {now.get(name)}, and was {was.get(name)} when the run in {self} began\n"
+                f"{name} is {now.get(name)}, but was {was.get(name)} when the run in {self} began\n"
                 f"Fix: set {name.upper()}={was.get(name)}, or start another run",
             )
         if (changed := _changes(was, now)) and jax.process_index() == 0:
@@ -475,7 +475,7 @@ def texts_of(setup: Setup, data: Json) -> dict[str, str]:
     for name in texts:
         require(
             name == Path(name).name and name not in _OWN,
-            f"the task keeps a file {name!r}, which is a name of the run's own or a path\n"
+            f"the task keeps a file {name!r}, but this is a reserved name or a path\n"
             f"Fix: use another name",
         )
     if source := _file_of(spec_of(task)):

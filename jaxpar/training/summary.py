@@ -1,4 +1,4 @@
-"""The summary of a run before it begins: its devices, its parameters, and the balance between stages."""
+"""The summary printed before a run: devices, layers, stages and the balance between stages."""
 
 import re
 from collections.abc import Iterator
@@ -46,12 +46,12 @@ def _describe_mesh(setup: Setup) -> Rows:
     device, found = mesh.devices.flat[0], jax.device_count()
     devices = f"{mesh.size} x {device.device_kind} ({device.platform})"
     shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    why = "all devices share the batch"
+    why = "data parallelism on all devices"
     if leaves_some := mesh.size < found and asked.devices is None:
         devices += f", the first of {found}"
-        why = f"the most that {setup.facts.batch_size} rows divide by"
+        why = f"{setup.facts.batch_size} rows do not divide by more devices"
     if asked.data == -1 and (leaves_some or mesh.size > asked.num_devices == 1):
-        shape += f" ({why}; --mesh changes it)"
+        shape += f" ({why}; change it with --mesh)"
     yield "devices", devices
     yield "mesh", shape
 
@@ -68,25 +68,27 @@ def _describe_layers(partition: Partition) -> Rows:
     if stages > 1:
         has_last = partition.head == "last"
         layers += f" ({NamedPlacement(partition.placement, not partition.shares_first, has_last)})"
-        units.append(f"{format_count(K, 'chunk')} of time")
+        units.append(format_count(K, "time chunk"))
     parts = [layers] * bool(facts.kinds) + [" x ".join(units)] * bool(units)
     if parts:
         yield "layers", "; ".join(parts)
 
 
 def describe_outer_modules(storage: Storage) -> Rows:
-    """The modules outside of the layers that a stage stores in part, those that it stores whole, and why."""
+    """The modules outside the layers that stages store, in part or whole, with the reason."""
     partition = storage.partition
     if partition.parallel.mesh.stage == 1:
         return
     (shared, whole, alone), outer = _outer_modules(storage), partition.facts.outer_modules
     parts = [shared] * bool(shared)
-    parts += [f"{', '.join(own)} on stage {stage} alone" for stage, own in alone.items() if own]
     for name, stored in whole.items():
         why = partition.why_whole(outer[stored]) if stored in outer else ""
         parts.append(f"all of {name}" + f" ({why})" * bool(why))
     if parts:
-        yield "on a stage", "; ".join(parts)
+        yield "each stage", f"stores {'; '.join(parts)}"
+    for stage, own in alone.items():
+        if own:
+            yield f"stage {stage}", f"stores {', '.join(own)}"
 
 
 def outer_modules_by_stage(storage: Storage) -> list[list[str]]:
@@ -140,13 +142,13 @@ def describe_balance(partition: Partition) -> Rows:
     work_S = np.bincount(partition.route.stages, work_P) / work_P.sum()
     head = sum(costs.last) * len(costs.layers) / float(np.sum(costs.layers))
     line = ", ".join(f"stage {stage}: ~{share:.0%}" for stage, share in enumerate(work_S))
-    line += f"; the head is that of ~{head:.1f} layers" * (head >= 0.05)
+    line += f"; the output head counts as ~{head:.1f} layers" * (head >= 0.05)
     yield "time" if costs.speeds else "work", line
     best = balanced(costs, len(partition.placement))
     takes, least = (tick_cost(costs, placement) for placement in (partition.placement, best))
     if takes > TOLERATED_IMBALANCE * least:
-        fact = f"placement={partition.placement}: stages wait for each other"
-        gain = f"a step with placement={best} would be up to ~{takes / least:.2f} times as fast"
+        fact = f"placement={partition.placement}: stages have unequal work and wait for each other"
+        gain = f"steps are up to ~{takes / least:.2f} times as fast with placement={best}"
         yield "warning", f"{fact}; {gain}"
 
 
@@ -155,5 +157,5 @@ def _describe_tensor(storage: Storage) -> Rows:
     size = storage.partition.parallel.mesh.tensor
     dims = {dim for _, variable in annotated(storage.params) for dim in dims_of(variable) if dim}
     if size > 1 and not any(TENSOR in storage.partition.rules.axes_of(dim) for dim in dims):
-        fact = f"tensor={size} splits no parameter, so {size} devices do the same work"
+        fact = f"tensor={size} splits no parameter, so {size} devices repeat the same work"
         yield "warning", f"{fact}; name dims of weights (jaxpar.nn.named_param), or use tensor=1"

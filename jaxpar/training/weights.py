@@ -446,7 +446,7 @@ def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     texts, tensors = header.pop("__metadata__", None) or {}, {}
     require(
         "DCP_SHARDING_INFO" not in texts,
-        f"{path} is one shard of a distributed checkpoint of torch: it has parts of tensors.\n"
+        f"{path} is one shard of a distributed checkpoint of torch: it has only parts of tensors.\n"
         f"Fix: save it with HuggingFaceStorageWriter(..., enable_consolidation=True).",
     )
     for name, entry in header.items():
@@ -520,7 +520,7 @@ def _read_rows(array: "TensorStore", rows: Sequence[int], index: tuple[Tree, ...
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    r"""Weights that a run begins with, instead of random ones; without optimizer state, steps and data.
+    r"""Initial weights of a run, for fine-tuning. Optimizer state, steps and data start from the beginning.
 
     Patterns are regular expressions of Python, for whole names: r"layers\.[45]\..*".
 
@@ -775,7 +775,7 @@ def _check_places(weights: Weights, variables: Mapping[str, jax.ShapeDtypeStruct
         )
     require(
         bool(weights.tensors),
-        f"start: nothing of {weights.source} is taken.\nFix: ignore less, or drop start.",
+        f"start: no weights of {weights.source} are used.\nFix: ignore fewer of them, or leave start out.",
     )
     shapes = [
         f"{name} is {format_shape(shape)} there and {format_shape(variables[name].shape)} here"
@@ -792,7 +792,7 @@ def _check_places(weights: Weights, variables: Mapping[str, jax.ShapeDtypeStruct
         both_float = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (tensor.dtype, own))
         require(
             both_float or tensor.dtype == own,
-            f"{name} of {weights.source} has the type {tensor.dtype}, and the model's has {own}.\n"
+            f"{name} of {weights.source} has the type {tensor.dtype}, but the model's has {own}.\n"
             f"Fix: convert it, or {_IGNORE}.",
         )
 

@@ -118,7 +118,7 @@ class _Predicting(_Adopted):
         for own in out.values():
             require(
                 isinstance(own, jax.Array),
-                f"what the model {self.model.name} predicts has {describe_value(own)} in it.\n"
+                f"the prediction of model {self.model.name} contains {describe_value(own)}.\n"
                 f"Fix: write predict(self, model, batch) in the task; return an array, or arrays by name.",
             )
         if not at.time_major:
@@ -144,7 +144,7 @@ def as_sums(out: Tree) -> Sums:
     if not isinstance(out, tuple) or len(out) != 2 or isinstance(out[1], dict):
         own = "a single number" if getattr(out, "shape", None) == () else describe_value(out)
         raise ValueError(
-            f"the loss returns {own}; a mean of means is another number on every mesh.\n"
+            f"the loss returns {own}; a mean of means would depend on the mesh.\n"
             f"Fix: return jaxpar.mean(losses, mask), or (sum of the losses, number of items)."
         )
     return Sums(*out)

@@ -1,4 +1,4 @@
-"""A user's model, cut: its blocks, its parameters by their names, and the parts of its programs."""
+"""A user's model, split into blocks: their parameters by name, and the parts of the program."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -177,8 +177,8 @@ class CutModel:
         needed, given = (", ".join(v.aval.str_short() for v in own.xs[-1]) for own in both)
         require(
             needed == given or not self.has_own_predict,
-            f"predict of task {self.task.name} needs {needed} of the blocks, and the loss {given}.\n"
-            f"Fix: predict from what the loss needs.",
+            f"predict of task {self.task.name} uses {needed} from the blocks, but the loss uses {given}.\n"
+            f"Fix: predict from the same outputs of the blocks as the loss.",
         )
         return needed == given and bool(jax.tree.leaves(both[0].out))
 
@@ -211,7 +211,7 @@ class CutModel:
         self.time_major = not self.why_whole
 
     def _why_whole(self, program: Program) -> str:
-        """Why windows cannot be cut into chunks of time; "" if they can, as far as shapes tell."""
+        """The reason why windows cannot be split into time chunks; "" if they can, as far as shapes tell."""
         if not any(self.carries):
             return "no block has an nnx.RNN, which carries state from chunk to chunk"
         if why := uneven(self.batch):

@@ -1,4 +1,4 @@
-"""How `make_model` draws its variables: one program, cut by what each block needs.
+"""The initial values of a user's model: one program, split by the variables of each block.
 
 So no device draws all blocks, and the values are those of the plain model of the same seed. Blocks whose
 programs differ in numbers alone, such as the counts of a random stream, are drawn by one program. So compile
@@ -69,8 +69,8 @@ class Drawing:
         for name, v in zip(names, outs, strict=True):
             if isinstance(v, Var) and v in self._drawn:
                 raise ValueError(
-                    f"{name} is drawn at random and is no nnx.Param, so it would be a constant.\n"
-                    f"Fix: write nnx.Param(...), and keep it from training by `frozen`."
+                    f"{name} is random but not an nnx.Param, so it would become a constant.\n"
+                    f"Fix: write nnx.Param(...), and exclude it from training with `frozen`."
                 )
         return dict(zip(names, self._values(outs), strict=True))
 

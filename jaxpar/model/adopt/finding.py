@@ -1,4 +1,4 @@
-"""Which modules of a user's model are its blocks, and what no model that is cut can have."""
+"""Finds the blocks of a user's model, and refuses models that cannot be split."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import jax
 from flax import nnx
 
+from jaxpar.base.checks import see
 from jaxpar.base.types import Module
 
 Path = tuple[str | int, ...]
@@ -94,8 +95,8 @@ def check_sharing(model: Module, blocks: Sequence[Module]) -> None:
                 and owners.setdefault(id(node), (number, name))[0] != number
             ):
                 raise ValueError(
-                    f"blocks {owners[id(node)][0]} and {number} share {name}, and each may run on another "
-                    f"device.\nFix: give each block parameters of its own."
+                    f"blocks {owners[id(node)][0]} and {number} share {name}, but each may run on another "
+                    f"device.\nFix: give each block its own parameters."
                 )
     todo, seen = [model], {id(block) for block in blocks}
     while todo:  # what is found without looking into blocks is of the rest
@@ -103,8 +104,8 @@ def check_sharing(model: Module, blocks: Sequence[Module]) -> None:
         if id(node) in owners:
             number, name = owners[id(node)]
             raise ValueError(
-                f"{name} of block {number} is used outside of it as well, which may be on another device.\n"
-                f"Fix: give each parameters of its own."
+                f"{name} of block {number} is also used outside the block, maybe on another device.\n"
+                f"Fix: give each its own parameters."
             )
         if id(node) not in seen and isinstance(node, nnx.Pytree | list | tuple | dict):
             seen.add(id(node))
@@ -118,11 +119,12 @@ def check_state(model: Module) -> None:
         name = ".".join(map(str, path))
         if isinstance(leaf, nnx.BatchStat):
             raise ValueError(
-                f"the model has {name}, a BatchStat: it is of all rows of a batch, and "
-                f"each device has some.\nFix: use nnx.LayerNorm, nnx.RMSNorm or nnx.GroupNorm."
+                f"the model has {name}, a BatchStat: it needs all rows of a batch, but each device has only "
+                f"some.\nFix: use nnx.LayerNorm, nnx.RMSNorm or nnx.GroupNorm."
+                f"{see('The model has a BatchStat')}"
             )
         if isinstance(leaf, nnx.Cache):
             raise ValueError(
-                f"the model has {name}, a Cache, which its calls change.\n"
+                f"the model has {name}, a Cache, which changes when the model is called.\n"
                 f"Fix: make the model without decoding, such as decode=False."
             )

@@ -249,7 +249,7 @@ def _check_arguments(number: int, given: Tree) -> None:
     for node in jax.tree.leaves(given, is_leaf=lambda a: isinstance(a, kinds)):
         if isinstance(node, kinds):
             raise ValueError(
-                f"block {number} is given an {type(node).__name__} ({source_line_here()}).\n"
+                f"block {number} receives an {type(node).__name__} ({source_line_here()}).\n"
                 f"Fix: give each block its own, such as nnx.Dropout(rate, rngs=rngs) where the block is made."
             )
 
@@ -317,7 +317,7 @@ def without_changes(what: str, closed: ClosedJaxpr, changed: Changes) -> ClosedJ
     for name in new:
         require(
             name.endswith(" (sown)"),
-            f"{what} changes its variable {name} when it is called, and that would be lost.\n"
+            f"{what} changes its variable {name} when it is called, but the change would be lost.\n"
             f"Fix: compute it in the loss, or leave it out.",
         )
     outvars = closed.jaxpr.outvars
@@ -327,5 +327,5 @@ def without_changes(what: str, closed: ClosedJaxpr, changed: Changes) -> ClosedJ
 @functools.cache
 def _warn_of_sown(what: str, names: tuple[str, ...]) -> None:
     """Once: a model is traced several times."""
-    text = "%s sows %s, which is dropped. Fix: return it, or leave sow out"
+    text = "%s sows %s, which is lost. Fix: return it, or leave sow out"
     _log.warning(text, what, format_names(names))

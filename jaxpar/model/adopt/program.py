@@ -158,7 +158,7 @@ class Program:
                 if owners.get(v, -1) not in (-1, number if is_block else -1):
                     name = self.variables.names[self.params.index(v)]
                     raise ValueError(
-                        f"{name} is read outside of its block{_at(eqn)}, which may be on another device.\n"
+                        f"{name} is read outside of its block{_at(eqn)}, maybe on another device.\n"
                         f"Fix: read it in a method of the block, or move it out of the block."
                     )
             if not self.of_params.isdisjoint(reads):
@@ -188,7 +188,7 @@ class Program:
         floats = [v for v in self.batch if is_float(v)]
         require(
             bool(floats),
-            "block 0 is given the batch alone, which has no floating-point numbers.\n"
+            "block 0 receives only the batch, which has no floating-point arrays.\n"
             "Fix: keep the embedding out of the blocks, such as layers='net[1:]'.",
         )
         next_reads = self.marks[min(1, self.num - 1)].invars
@@ -221,11 +221,11 @@ class Program:
         for v in x:
             if not jnp.issubdtype(aval_of(v).dtype, jnp.floating):
                 maker = next((eqn for eqn in self.eqns if v in eqn.outvars), None)
-                to = f"block {number}" if number < self.num else "what follows the blocks"
+                to = f"block {number}" if number < self.num else "the part after the blocks"
                 raise ValueError(
-                    f"{v.aval.str_short()} goes to {to}{_at(maker)}, and it is made of parameters or by a "
-                    f"block; only floating-point numbers go from block to block.\n"
-                    f"Fix: make it within the block that needs it, or of the batch alone."
+                    f"{v.aval.str_short()} goes to {to}{_at(maker)}, but only floating-point arrays can be "
+                    f"passed between blocks.\n"
+                    f"Fix: compute it in the block that needs it, or from the batch alone."
                 )
 
     @functools.cache  # noqa: B019 - programs live as long as their model
@@ -285,15 +285,15 @@ def _unrolled(
         if not {*xs} <= {*given, *known}:
             raise ValueError(
                 f"the loop over stacked blocks{_at(eqn)} also goes over other arrays.\n"
-                f"Fix: give them as attributes of the blocks, or as arguments that are the same for all."
+                f"Fix: pass them as attributes of the blocks, or as arguments that are equal for all blocks."
             )
         for v in known.keys() & rows.keys():
             known.update(zip(rows[v], known[v], strict=True))
         used_later = reads_of(closed.jaxpr.eqns, closed.jaxpr.outvars)
         if not used_later.keys().isdisjoint(eqn.outvars[len(carry) :]):
             raise ValueError(
-                f"the loop over stacked blocks{_at(eqn)} gives an output of each block.\n"
-                f"Fix: let the loop give what goes on from block to block alone."
+                f"the loop over stacked blocks{_at(eqn)} returns an output of each block.\n"
+                f"Fix: return only what the next block receives."
             )
         is_carry = [n < len(carry) for n in range(len(body.outvars))]
         body, used = dce_jaxpr(body, is_carry)
@@ -308,7 +308,7 @@ def _unrolled(
             carry = outs
     if not rows:
         raise ValueError(
-            f"no nnx.scan goes over the {num} stacked blocks.\n"
+            f"no nnx.scan runs over the {num} stacked blocks.\n"
             f"Fix: call them once, by nnx.scan; or name a list of blocks in layers, not one module."
         )
     jaxpr = closed.jaxpr.replace(eqns=eqns, constvars=[*known])
@@ -327,7 +327,7 @@ def _checked_marks(
         if eqn.primitive is not block_p and has_marks(eqn, (block_p,)):
             raise ValueError(
                 f"a block is called within {eqn.primitive.name}{_at(eqn)}, a loop, branch or transformation "
-                f"of the model's own.\nFix: {_CALL_ONCE}."
+                f"in the model.\nFix: {_CALL_ONCE}."
             )
     called = [eqn for eqn in all_eqns if eqn.primitive is block_p]
     numbers = [eqn.params["number"] for eqn in called]

@@ -1,4 +1,4 @@
-"""An `nnx.RNN` in a block: its state comes from the chunk of time before, and its loop is one of jaxpar's."""
+"""An `nnx.RNN` in a block: its state comes from the previous time chunk, in jaxpar's own loop."""
 
 import jax
 import jax.numpy as jnp

@@ -46,7 +46,7 @@ class Place(NamedTuple):
     @property
     def words(self) -> str:
         """What it is called."""
-        ends = {"first": "what comes before the blocks", "last": "what follows the blocks"}
+        ends = {"first": "the part before the blocks", "last": "the part after the blocks"}
         return f"{ends.get(str(self.part), f'block {self.part}')} of the model {self.model.name}"
 
     @property
@@ -76,7 +76,7 @@ def run_part(place: Place, carry: Leaves, x: Sequence[jax.Array], at: LayerConte
     require(
         trains or not part.keys,
         f"{place.words} draws random numbers in evaluation.\n"
-        f"Fix: draw in training alone, as nnx.Dropout does by its attribute deterministic.",
+        f"Fix: draw only in training, as nnx.Dropout does by its attribute deterministic.",
     )
     if not part.keys:
         out = _run(place, part.closed, others, _keys(place, at))

@@ -33,7 +33,7 @@ def adopt(
     predict: Callable[[Module, Batch], Outputs] | None = None,
     rules: Mapping[str, Any] | None = None,
 ) -> Task:
-    """A task for a Flax model as it stands, which trains it on any mesh: `jaxpar.fit(task, "dp2pp4")`.
+    """Makes a task from an existing Flax model, to train it on any mesh: `jaxpar.fit(task, "dp2pp4")`.
 
     The short form of a `Task` with `make_model`, `loss` and `layers`, whose fields are options of the command
     line as well. A script that has `task = jaxpar.adopt(...)` is trained by `jaxpar train script.py:task`.

@@ -1,4 +1,4 @@
-"""The variables of a user's model by their names: which block each is of, how they are drawn and held."""
+"""The variables of a user's model by name: the block of each, its initial value and its storage."""
 
 import fnmatch
 import functools
@@ -96,7 +96,7 @@ class Variables:
                         shape = [*leaf.get_value().shape]
                         require(
                             len(dims) == len(shape),
-                            f"dims of {pattern} are {dims}, and {name} has shape {shape}.\n"
+                            f"dims of {pattern} are {dims}, but {name} has shape {shape}.\n"
                             f"Fix: give a name, an axis or None for each dim.",
                         )
                         leaf.set_metadata("out_sharding", dims)
@@ -105,7 +105,8 @@ class Variables:
         require(
             not unused,
             f"dims of {format_names(sorted(unused))} match no parameter of the model; it has "
-            f"{format_names([leaf.name for leaf in leaves if leaf.role == 'param'])}.\nFix: use such names.",
+            f"{format_names([leaf.name for leaf in leaves if leaf.role == 'param'])}.\n"
+            f"Fix: use names of its parameters.",
         )
         return leaves
 

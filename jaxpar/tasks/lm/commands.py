@@ -1,4 +1,4 @@
-"""The commands of a language model. What they run is imported when they run."""
+"""The commands of the language model task."""
 
 import dataclasses
 from pathlib import Path
@@ -10,17 +10,17 @@ from jaxpar.cli.command import Command, TrainedOptions
 
 @dataclasses.dataclass(frozen=True)
 class Sample(TrainedOptions):
-    """Prints text by a trained language model, on one device or on any --mesh.
+    """Generate text with a trained language model, on one device or on the devices of --mesh.
 
     Attributes:
-      prompt: words that the text begins with, all of them in the run's vocabulary.
-      prompts: a file with a prompt in each line, instead of one; as many texts are printed.
-      length: tokens to add.
-      temperature: below 1 prefers likelier words; 0 always takes the likeliest.
-      top_k: draw among so many of the likeliest words; 0 draws among all.
-      top_p: draw among the likeliest words that have this probability together.
-      end: a token at which a text ends, such as "<eos>".
-      seed: the same seed gives the same text.
+      prompt: Start of the text. All its words must be in the vocabulary of the run.
+      prompts: File with one prompt per line, in place of --prompt. Prints one text for each.
+      length: Tokens to generate.
+      temperature: Sampling temperature. Lower is less random; 0 is greedy.
+      top_k: Sample only from this many of the most likely tokens. 0 samples from all.
+      top_p: Sample only from the most likely tokens that together reach this probability (nucleus sampling).
+      end: Token that ends a text, such as <eos>.
+      seed: Random seed. The same seed gives the same text.
     """
 
     prompt: str = ""

@@ -1,4 +1,4 @@
-"""How a token is drawn from logits.
+"""Samples tokens from logits.
 
 What is drawn depends on the seed, the number of the prompt, the place in its text and the word alone: the
 Gumbel noise of a word is added to its logit, and the largest sum wins, the lowest id among equals.

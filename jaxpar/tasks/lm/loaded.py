@@ -1,4 +1,4 @@
-"""A run of a language model: from text to numbers, and to more text."""
+"""A run of a language model: logits and samples for any text."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TextRun(LoadedRun):
-    """As `LoadedRun`, with the vocabulary that the run keeps."""
+    """A loaded run of a language model, with its vocabulary."""
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -64,14 +64,14 @@ class TextRun(LoadedRun):
         num_unknown = int((tokens == self.vocabulary.words.index(UNK)).sum())
         if num_unknown and jax.process_index() == 0:
             _log.warning(
-                "%s of the %s tokens of %s are not in the vocabulary of the run, and are read as %s",
+                "%s of the %s tokens of %s are not in the vocabulary of the run; they are read as %s",
                 f"{num_unknown:,}", f"{len(tokens):,}", data, UNK,
             )  # fmt: skip
         assert isinstance(self.setup.task, LM)
         return self.setup.task.batches_of(tokens, self.vocabulary.separator)
 
     def logits(self, text: str) -> np.ndarray:
-        """What the model expects after each token of a text, read from the start of a line.
+        """Logits of the next token after each token of a text, read from the start of a line.
 
         Args:
           text: words of the vocabulary.

@@ -1,4 +1,4 @@
-"""The options of a language model's task, and what follows from them for its model and its weights."""
+"""The options of the language model task, and properties of the model that follow from them."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
@@ -85,7 +85,7 @@ class Options(Task):
         require(is_valid, f"{fact}\nFix: leave it out, or use layer='lstm' or 'slstm'.")
         require(
             self.layer in HEADS or self.num_heads in (None, 1),
-            f"num_heads={self.num_heads}: layer={self.layer!r} has no recurrent matrix to cut.\n"
+            f"num_heads={self.num_heads}: layer={self.layer!r} has no recurrent matrix to split into heads.\n"
             f"Fix: leave it out, or use layer={' or '.join(map(repr, HEADS))}.",
         )
         require(
@@ -102,7 +102,7 @@ class Options(Task):
         fact = f"tie_embedding needs embed_size={self.embed_size} equal to hidden_size={last}."
         is_valid = not self.tie_embedding or self.embed_size == last
         require(is_valid, f"{fact}\nFix: use embed_size={last}, or leave tie_embedding out.")
-        fact = "corpus='' names no text."
+        fact = "corpus='' is empty."
         require(self.corpus != "", f"{fact}\nFix: use python-docs, or a file or folder.")
         require_not_negative(self, "num_buckets")
         require(
@@ -110,7 +110,7 @@ class Options(Task):
             f"bucket_multiple={self.bucket_multiple} does not divide seq_len={self.seq_len}, the longest "
             f"bucket.\nFix: use seq_len={nearest_multiples(self.seq_len, self.bucket_multiple)}.",
         )
-        fact = f"packed and num_buckets={self.num_buckets} are two ways to read lines."
+        fact = f"packed and num_buckets={self.num_buckets} exclude each other: both read lines."
         is_valid = not (self.packed and self.num_buckets)
         require(is_valid, f"{fact}\nFix: use num_buckets=0, or leave packed out.")
 

@@ -1,4 +1,4 @@
-"""Text from a language model, on any mesh, one token of all prompts at a time.
+"""Generates text from a language model, on any mesh, one token of all prompts at a time.
 
 A step is one time step of one window: the token that was drawn before goes in, the state of the layers is
 carried. Parameters and that state lie where they do in training.
@@ -68,7 +68,7 @@ def sample_tokens(
         check_tokens(prompt, task.num_words or task.known_vocab_size)
     if setup.facts.whole_window:
         raise ValueError(
-            f"layer {setup.facts.whole_window[0]} reads the whole window at once, and text is drawn "
+            f"layer {setup.facts.whole_window[0]} reads the whole window at once, but text is generated "
             f"token by token.\nFix: use layers that carry state from step to step."
         )
     data = setup.parallel.mesh.data

@@ -1,4 +1,4 @@
-"""Batches of a text: what `data` says of any arrays, with the next token as the target of each.
+"""Batches of a text, with the next token as the target of each.
 
 As one stream, with 13 tokens a..m, batch_size=2, seq_len=3 (evaluation):
 

@@ -1,4 +1,4 @@
-"""The task of a language model: its options, and what follows from them.
+"""The task of a language model: its options, model and data.
 
 Plain data: what needs JAX or NumPy is imported where it is used.
 """
@@ -38,39 +38,42 @@ def padded(num_words: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class LM(Options):
-    """A deep recurrent language model, and the text that it learns.
+    """A deep recurrent language model and its training text.
 
     Attributes:
-      num_layers: recurrent layers.
-      hidden_size: units of each layer.
-      embed_size: width of the token embedding; at most hidden_size.
-      vocab_size: rows of the embedding; None takes what the corpus needs, plus some padding.
-      num_words: ids from here on are padding and get no probability; None takes the words of the corpus, or,
-        if vocab_size is given, all of its rows.
-      dropout: rate on the embedding, between layers and before the head.
-      layer: their kind: LSTM or GRU, the linear recurrences RG-LRU or minGRU, sLSTM, or mLSTM and gated
-        DeltaNet, whose states are matrices of heads; see `jaxpar.nn`. RG-LRU, sLSTM, mLSTM and gated
-        DeltaNet are in residual blocks, `jaxpar.nn.GatedBlock`.
-      num_heads: blocks of units in each layer; a unit sees the state of its own block alone, and `tensor`
-        splits blocks, with nothing to send in a time step. None is 1, and 4 of mLSTM and gated DeltaNet.
-      fused: take all time steps of an LSTM in one GPU kernel each way; see `nn.LSTM`.
-      forget_bias: initial bias of the forget gates of an LSTM or sLSTM.
-      init_range: initial weights are uniform within plus and minus this; 0 draws them by their widths.
-      tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
-      dtype: of activations and matmul inputs; parameters, accumulation and c stay float32.
-      corpus: "python-docs" (words), "python-source" (characters), or a file or folder of your own.
-      level: what a token is; "auto" takes the corpus's own. "subword" learns pieces of words from the text
-        (pip install tokenizers).
-      max_vocab: how many of the most frequent tokens are kept; others become <unk>.
-      batch_size: rows of a batch.
-      seq_len: time steps of a window; gradients flow through one window, the state through all.
-      num_buckets: 0 reads the text as one long stream. A larger number reads its lines, each from the zero
-        state, in at most that many buckets of similar lengths up to seq_len; see
-        `data.bucketed.BucketedBatches`.
-      bucket_multiple: of which the lengths of buckets are multiples. A pipeline needs whole chunks.
-      packed: read the lines of the text, each from the zero state, packed into rows of seq_len steps; long
-        ones continue in the next window. See `PackedBatches`.
-      optimizer: and its learning rate.
+      num_layers: Number of recurrent layers.
+      hidden_size: Hidden size of each layer.
+      embed_size: Width of the token embedding, at most the hidden size.
+      vocab_size: Rows of the embedding table. By default the words of the corpus plus padding.
+      num_words: Words of the vocabulary. Rows of the embedding from this number on are padding without
+        probability. By default the words of the corpus, or all rows if a vocabulary size is given.
+      dropout: Dropout rate, after the embedding, between layers and before the output head.
+      layer: Kind of recurrent layer: LSTM, GRU, the linear recurrences RG-LRU and minGRU, sLSTM, or the
+        matrix memories mLSTM and gated DeltaNet. RG-LRU, sLSTM, mLSTM and gated DeltaNet are put into
+        gated residual blocks.
+      num_heads: Recurrent heads per layer: blocks of hidden units that see only the state of their own block.
+        With several heads, tensor parallelism sends nothing between time steps. By default 1, and 4
+        for mLSTM and gated DeltaNet.
+      fused: Run all time steps of an LSTM in one GPU kernel per direction, for speed.
+      forget_bias: Initial bias of the forget gates, for LSTM and sLSTM.
+      init_range: Range of uniform initial weights, from -R to R. 0 scales them by the width of each layer.
+      tie_embedding: Use the embedding table as the output head. Needs equal embedding and hidden sizes.
+      dtype: Data type of activations and matrix product inputs. Parameters, accumulation and the LSTM's cell
+        state stay float32.
+      corpus: Training text: python-docs (words), python-source (characters), or your own file or folder.
+      level: Tokens of the text. auto takes words or characters as suits the corpus; subword learns pieces of
+        words from the text (needs pip install tokenizers).
+      max_vocab: Largest number of different tokens. Rarer tokens become <unk>.
+      batch_size: Rows (parallel sequences) of a batch.
+      seq_len: Time steps of a window. Gradients stop at its ends (truncated BPTT); the recurrent state
+        continues.
+      num_buckets: Largest number of length buckets. Reads each line as a sequence of its own, in batches of
+        similar length up to seq-len. 0 reads the text as one long stream.
+      bucket_multiple: Multiple that bucket lengths are rounded up to. With a pipeline it must be a multiple
+        of the steps of a time chunk.
+      packed: Read each line as a sequence of its own, several of them packed into a row of seq-len steps.
+        Long lines continue in the next window.
+      optimizer: Optimizer and learning rate.
     """
 
     unit: ClassVar[str] = "tokens"
@@ -79,7 +82,7 @@ class LM(Options):
 
     @property
     def variable_length(self) -> bool:
-        """Whether lines are read in buckets, the batches of which are as long as their bucket."""
+        """Whether lines are read in buckets, so batches differ in length."""
         return self.num_buckets > 0
 
     @property
@@ -168,7 +171,7 @@ class LM(Options):
         require(
             room is None or found <= room, f"{fact}\nFix: leave it out, or use a smaller max_vocab."
         )
-        fact = f"vocab_size={room} has rows that are not words: corpus {corpus.name!r} has {found}."
+        fact = f"vocab_size={room} has more rows than words: corpus {corpus.name!r} has {found}."
         is_valid = self.num_words is not None or room in (None, found)
         require(is_valid, f"{fact}\nFix: use num_words={found} with it, or leave vocab_size out.")
         return corpus
@@ -210,7 +213,7 @@ class LM(Options):
 
         check_batch(batch, self.num_words or self.known_vocab_size)
 
-    # ---- what a person reads, and what is kept ----
+    # ---- metrics, descriptions and files ----
 
     def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
         """Perplexity; infinity where it overflows."""

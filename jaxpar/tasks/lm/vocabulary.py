@@ -1,4 +1,4 @@
-"""The vocabulary of a text: how it is cut into words, characters or pieces of words, and their ids."""
+"""The vocabulary of a text: its words, characters or subwords, and their ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of a language model: which rows are which words', and PyTorch's names and layout.
+"""Weights of a language model: rows matched by words, and PyTorch's names and layout.
 
 Legend of the dim suffixes: V vocabulary, E embedding, H hidden, G gates (i f g o, or r z n), L layers.
 
@@ -115,7 +115,7 @@ def _from_torch(weights: Weights, task: Options) -> dict[str, Tensor]:
     tied = task.tie_embedding
     if tied and "head.weight" in theirs and "embedding.table" in own:
         head = theirs.pop("head.weight").whole()
-        fact = f"tie_embedding=True: {weights.source} has a head.weight of its own."
+        fact = f"tie_embedding=True: {weights.source} has its own head.weight."
         require(np.array_equal(head, own["embedding.table"].whole()), f"{fact}\nFix: leave it off.")
     move("head.weight", "head.kernel", np.transpose)
     move("head.bias", "head_bias" if tied else "head.bias")
@@ -184,7 +184,7 @@ def to_torch(tensors: Mapping[str, Outgoing], task: Options) -> dict[str, Outgoi
     }
     for what in (what for what, is_other in others.items() if is_other):
         raise ValueError(
-            f"{what}: PyTorch has LSTMs and GRUs of one head and one width.\n"
+            f"{what}: PyTorch has only LSTMs and GRUs of one head and one width.\n"
             f"Fix: leave out --torch, for the names of the model's parameters."
         )
     (G, num_apart), found = _GATES[kind], dict[str, Outgoing]()
