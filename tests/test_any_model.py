@@ -253,7 +253,7 @@ MISTAKES = {
     ),
     "a shard_map of no mesh": (
         layer_that(lambda c, x, at: (c, jax.shard_map(abs, in_specs=P(), out_specs=P())(x))),
-        rf"layer wrong \({HERE}\) asks for a mesh of its own \(by shard_map.*\n.*Axes of your own",
+        rf"layer wrong \({HERE}\) asks for a mesh of its own \(by shard_map.*\n.*custom-axes",
     ),
     "a sharding": (
         layer_that(lambda c, x, at: (c, jax.lax.with_sharding_constraint(x, over_tensor()))),

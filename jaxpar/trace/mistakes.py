@@ -38,7 +38,7 @@ _NEEDS_VALUES = (
 _UNBOUND_AXIS = re.compile(r"unbound axis name: (\w+)")
 _NO_MESH = re.compile(r"context mesh|mesh context|mesh in context|shard_map")
 
-_OWN_AXIS = 'an axis of your own (docs/models.md, "Axes of your own")'
+_OWN_AXIS = 'an axis of your own (docs/build/custom-axes.md)'
 _LAY_OUT = 'at.layout(x, "batch", None, "hidden")'
 
 
@@ -111,7 +111,7 @@ def _uses_axis(where: str, axis: str) -> str:
     if axis not in MESH_AXES:
         return (
             f"{where} uses a collective along {axis!r}, an axis that the task does not name\n"
-            f'Fix: write axes = ("{axis}",) in the task (docs/models.md, "Axes of your own").'
+            f'Fix: write axes = ("{axis}",) in the task (docs/build/custom-axes.md).'
         )
     lay_out = f", lay x out by {_LAY_OUT}" * (axis == TENSOR)
     return (

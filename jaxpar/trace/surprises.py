@@ -1,6 +1,6 @@
 """What a traced program does that costs numbers without an error: told before a run, with the remedy.
 
-docs/surprises.md says more about each.
+docs/help/surprises.md says more about each.
 """
 
 import functools
