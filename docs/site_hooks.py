@@ -7,6 +7,7 @@ font lead to the reference. Links to files that are no pages, such as source, be
 in the repository. Addresses are those of `[project.urls]` in pyproject.toml.
 """
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -14,6 +15,7 @@ import json
 import posixpath
 import re
 import tomllib
+import warnings
 from pathlib import Path
 from unittest import mock
 from urllib.parse import urlsplit
@@ -120,6 +122,7 @@ _SPAN = re.compile(
     r"^#.*$|^ *<.*$|!?\[(?:`[^`\n]*`|[^\[\]`])*\](?:\([^)]*\)|\[[^\]]*\])|(`+)(.+?)\1", re.MULTILINE
 )
 _NAME = re.compile(r"(jaxpar(?:\.\w+)*)(?:\(.*\))?")
+_NOT_SHOWN = ("", "None", "False")  # defaults
 _FENCED = re.compile(r"(?ms)(^( *)```.*?^\2```)")
 
 
@@ -280,7 +283,7 @@ def with_names(markdown, seen):
       markdown: without code blocks.
       seen: names that have a link already; those found are added.
     """
-    known = {f"{module}.{name}" for module in MODULES for name in names_of(module)}
+    known = _public()
 
     def changed(match):
         if match[1] is None or (name := _NAME.fullmatch(match[2])) is None:
@@ -294,6 +297,11 @@ def with_names(markdown, seen):
         return f"[{match[0]}][{target}]"
 
     return _SPAN.sub(changed, markdown)
+
+
+@functools.cache
+def _public():
+    return {f"{module}.{name}" for module in MODULES for name in names_of(module)}
 
 
 # ---- notebooks ----
@@ -345,7 +353,7 @@ def reference():
                 "" if heading else inspect.cleandoc(importlib.import_module(_home(module)).__doc__)
             )
             own = [_entry(module, name) for name in names]
-            anchor = "" if heading else f'<a id="{module}"></a>\n\n'
+            anchor = "" if heading else f"[](){{#{module}}}\n\n"
             pages[page] = "\n\n".join([f"# {title}", anchor + told, *own]) + "\n"
             rows = "\n".join(
                 f"| [`{module}.{name}`][{module}.{name}] | {_summary(module, name)} |"
@@ -376,7 +384,7 @@ def _entry(module, name):
     if (ROOT / f"{home.replace('.', '/')}/{name}.py").exists():  # the module has the same name
         path = f"{path}.{name}"
     public = f"{module}.{name}"
-    anchor = f'<a id="{public}"></a>\n\n[](){{#{public}}}\n\n' if public != path else ""
+    anchor = f"[](){{#{public}}}\n\n" if public != path else ""
     hidden = {*INTERNAL.get(name, "").split(), "__init__"}
     if inspect.isclass(found):
         hidden |= {own for own in vars(found) if _is_inherited(found, own)}
@@ -415,7 +423,9 @@ def parser_of(words):
     found = []
 
     def keep(command, *, args, **settings):
-        found.append(tyro.extras.get_parser(command, **settings))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            found.append(tyro.extras.get_parser(command, **settings))
         raise SystemExit(0)
 
     with mock.patch.object(options.tyro, "cli", keep):
@@ -462,8 +472,8 @@ def _positional(parser):
 
 def _told(text):
     """A description, in one line for each paragraph."""
-    text = inspect.cleandoc(text or "").replace("<", "&lt;").replace("*", r"\*")
-    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+    parts = inspect.cleandoc(text or "").split("\n\n")
+    return "\n\n".join(_sentence(" ".join(part.split())) for part in parts)
 
 
 def _option(action):
@@ -476,12 +486,13 @@ def _option(action):
     value = action.metavar if isinstance(action.metavar, str) else ""
     value = re.sub(r"\{None\}\|", "", value)
     names = f"{names} `{value}`".strip() if value else names
-    cells = (names, _sentence(told), f"`{default}`" if default and default != "None" else "")
+    cells = (names, _sentence(told), f"`{default}`" if default not in _NOT_SHOWN else "")
     return "| " + " | ".join(own.replace("|", r"\|") for own in cells) + " |"
 
 
 def _sentence(text):
-    """With a capital letter, and safe in Markdown outside of code."""
-    parts = re.split(r"(`[^`]*`)", text[:1].upper() + text[1:])
-    parts[::2] = [own.replace("<", "&lt;").replace("*", r"\*") for own in parts[::2]]
+    """With a capital letter, its options in code font, and safe in Markdown outside of code."""
+    parts = re.split(r"(`[^`]*`|(?<![\w-])--[a-z][\w.-]*\w)", text[:1].upper() + text[1:])
+    parts[::2] = [re.sub(r"([\\*_<\[\]])", r"\\\1", own) for own in parts[::2]]
+    parts[1::2] = [own if own.startswith("`") else f"`{own}`" for own in parts[1::2]]
     return "".join(parts)
