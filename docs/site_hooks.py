@@ -100,6 +100,41 @@ INTERNAL = {
     "TokenStreams": "window",
     "Vocabulary": "from_json to_json",
 }
+# What the examples of the reference use.
+PREAMBLE = """\
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+from flax import nnx
+
+import jaxpar
+
+jaxpar.simulate_devices(8)
+rngs = nnx.Rngs(0)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+        self.head = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = jax.nn.gelu(block(x))
+        return self.head(x)[:, 0]
+
+
+def loss(model, batch):
+    return jaxpar.mean((model(batch["x"]) - batch["y"]) ** 2, batch["weight"])
+
+
+x = np.random.default_rng(0).normal(size=(640, 8)).astype(np.float32)
+y = x.sum(axis=1)
+task = jaxpar.adopt(Net, loss, batches={"x": x, "y": y}, batch_size=16)
+"""
 # What the explorer of schedules offers (docs/explorer.js); no more units, M x K, than that.
 SIZES = {
     "stages": [2, 3, 4, 5, 6, 8],
@@ -127,15 +162,20 @@ _FENCED = re.compile(r"(?ms)(^( *)```.*?^\2```)")
 
 
 class Rows(griffe.Extension):
-    """Arguments, and attributes, that a docstring tells of in one line have a row each, with their types."""
+    """Arguments that a docstring tells of in one line have a row each; an example is code."""
 
     def on_object(self, *, obj, **kwargs):
-        """Repeats what is said of several names for each of them."""
-        if obj.docstring is not None:
-            obj.docstring.value = _ROW.sub(
-                lambda row: "\n".join(f"  {name}{row[2]}" for name in row[1].split(", ")),
-                obj.docstring.value,
-            )
+        """Repeats what is said of several names for each of them, and fences the example."""
+        if obj.docstring is None:
+            return
+        text, head, example = obj.docstring.value.partition("\nExample:\n")
+        text = _ROW.sub(
+            lambda row: "\n".join(f"  {name}{row[2]}" for name in row[1].split(", ")), text
+        )
+        if head:
+            code = inspect.cleandoc(example)
+            text = f"{text.rstrip()}\n\n**Example:**\n\n```python\n{code}\n```\n"
+        obj.docstring.value = text
 
 
 def on_config(config):
@@ -360,8 +400,12 @@ def reference():
                 for name in names
             )
             parts += [f"## [{title}]({page}.md)", f"| name | summary |\n|---|---|\n{rows}"]
-    told = "The public names of jaxpar. Other modules and names are internal and can change at any time."
-    pages["index"] = "\n\n".join(["# Python API", told, *parts]) + "\n"
+    told = (
+        "These are the public names of jaxpar. All others are internal, and can change at any time."
+    )
+    use = "The examples on these pages use a small model and task, and eight simulated devices:"
+    code = f"## Examples\n\n{use}\n\n```python\n{PREAMBLE}```"
+    pages["index"] = "\n\n".join(["# Python API", told, *parts, code]) + "\n"
     return pages
 
 

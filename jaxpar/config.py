@@ -52,6 +52,10 @@ class PipelineConfig:
         sqrt(K) segments of chunks and keeps the carries before each: the segments run forward once for these
         carries, and then again one by one, the last first, forward and backward, with the residuals of one
         segment at a time.
+
+    Example:
+      pipeline = jaxpar.PipelineConfig("interleaved", num_microbatches=4, num_groups=2)
+      parallel = jaxpar.Parallel(jaxpar.MeshConfig(stage=2), pipeline)
     """
 
     schedule: Literal["1f1b", "gpipe", "interleaved", "v"] = "1f1b"
@@ -117,6 +121,10 @@ class Parallel:
       update: where optimizer state lies and the update runs. "replicated": on every data-parallel group;
         "sharded": split over `data` (ZeRO-1, arXiv:1910.02054); "host": split likewise, in host memory,
         so that devices hold parameters and gradients alone (ZeRO-Offload, arXiv:2101.06840).
+
+    Example:
+      parallel = jaxpar.Parallel(jaxpar.MeshConfig(data=4), update="sharded", fsdp=True)
+      result = jaxpar.fit(task, parallel, jaxpar.TrainConfig(num_steps=4))
     """
 
     mesh: MeshConfig = DATA_PARALLEL
@@ -304,6 +312,10 @@ class OptimizerConfig:
       lr_decay_every: steps between two decays of "exponential".
       weight_decay: of adamw; of sgd it is added to the gradient (L2). 0 with others.
       momentum: of sgd; 0 with others.
+
+    Example:
+      optimizer = jaxpar.OptimizerConfig("adamw", learning_rate=3e-4, weight_decay=0.1)
+      task = jaxpar.adopt(Net, loss, batches={"x": x, "y": y}, optimizer=optimizer)
     """
 
     name: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
@@ -360,6 +372,10 @@ class TrainConfig:
       out_dir: where metrics, settings and checkpoints are written: a folder, which all processes share, or
         gs://BUCKET/FOLDER (with the package gcsfs); None takes the next free folder of runs/0001,
         runs/0002, ...
+
+    Example:
+      train = jaxpar.TrainConfig(num_steps=4, log_every=2, checkpoint_every=4, out_dir="runs/small")
+      result = jaxpar.fit(task, "dp2", train)
     """
 
     num_steps: int = 800

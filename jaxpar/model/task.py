@@ -60,6 +60,21 @@ class Task:
         mesh that does not have one has it with size 1.
       train, parallel: the settings that its runs have by default.
       run_class: what `load_run` makes of its runs, by module and name: a class that derives from `LoadedRun`.
+
+    Example:
+      @dataclasses.dataclass(frozen=True)
+      class Regression(jaxpar.Task):
+        batch_size: int = 16
+        optimizer: jaxpar.OptimizerConfig = jaxpar.OptimizerConfig()
+
+        def make_model(self, rngs):
+          return Net(rngs)
+
+        def loss(self, model, batch):
+          return jaxpar.mean((model(batch["x"]) - batch["y"]) ** 2, batch["weight"])
+
+        def make_batches(self, split, seed=None):
+          return jaxpar.ArrayBatches({"x": x, "y": y}, self.batch_size, seed)
     """
 
     unit: ClassVar[str] = "rows"

@@ -38,7 +38,7 @@ _NEEDS_VALUES = (
 _UNBOUND_AXIS = re.compile(r"unbound axis name: (\w+)")
 _NO_MESH = re.compile(r"context mesh|mesh context|mesh in context|shard_map")
 
-_OWN_AXIS = 'an axis of your own (docs/build/custom-axes.md)'
+_OWN_AXIS = "an axis of your own (docs/build/custom-axes.md)"
 _LAY_OUT = 'at.layout(x, "batch", None, "hidden")'
 
 

@@ -71,6 +71,10 @@ class LM(Options):
       packed: read the lines of the text, each from the zero state, packed into rows of seq_len steps; long
         ones continue in the next window. See `PackedBatches`.
       optimizer: and its learning rate.
+
+    Example:
+      task = jaxpar.lm.LM(num_layers=2, hidden_size=16, embed_size=16, corpus="text.txt", seq_len=8)
+      result = jaxpar.fit(task, "dp2pp2", jaxpar.TrainConfig(num_steps=4))
     """
 
     unit: ClassVar[str] = "tokens"
