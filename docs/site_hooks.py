@@ -154,9 +154,10 @@ _ROW = re.compile(r"^  (\w+(?:, \w+)+)(:.*(?:\n    .*)*)", re.MULTILINE)
 _ALERT = re.compile(r"^( *)> \[!(NOTE|TIP|WARNING)\] *\n((?:\1>.*(?:\n|\Z))*)", re.MULTILINE)
 # What holds no names to link: a heading, a line of HTML, a link; or a span of code.
 _SPAN = re.compile(
-    r"^#.*$|^ *<.*$|!?\[(?:`[^`\n]*`|[^\[\]`])*\](?:\([^)]*\)|\[[^\]]*\])|(`+)(.+?)\1", re.MULTILINE
+    r"^#.*$|^ *<.*$|!?\[(?:`[^`\n]*`|[^\[\]`])*\](?:\([^)]*\)|\[[^\]]*\])|(`+)((?:[^`\n]|\n(?!\s*\n))+?)\1",
+    re.MULTILINE,
 )
-_NAME = re.compile(r"(jaxpar(?:\.\w+)*)(?:\(.*\))?")
+_NAME = re.compile(r"(?s)(jaxpar(?:\.\w+)*)(?:\(.*\))?")
 _NOT_SHOWN = ("", "None", "False")  # defaults
 _FENCED = re.compile(r"(?ms)(^( *)```.*?^\2```)")
 

@@ -83,4 +83,4 @@ def test_questions_are_answered_two_clicks_from_the_readme(question):
 def test_every_page_is_linked_from_another():
     """Also on GitHub, where there is no navigation."""
     linked = set().union(*map(pages.clicks, (*PAGES, *OTHERS, *MEASURED)))
-    assert {*PAGES} - linked == set()
+    assert {*PAGES[1:]} - linked == set()

@@ -189,11 +189,11 @@ def test_notes_become_admonitions(hooks):
 def test_public_names_are_linked_once(hooks):
     seen = set()
     text = (
-        "# `jaxpar.fit`\n`jaxpar.fit(task, 'dp2')` and `jaxpar.fit`, [`jaxpar.show`](a.md), "
+        "# `jaxpar.fit`\n`jaxpar.fit(task,\n'dp2')` and `jaxpar.fit`, [`jaxpar.show`](a.md), "
         "`jaxpar.Task.loss`, `jaxpar.nn.LSTM`, `jaxpar.nonsense`, `jaxpar`"
     )
     assert hooks.with_names(text, seen) == (
-        "# `jaxpar.fit`\n[`jaxpar.fit(task, 'dp2')`][jaxpar.fit] and `jaxpar.fit`, "
+        "# `jaxpar.fit`\n[`jaxpar.fit(task,\n'dp2')`][jaxpar.fit] and `jaxpar.fit`, "
         "[`jaxpar.show`](a.md), [`jaxpar.Task.loss`][jaxpar.Task], "
         "[`jaxpar.nn.LSTM`][jaxpar.nn.LSTM], `jaxpar.nonsense`, `jaxpar`"
     )
