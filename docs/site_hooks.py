@@ -415,10 +415,21 @@ def _home(module):
     return MODULES[module].rpartition("/")[0].replace("/", ".")
 
 
+def docstring_of(module, name):
+    """The docstring of a public name; of a constant, the text below its assignment."""
+    found = getattr(importlib.import_module(_home(module)), name)
+    if callable(found):
+        return inspect.cleandoc(found.__doc__ or "")
+    listed = (ROOT / MODULES[module]).read_text("utf-8")
+    [home] = re.findall(rf"^from (\S+) import {name} as", listed, re.MULTILINE)
+    source = (ROOT / f"{home.replace('.', '/')}.py").read_text("utf-8")
+    [text] = re.findall(rf'(?ms)^{name} = .*?\n"""(.*?)"""', source)
+    return inspect.cleandoc(text)
+
+
 def _summary(module, name):
     """The first line of a docstring."""
-    found = getattr(importlib.import_module(_home(module)), name)
-    return inspect.cleandoc(found.__doc__ or "").partition("\n")[0].replace("|", r"\|")
+    return docstring_of(module, name).partition("\n")[0].replace("|", r"\|")
 
 
 def _entry(module, name):
