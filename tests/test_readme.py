@@ -278,7 +278,7 @@ HELPS = (
     ["inspect", "lm"], ["plot", "bytes", "lm"], ["evaluate"], ["predict"], ["sample"], ["export"],
     ["launch"],
 )  # fmt: skip
-# Of pip, pytest, mkdocs, Slurm, Open MPI, Ray, XLA and MXNet; and of models of the reader's; and of every program.
+# Of pip, pytest, mkdocs, Slurm, Open MPI, Ray, XLA and MXNet, of every program, and of readers' models.
 OF_OTHERS = {
     "--strict",
     "--head",

@@ -86,7 +86,9 @@ def anchors(page):
 def links(page):
     """What a page links to in the repository: (path, anchor or "")."""
     text = re.sub(r"`[^`\n]*`", "code", without_code(text_of(page)))
-    written = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:href|src)="([^"]+)"', text)
+    written = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(
+        r'(?:href|<img [^>]*src)="([^"]+)"', text
+    )
     for target in written:
         if not re.match(r"[a-z]+:", target):
             path, _, anchor = target.partition("#")
