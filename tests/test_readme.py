@@ -147,7 +147,14 @@ SMALL = {
 }
 # What commands of pages write, besides those of the README.
 USED = {"predicted", "stream", "half.safetensors"}
-PICTURES = {"timeline.svg", "bytes.png", "parallelisms.svg", "memory.png"}
+PICTURES = {
+    "schedule.svg",
+    "schedule.pdf",
+    "timeline.svg",
+    "bytes.png",
+    "parallelisms.svg",
+    "memory.png",
+}
 CLASSIFIER = "# gestures.py"
 
 
@@ -163,11 +170,15 @@ def test_commands_of_the_readme_and_of_pages_run(sections, made, tmp_path):
     own = files_of(*pages, *PAGES)
     for name, text in own.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "my_text").mkdir()
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"my_text/{split}.txt").write_text("the value of an object is returned\n" * 300)
     (tmp_path / "other.txt").write_text("the value of an object is returned\n" * 300)
     (tmp_path / "prompts.txt").write_text("the value of\nthe\n")
     for command in dict.fromkeys(tuple(command) for page in pages for command in commands(page)):
         # Which other tests run; a machine's compiler may not be there.
-        if {"curves", "--compare", "--machine"} & {*command} or (
+        if {"curves", "--compare", "--machine", "--start-rename"} & {*command} or (
             command[0] == "launch" and "--print" not in command
         ):
             continue
@@ -179,7 +190,7 @@ def test_commands_of_the_readme_and_of_pages_run(sections, made, tmp_path):
         )
         printed = run("-m", "jaxpar", *command, *devices, *small, cwd=tmp_path)
         assert printed.strip(), command
-    given = {*own, "other.txt", "prompts.txt", "__pycache__"}
+    given = {*own, "examples", "my_text", "other.txt", "prompts.txt", "__pycache__"}
     written = {path.name for path in tmp_path.iterdir()} - given
     assert written == {"runs", "scores", "model.safetensors", *made}
 
