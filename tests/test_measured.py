@@ -282,5 +282,5 @@ def test_the_page_says_what_its_picture_shows():
     docs = Path(__file__).parent.parent / "docs"
     svg, page = ((docs / name).read_text() for name in ("timeline.svg", "scale/inspect.md"))
     idle, predicted = re.search(r"idle ([\d.]+)%, predicted ([\d.]+)%", svg).groups()
-    explained = re.search(r"The idle time: ([\d.]+)% by the schedule", svg)[1]
+    explained = re.search(r"([\d.]+)%(?: by)? the schedule", svg)[1]
     assert {idle, explained, predicted} <= {*re.findall(r"([\d.]+) ?%", page)}
