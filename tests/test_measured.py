@@ -283,4 +283,4 @@ def test_the_page_says_what_its_picture_shows():
     svg, page = ((docs / name).read_text() for name in ("timeline.svg", "scale/inspect.md"))
     idle, predicted = re.search(r"idle ([\d.]+)%, predicted ([\d.]+)%", svg).groups()
     explained = re.search(r"([\d.]+)%(?: by)? the schedule", svg)[1]
-    assert {idle, explained, predicted} <= {*re.findall(r"([\d.]+) ?%", page)}
+    assert {idle, explained, predicted} <= {*re.findall(r"\d+\.\d+", page)}
