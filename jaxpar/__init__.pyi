@@ -1,4 +1,4 @@
-# What is learned, and by which model.
+# Tasks, models, and data.
 from jaxpar.model.task import Task as Task
 from jaxpar.model.adopt.short import adopt as adopt
 from jaxpar.model.model import mean as mean
@@ -12,7 +12,7 @@ from jaxpar.data.streams import SeriesBatches as SeriesBatches
 from jaxpar.data.iterator import IteratorBatches as IteratorBatches
 from jaxpar.config import OptimizerConfig as OptimizerConfig
 
-# On which devices, and for how long.
+# Layouts and options.
 from jaxpar.mesh import MeshConfig as MeshConfig
 from jaxpar.config import PipelineConfig as PipelineConfig
 from jaxpar.config import Parallel as Parallel
@@ -22,7 +22,7 @@ from jaxpar.sharding import Rules as Rules
 from jaxpar.nn.param import named as named
 from jaxpar.mesh import simulate_devices as simulate_devices
 
-# A run; or its parts.
+# Runs, callbacks, and steps.
 from jaxpar.training.fit import fit as fit
 from jaxpar.training.weights import Start as Start
 from jaxpar.training.loaded import load_run as load_run
@@ -38,14 +38,14 @@ from jaxpar.step.functions import make_train_step as make_train_step
 from jaxpar.step.functions import value_and_grad as value_and_grad
 from jaxpar.step.functions import make_predict_step as make_predict_step
 
-# What a step does.
+# Inspection.
 from jaxpar.training.comparison import compare_meshes as compare_meshes
 from jaxpar.analysis.program import inspect_step as inspect_step
 from jaxpar.analysis.measured import measure_step as measure_step
 from jaxpar.base.display import show as show
 from jaxpar.planning.suggested import suggest_rules as suggest_rules
 
-# The rest.
+# Modules.
 from jaxpar import nn as nn
 from jaxpar import pipeline as pipeline
 from jaxpar import planning as planning

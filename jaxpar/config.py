@@ -53,6 +53,10 @@ class PipelineConfig:
       remat_keeps: Where recomputation keeps the inputs of each unit: on the device, or in host memory (the
         same on CPUs). The third choice, carries, keeps the least: only the recurrent states before about
         sqrt(K) segments of the window. It runs each segment forward twice.
+
+    Example:
+      pipeline = jaxpar.PipelineConfig("interleaved", num_microbatches=4, num_groups=2)
+      parallel = jaxpar.Parallel(jaxpar.MeshConfig(stage=2), pipeline)
     """
 
     schedule: Literal["1f1b", "gpipe", "interleaved", "v"] = "1f1b"
@@ -118,6 +122,10 @@ class Parallel:
       update: Placement of optimizer state and update: replicated on every data-parallel group, sharded over
         the groups (ZeRO-1, arXiv:1910.02054), or sharded in host memory (ZeRO-Offload, arXiv:2101.06840).
         With host, devices store only parameters and gradients.
+
+    Example:
+      parallel = jaxpar.Parallel(jaxpar.MeshConfig(data=4), update="sharded", fsdp=True)
+      result = jaxpar.fit(task, parallel, jaxpar.TrainConfig(num_steps=4))
     """
 
     mesh: MeshConfig = DATA_PARALLEL
@@ -305,6 +313,10 @@ class OptimizerConfig:
       weight_decay: Weight decay of adamw. For sgd it is added to the gradient (L2). Other optimizers have
         none.
       momentum: Momentum of sgd. Other optimizers have none.
+
+    Example:
+      optimizer = jaxpar.OptimizerConfig("adamw", learning_rate=3e-4, weight_decay=0.1)
+      task = jaxpar.adopt(Net, loss, batches={"x": x, "y": y}, optimizer=optimizer)
     """
 
     name: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
@@ -362,6 +374,10 @@ class TrainConfig:
       out_dir: Run folder, for metrics, settings and checkpoints. All processes must see it. It can be in a
         bucket, gs://BUCKET/FOLDER (needs the package gcsfs). By default the next free one of runs/0001,
         runs/0002, ...
+
+    Example:
+      train = jaxpar.TrainConfig(num_steps=4, log_every=2, checkpoint_every=4, out_dir="runs/small")
+      result = jaxpar.fit(task, "dp2", train)
     """
 
     num_steps: int = 800

@@ -42,6 +42,10 @@ class MeshConfig(Shown):
     Raises:
       ValueError: a size is not positive (nor a single -1), an axis has no usable name, or a device number is
         repeated.
+
+    Example:
+      mesh = jaxpar.MeshConfig(data=2, stage=2, tensor=2)
+      assert mesh == jaxpar.MeshConfig.parse("dp2pp2tp2")
     """
 
     data: int = 1
@@ -219,6 +223,10 @@ def simulate_devices(num_devices: int) -> None:
     Raises:
       ValueError: `num_devices` is not positive, or more than one process can simulate; or the backend has
         started with other devices.
+
+    Example:
+      jaxpar.simulate_devices(8)
+      print(len(jax.devices()))  # 8
     """
     import jax
 

@@ -82,6 +82,9 @@ class Rules:
 
     Raises:
       ValueError: two rules for one dim, or an axis twice in one rule.
+
+    Example:
+      rules = jaxpar.RULES.replace({"channels": "tensor"})  # a name of your own for a dim
     """
 
     table: tuple[tuple[str, Axes], ...]
@@ -199,6 +202,11 @@ RULES = Rules.make(
         VOCAB: (STAGE, TENSOR),
     }
 )
+"""The rules that a task has by default.
+
+Example:
+  rules = jaxpar.RULES.replace({"vocab": None})  # a head that is whole on every device
+"""
 
 
 def off_stages(rules: Rules) -> Rules:

@@ -339,7 +339,7 @@ def test_the_ranking_of_the_readme_is_what_its_command_prints(capsys):
 @pytest.mark.slow
 def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path):
     assert "(docs/parallelisms.svg)" in _readme()
-    page = (ROOT / "docs/parallelism.md").read_text()
+    page = (ROOT / "docs/concepts/parallelism.md").read_text()
     [command] = re.findall(
         r"python -m jaxpar (plot parallelisms .*?) -o docs/parallelisms.svg", page
     )

@@ -225,7 +225,7 @@ def texts_of(picture):
 @pytest.mark.slow
 def test_the_picture_of_the_page_has_what_its_command_draws(tmp_path, no_compiler):
     """All but times, memory and bytes, which are from the machine's compiler: `test_aot` has the whole."""
-    [command] = command_of("docs/parallelism.md")
+    [command] = command_of("docs/concepts/parallelism.md")
     *arguments, output, place = command[3:]
     assert (output, place) == ("-o", "docs/parallelisms.svg")
     assert main([*arguments, "-o", str(tmp_path / "a.svg")]) == 0

@@ -1,7 +1,7 @@
 """What JAX, Flax, Optax, Orbax and NumPy do against the first guess, and what jaxpar says of it.
 
 Each test of the first part states a guess, and what happens instead. If one fails, a version does something
-else: change the row of docs/surprises.md.
+else: change the row of docs/help/surprises.md.
 """
 
 import dataclasses
@@ -427,7 +427,7 @@ def test_numpy_sorts_bfloat16_with_a_nan_wrongly():
 
 def test_the_page_names_what_is_there():
     """Each row has a source, and each test and each script of the page exists."""
-    page = (ROOT / "docs" / "surprises.md").read_text()
+    page = (ROOT / "docs" / "help" / "surprises.md").read_text()
     rows = [
         line for line in page.splitlines() if line.startswith("| ") and "| source |" not in line
     ]

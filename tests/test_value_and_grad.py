@@ -109,7 +109,7 @@ def test_a_loop_of_ones_own_trains_as_jaxpar_does(mesh, units, layout, pipeline,
     assert_close(by_layer(state.carry, settings), by_layer(wanted.carry, settings))
 
 
-# The loop of docs/models.md, as each of several processes runs it.
+# The loop of docs/build/custom-loop.md, as each of several processes runs it.
 LOOP = """
 import dataclasses
 import jax

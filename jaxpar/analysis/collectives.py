@@ -52,6 +52,10 @@ class Collective:
       op_name: as XLA records it.
       beside: what computes between its start and its end, in the program's order: the named scopes that it is
         from, or else its opcode; None if it is synchronous, and everything waits for it.
+
+    Example:
+      report = jaxpar.inspect_step(task, "dp2")
+      print([(each.op, each.axes, each.sent_bytes) for each in report.collectives])
     """
 
     op: str
@@ -98,6 +102,12 @@ def find_collectives(
         they are in the same order.
     Raises:
       ValueError: the text is not an HLO module, or the program does not run on the mesh.
+
+    Example:
+      mesh = jaxpar.MeshConfig(data=2, devices=(0, 1)).build()
+      rows = jax.device_put(jnp.ones((4, 8)), jax.sharding.NamedSharding(mesh, jax.P("data")))
+      text = jax.jit(jnp.sum).lower(rows).compile().as_text()
+      print(jaxpar.analysis.find_collectives(text, mesh))
     """
     module = Module(text)
     if module.num_partitions == 1:

@@ -45,6 +45,10 @@ class Span(NamedTuple):
       part: `FORWARD`, `HEAD` or `BACKWARD`; or `WEIGHTS`, followed by the number of its lane.
       start: seconds since the loop began.
       seconds: how long it took.
+
+    Example:
+      measured = jaxpar.measure_step(task, "pp2", num_steps=1)
+      print([(span.stage, span.part, span.seconds) for span in measured.spans[:3]])
     """
 
     stage: int
@@ -65,6 +69,10 @@ class MeasuredStep(Printed):
       step_seconds: of the whole step, from the first operation of its stages to the last.
       traced_seconds, plain_seconds: of the quickest step as seen from outside, with the profiler on and off.
       num_devices, num_cores: of the mesh, and of this machine. Simulated devices that are more share them.
+
+    Example:
+      measured = jaxpar.measure_step(task, "pp2", num_steps=1)
+      print(measured.bubble, measured.predicted_bubble)
     """
 
     schedule: Schedule
@@ -150,6 +158,10 @@ def measure_step(
     Raises:
       RuntimeError: this version of XLA compiles the loop over ticks in another way.
       ValueError: there is no pipeline to measure, or no way to measure it here; or `num_steps` is below 1.
+
+    Example:
+      measured = jaxpar.measure_step(task, "pp2", num_steps=1)
+      print(measured.bubble)
     """
     setup = Setup.of(task, parallel, train, mesh)
     parallel, mesh = setup.parallel, setup.mesh

@@ -36,6 +36,10 @@ class Memory:
       temporary: everything else, at its peak; without what lies in a TPU's memory on the chip.
       code: the program itself, where it lies in the device's memory.
       purposes: what the arguments of a training step are, such as "parameters"; empty for other programs.
+
+    Example:
+      memory = jaxpar.inspect_step(task, "dp2").memory
+      print(memory.temporary, memory.total)
     """
 
     arguments: int
@@ -95,6 +99,10 @@ class ProgramReport(Printed):
         often it runs; None where XLA does not count.
       memory: None where XLA does not report it.
       notes: where a program for CPUs sends more than others do.
+
+    Example:
+      report = jaxpar.inspect_step(task, "dp2")
+      print(report)
     """
 
     collectives: tuple[Collective, ...]
@@ -142,6 +150,10 @@ def inspect_step(
       mesh: that of `parallel`; None builds it.
     Raises:
       ValueError: sizes do not fit the mesh.
+
+    Example:
+      report = jaxpar.inspect_step(task, "dp2")
+      print(report.memory.total, [each.op for each in report.collectives])
     """
     setup = Setup.of(task, parallel, train, mesh)
     return inspect_lowered(setup, lower_step(setup))
@@ -173,6 +185,11 @@ def inspect_function(
       mesh: as for `inspect_compiled`.
     Raises:
       ValueError: the mesh cannot be inferred from the arguments and results.
+
+    Example:
+      mesh = jaxpar.MeshConfig(data=2, devices=(0, 1)).build()
+      rows = jax.device_put(jnp.ones((4, 8)), jax.sharding.NamedSharding(mesh, jax.P("data")))
+      print(jaxpar.analysis.inspect_function(jnp.sum, rows))
     """
     jitted: Value = function
     if not hasattr(function, "lower"):  # what JAX has traced of it before may be of other globals
@@ -187,6 +204,11 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
       mesh: whose axes are named; None takes that of the program's arguments and results.
     Raises:
       ValueError: they are on no mesh, or on several; or the program was not compiled for the mesh.
+
+    Example:
+      mesh = jaxpar.MeshConfig(data=2, devices=(0, 1)).build()
+      rows = jax.device_put(jnp.ones((4, 8)), jax.sharding.NamedSharding(mesh, jax.P("data")))
+      print(jaxpar.analysis.inspect_compiled(jax.jit(jnp.sum).lower(rows).compile()))
     """
     # Of partition 0, 1, ... What is compiled for a machine that is not there has none.
     devices = getattr(compiled.runtime_executable(), "local_devices", list)()

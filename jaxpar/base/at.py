@@ -64,6 +64,11 @@ class LayerContext(NamedTuple):
       layout: lays activations out by the names of their dims, `at.layout(x, "batch", None, "heads")`.
       time_major: whether blocks are [time, rows, ...]; else [rows, ...].
       processor: that computes; None is JAX's default device.
+
+    Example:
+      layer = jaxpar.nn.GRU(16, rngs=rngs)
+      at = jaxpar.LayerContext(layer=0, time=0, row=0)  # as jaxpar passes it; here for a call by hand
+      carry, outputs = layer(layer.initial_carry(2), jnp.ones((5, 2, 16)), at)
     """
 
     layer: Index

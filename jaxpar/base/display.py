@@ -22,6 +22,9 @@ def show(thing: object) -> Any:
         `Comparison`, a `Ranking` or `Parallelisms`; a `FitResult`.
     Raises:
       ValueError: there is no picture of such an object.
+
+    Example:
+      print(jaxpar.show(jaxpar.MeshConfig(data=2, stage=2)))
     """
     # What draws registers itself, and is not imported before it is needed.
     nobody = show.dispatch(object)

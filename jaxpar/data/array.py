@@ -25,6 +25,12 @@ class ArrayBatches(DrawnBatches):
       seed: None for evaluation.
     Raises:
       ValueError: a number is out of range, arrays differ in their rows, or there are too few of them.
+
+    Example:
+      def make_batches(split, seed):
+        return jaxpar.ArrayBatches({"x": x, "y": y}, batch_size=16, seed=seed)
+
+      task = jaxpar.adopt(Net, loss, batches=make_batches)
     """
 
     index_dims = 1

@@ -45,6 +45,13 @@ class IteratorBatches:
       ValueError: `make` is no function, or the size is out of range. As a batch is read: it is no dict of
         numbers, or of another size or type than the first.
       EndOfStreamError: as a batch is read, there is none.
+
+    Example:
+      def read():
+        for start in range(0, len(x), 16):
+          yield {"x": x[start : start + 16], "y": y[start : start + 16]}
+
+      batches = jaxpar.IteratorBatches(read, batch_size=16)
     """
 
     num_windows = None  # known at the end alone

@@ -39,6 +39,10 @@ class SeriesBatches(DrawnBatches):
         that alone.
     Raises:
       ValueError: a number is out of range, arrays differ in their steps, or the series is too short.
+
+    Example:
+      wave = np.sin(np.arange(1001) / 5).astype(np.float32)
+      batches = jaxpar.SeriesBatches({"x": wave[:-1], "y": wave[1:]}, batch_size=4, seq_len=25, seed=0)
     """
 
     unit: ClassVar[str] = "steps"

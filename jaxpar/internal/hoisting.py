@@ -47,6 +47,13 @@ def hoisted_scan(
     Raises:
       ValueError: a step returns a carry of another structure, shape or dtype than it takes, or numbers that
         are not floating-point.
+
+    Example:
+      def step(w, h, x):
+        h = jnp.tanh(x + h @ w)
+        return h, h
+
+      h, outputs = jaxpar.nn.hoisted_scan(step, jnp.eye(8), jnp.zeros((2, 8)), jnp.ones((5, 2, 8)))
     """
     # A gradient has the type of what it is of: over which axes parts are added is told before.
     params, carry, xs = vary_like((params, carry, xs), (params, carry, xs))

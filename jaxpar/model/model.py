@@ -33,6 +33,10 @@ class Sums(NamedTuple):
         batch alone where you can: then its total is known before the backward pass.
       metrics: further sums by name; what is reported is `metrics / weight`. Names of other numbers of a run
         (`base.parts.NUMBERS`) are taken.
+
+    Example:
+      errors = jnp.array([0.5, 1.5])
+      sums = jaxpar.Sums(jnp.sum(errors), jnp.float32(errors.size), {"worst": jnp.max(errors)})
     """
 
     loss: jax.Array
@@ -59,6 +63,10 @@ def mean(losses: jax.Array, mask: jax.Array | None = None, **metrics: jax.Array)
       metrics: further numbers of items, whose means are reported by these names.
     Raises:
       ValueError: the dims of the mask are not the first ones of the losses.
+
+    Example:
+      sums = jaxpar.mean(jnp.array([1.0, 3.0, 5.0]), mask=jnp.array([1.0, 1.0, 0.0]))
+      print(sums.loss / sums.weight)  # 2.0
     """
     mask = jnp.ones((), jnp.float32) if mask is None else jnp.asarray(mask)
     require(
@@ -155,6 +163,19 @@ class Layer(nnx.Module):
       rows_together: how many neighbouring rows of the batch it may mix, as a norm by their statistics does:
         it is called for so many at a time, whatever the mesh and the microbatches. None: each row stands
         alone, and calls have any number of them.
+
+    Example:
+      class Residual(jaxpar.Layer):
+        def __init__(self, size, rngs):
+          self.inner = jaxpar.nn.Linear(size, size, dims=("input", "hidden"), rngs=rngs)
+
+        def initial_carry(self, rows):
+          return ()  # no state
+
+        def __call__(self, carry, x, at):
+          return carry, x + jnp.tanh(self.inner(x))
+
+      layer = Residual(16, rngs)
     """
 
     kind_name: ClassVar[str | None] = None
@@ -187,6 +208,20 @@ class Model(nnx.Module):
       layers: a `Stack`.
       time_major: blocks come as [time, rows, ...] (arrays [rows] of a batch as they are), and time can be cut
         into chunks. False is for a model without time: blocks come as [rows, ...].
+
+    Example:
+      class Regressor(jaxpar.Model):
+        def __init__(self, rngs):
+          self.layers = jaxpar.Stack([lambda rngs: jaxpar.nn.GRU(16, rngs=rngs)] * 4, rngs=rngs)
+          self.out = jaxpar.nn.Linear(16, 1, dims=("hidden", None), rngs=rngs)
+
+        def first(self, batch, at):
+          return batch["x"]  # [time, rows, 16]
+
+        def last(self, y, batch, at):
+          return jaxpar.mean((self.out(y) - batch["y"]) ** 2)
+
+      model = Regressor(rngs)
     """
 
     time_major: ClassVar[bool] = True

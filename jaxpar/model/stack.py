@@ -36,6 +36,10 @@ class Stack(nnx.Module):
       kinds: their names, in the order in which they first occur.
       kind_of: the number of each layer's kind.
       slots: where each layer lies; see `place`.
+
+    Example:
+      stack = jaxpar.Stack([lambda rngs: jaxpar.nn.GRU(16, rngs=rngs)] * 8, rngs=rngs)
+      print(stack.gru.w_x.shape)  # (8, 16, 3, 16)
     """
 
     def __init__(self, makers: Sequence[Maker], *, rngs: nnx.Rngs, unroll: int = 4):

@@ -60,6 +60,21 @@ class Task:
         without such an axis has it with size 1.
       train, parallel: Default settings and default layout of its runs.
       run_class: Class of its loaded runs, by module and name; it derives from `LoadedRun`.
+
+    Example:
+      @dataclasses.dataclass(frozen=True)
+      class Regression(jaxpar.Task):
+        batch_size: int = 16
+        optimizer: jaxpar.OptimizerConfig = jaxpar.OptimizerConfig()
+
+        def make_model(self, rngs):
+          return Net(rngs)
+
+        def loss(self, model, batch):
+          return jaxpar.mean((model(batch["x"]) - batch["y"]) ** 2, batch["weight"])
+
+        def make_batches(self, split, seed=None):
+          return jaxpar.ArrayBatches({"x": x, "y": y}, self.batch_size, seed)
     """
 
     unit: ClassVar[str] = "rows"

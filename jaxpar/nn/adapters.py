@@ -26,6 +26,10 @@ class Recurrent(nnx.Module):
 
     Flax's cells cut their gates from one array. Unless its parameters have named dims, a cell is given inputs
     that are whole on each device, whatever splits the layers around it.
+
+    Example:
+      layer = jaxpar.nn.Recurrent(nnx.GRUCell(16, 16, rngs=rngs))
+      carry, y = layer(layer.initial_carry(2), jnp.ones((5, 2, 16)), jaxpar.LayerContext(0, 0, 0))
     """
 
     def __init__(self, cell: Module):
@@ -57,7 +61,12 @@ class Recurrent(nnx.Module):
 
 
 class Stateless(nnx.Module):
-    """A layer made of any module `x -> y` with y shaped as x: `Stateless(nnx.Linear(64, 64, rngs=rngs))`."""
+    """A layer made of any module `x -> y` with y shaped as x: `Stateless(nnx.Linear(64, 64, rngs=rngs))`.
+
+    Example:
+      layer = jaxpar.nn.Stateless(nnx.LayerNorm(16, rngs=rngs))
+      _, y = layer((), jnp.ones((5, 2, 16)), jaxpar.LayerContext(0, 0, 0))
+    """
 
     def __init__(self, module: Module):
         self.module = module

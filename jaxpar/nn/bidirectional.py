@@ -27,6 +27,11 @@ class Bidirectional(nnx.Module):
 
     Attributes:
       first, second: layers that take the same inputs.
+
+    Example:
+      gru = lambda: jaxpar.nn.GRU(16, rngs=rngs)
+      layer = jaxpar.nn.Bidirectional(gru(), gru())
+      carry, y = layer(layer.initial_carry(2), jnp.ones((5, 2, 16)), jaxpar.LayerContext(0, 0, 0))
     """
 
     whole_window: ClassVar[bool] = True

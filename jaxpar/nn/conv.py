@@ -13,6 +13,10 @@ class Conv(nnx.Conv):
 
     A rule for the last dim splits its outputs (column-parallel), one for the dim before it splits its inputs
     (row-parallel). A rule for the batch of images alone leaves the kernel whole.
+
+    Example:
+      conv = jaxpar.nn.Conv(3, 16, (3, 3), dims=(None, None, "input", "hidden"), rngs=rngs)
+      print(conv(jnp.ones((2, 8, 8, 3))).shape)  # (2, 8, 8, 16)
     """
 
     def __init__(

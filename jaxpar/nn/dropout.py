@@ -20,6 +20,10 @@ def dropout(x: jax.Array, rate: float, at: LayerContext, *, number: int = 0) -> 
       number: distinguishes several dropouts of one layer.
     Raises:
       ValueError: the rows of `x` are not where `at` says.
+
+    Example:
+      at = jaxpar.LayerContext(0, 0, 0, key=jax.random.key(0))  # a layer gets it from jaxpar
+      y = jaxpar.nn.dropout(jnp.ones((5, 2, 16)), 0.1, at)
     """
     if rate == 0.0 or at.key is None:
         return x

@@ -10,7 +10,12 @@ UNIT_VARIANCE = uniform(3**0.5)
 
 
 class Embedding(nnx.Module):
-    """A table with one vector per token, [tokens, embed]; its dims may be split by the rules."""
+    """A table with one vector per token, [tokens, embed]; its dims may be split by the rules.
+
+    Example:
+      embed = jaxpar.nn.Embedding(1000, 16, rngs=rngs)
+      print(embed(jnp.array([[1, 2, 3]])).shape)  # (1, 3, 16)
+    """
 
     def __init__(
         self,

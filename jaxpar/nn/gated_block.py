@@ -49,6 +49,10 @@ class GatedBlock(nnx.Module):
     Attributes:
       layer: a `Recurrence`, such as `MLSTM`.
       gate, out: W_g and W_o, [H, H].
+
+    Example:
+      layer = jaxpar.nn.GatedBlock(jaxpar.nn.MLSTM(16, num_heads=4, rngs=rngs), rngs=rngs)
+      carry, y = layer(layer.initial_carry(2), jnp.ones((5, 2, 16)), jaxpar.LayerContext(0, 0, 0))
     """
 
     def __init__(self, layer: Recurrence, *, rngs: nnx.Rngs, init: Initializer | None = None):

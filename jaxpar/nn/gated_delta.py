@@ -118,6 +118,10 @@ class GatedDeltaNet(MatrixMemory):
       w_g: [I, 2, N].
       b: of a; `decay`: L; [N].
       negative_eigenvalues: whether b_t is in (0, 2), not (0, 1).
+
+    Example:
+      layer = jaxpar.nn.GatedDeltaNet(16, num_heads=4, negative_eigenvalues=True, rngs=rngs)
+      carry, y = layer(layer.initial_carry(2), jnp.ones((5, 2, 16)), jaxpar.LayerContext(0, 0, 0))
     """
 
     kind_name = "gated_delta"

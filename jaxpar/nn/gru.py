@@ -39,6 +39,11 @@ def gru_layer(
       unroll: how many steps a turn of the loops over time takes at most; see `hoisted_scan`.
     Returns:
       h after the last step, and the outputs h_TBH in the dtype of x.
+
+    Example:
+      gru = jaxpar.nn.GRU(16, rngs=rngs)
+      params = jaxpar.nn.GateParams(gru.w_x[...], gru.w_h[...], gru.b[...])
+      h, outputs = jaxpar.nn.gru_layer(params, jnp.zeros((2, 16)), jnp.ones((5, 2, 16)))
     """
     dtype = x_TBI.dtype
 
@@ -65,6 +70,10 @@ class GRU(Recurrence):
     Attributes:
       w_x: [I, 3, H]; `w_h`: [H, 3, H], of heads [N, D, 3, D].
       b: [4, H]; the last row belongs to n's product with the state.
+
+    Example:
+      layer = jaxpar.nn.GRU(16, rngs=rngs)
+      carry, y = layer(layer.initial_carry(2), jnp.ones((5, 2, 16)), jaxpar.LayerContext(0, 0, 0))
     """
 
     num_gates, num_biases = 3, 4

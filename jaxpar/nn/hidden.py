@@ -25,6 +25,10 @@ class GateParams(NamedTuple):
     """Weights of one layer, or of several stacked on a leading dim; I inputs, H hidden, G gates. float32.
 
     Of N heads of D units w_h is [N, D, G, D], and H is two dims, [N, D], in the others.
+
+    Example:
+      lstm = jaxpar.nn.LSTM(16, rngs=rngs)
+      params = jaxpar.nn.GateParams(lstm.w_x[...], lstm.w_h[...], lstm.b[...])
     """
 
     w_x_IGH: jax.Array

@@ -22,6 +22,11 @@ class Linear(nnx.Module):
     it row-parallel: it takes x split over its last dim, and the devices' results are added. A column-parallel
     layer and a row-parallel one after it need nothing between them. `sharding.Constraint` says whether an
     output is gathered or stays split.
+
+    Example:
+      up = jaxpar.nn.Linear(16, 64, dims=("input", "hidden"), rngs=rngs)  # split by columns
+      down = jaxpar.nn.Linear(64, 16, dims=("hidden", "input"), rngs=rngs)  # split by rows
+      y = down(jax.nn.gelu(up(jnp.ones((2, 16)))))
     """
 
     def __init__(
@@ -75,6 +80,10 @@ def dot_general(
 
     Anything but a product of x's last dims with a kernel's first is left to `lax.dot_general`. It does not
     support forward-mode autodiff.
+
+    Example:
+      layer = nnx.Linear(16, 64, dot_general=jaxpar.nn.dot_general, rngs=rngs)
+      y = layer(jnp.ones((2, 16)))
     """
     (of_x, of_kernel), batch = dimension_numbers
     count = len(of_kernel)

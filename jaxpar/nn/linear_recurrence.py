@@ -37,6 +37,10 @@ def linear_recurrence(
       carry_BH: h before the first step.
       resets_TB: where a sequence begins, from `initial_BH` (None: zeros); None is nowhere.
       one_by_one: whether the steps are taken one after the other; else by a prefix scan.
+
+    Example:
+      decay, inputs = jnp.full((5, 2, 16), 0.9), jnp.ones((5, 2, 16))
+      states, last = jaxpar.nn.linear_recurrence(decay, inputs, jnp.zeros((2, 16)), one_by_one=False)
     """
     if resets_TB is not None:
         is_new = resets_TB[..., None]

@@ -41,7 +41,11 @@ _IS_TANH_4 = np.array([0, 0, 1, 0], np.float32)
 
 
 class LSTMCarry(NamedTuple):
-    """The state between two windows of time: of one layer [B, H], or stacked [L, B, H]. float32."""
+    """The state between two windows of time: of one layer [B, H], or stacked [L, B, H]. float32.
+
+    Example:
+      carry = jaxpar.nn.LSTMCarry(h_BH=jnp.zeros((2, 16)), c_BH=jnp.zeros((2, 16)))
+    """
 
     h_BH: jax.Array
     c_BH: jax.Array
@@ -78,6 +82,11 @@ def lstm_layer(
       how: a plan for kernels that take all steps; or how many steps a turn of a loop takes, as in `lax.scan`.
     Returns:
       (h, c) after the last step, and the outputs h_TBH in the dtype of x.
+
+    Example:
+      lstm = jaxpar.nn.LSTM(16, rngs=rngs)
+      params = jaxpar.nn.GateParams(lstm.w_x[...], lstm.w_h[...], lstm.b[...])
+      carry, outputs = jaxpar.nn.lstm_layer(params, lstm.initial_carry(2), jnp.ones((5, 2, 16)))
     """
     return _forward(params, carry, x_TBI, resets_TB, initial, how)[0]
 
@@ -230,6 +239,10 @@ class LSTM(ForgetGate):
       h_0, c_0: [H], the initial state, if it is learned.
       w_x: [I, 4, H]; `w_h`: [H, 4, H], of heads [N, D, 4, D].
       b: [4, H].
+
+    Example:
+      layer = jaxpar.nn.LSTM(16, forget_bias=1.0, rngs=rngs)
+      carry, y = layer(layer.initial_carry(2), jnp.ones((5, 2, 16)), jaxpar.LayerContext(0, 0, 0))
     """
 
     carry_dims: ClassVar[Dims] = LSTMCarry(*[(BATCH, HIDDEN)] * 2)  # pyright: ignore[reportArgumentType]
@@ -296,6 +309,9 @@ def extend(x: jax.Array, width: int) -> jax.Array:
 
     Raises:
       ValueError: it is wider.
+
+    Example:
+      print(jaxpar.nn.extend(jnp.ones((2, 3)), 5).shape)  # (2, 5)
     """
     if x.shape[-1] == width:
         return x

@@ -13,7 +13,12 @@ from jaxpar.nn.linear_recurrence import LinearRecurrence
 
 
 class MinGRU(LinearRecurrence):
-    """One minGRU layer."""
+    """One minGRU layer.
+
+    Example:
+      layer = jaxpar.nn.MinGRU(16, rngs=rngs)
+      carry, y = layer(layer.initial_carry(2), jnp.ones((5, 2, 16)), jaxpar.LayerContext(0, 0, 0))
+    """
 
     def factors(self, gates_TB2H: jax.Array, x_TBH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of z and n."""

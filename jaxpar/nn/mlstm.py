@@ -38,7 +38,12 @@ MOST_M = 30.0
 
 
 class MLSTMCarry(NamedTuple):
-    """The state between two windows of time. float32."""
+    """The state between two windows of time. float32.
+
+    Example:
+      carry = jaxpar.nn.MLSTM(16, num_heads=4, rngs=rngs).initial_carry(2)
+      print(carry.c_BNKV.shape)  # (2, 4, 4, 4)
+    """
 
     c_BNKV: jax.Array
     n_BNK: jax.Array
@@ -108,6 +113,10 @@ class MLSTM(MatrixMemory):
       carry_dims: of its state.
       w: [I, 4, N, D]; `b`: [4, N, D].
       w_g: [I, 2, N]; `b_g`: [2, N].
+
+    Example:
+      layer = jaxpar.nn.MLSTM(16, num_heads=4, rngs=rngs)
+      carry, y = layer(layer.initial_carry(2), jnp.ones((5, 2, 16)), jaxpar.LayerContext(0, 0, 0))
     """
 
     num_vectors = 4

@@ -28,6 +28,9 @@ def named_param(value: jax.Array, dims: tuple[str | None, ...]) -> nnx.Param:
 
     Raises:
       ValueError: the number of names is not that of the array's dims.
+
+    Example:
+      kernel = jaxpar.nn.named_param(jnp.zeros((16, 64)), ("input", "hidden"))
     """
     check_dims(dims, value.shape)
     return nnx.Param(value, out_sharding=dims, eager_sharding=False)

@@ -28,6 +28,10 @@ def mask_padding(x_TBH: jax.Array, at: LayerContext) -> jax.Array:
     """`x` [time, rows, ...] with zeros in place of padding, where the batch says what is padding.
 
     For layers in which a step reads later ones: 0 times a number that is not finite would not be 0.
+
+    Example:
+      at = jaxpar.LayerContext(0, 0, 0, batch={"lengths": jnp.array([5, 3])})
+      x = jaxpar.nn.mask_padding(jnp.ones((5, 2, 16)), at)  # zeros after step 3 of row 1
     """
     if at.lengths is None:
         return x_TBH

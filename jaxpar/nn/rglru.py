@@ -30,6 +30,10 @@ class RGLRU(LinearRecurrence):
 
     Attributes:
       decay: L, [H].
+
+    Example:
+      layer = jaxpar.nn.RGLRU(16, rngs=rngs)
+      carry, y = layer(layer.initial_carry(2), jnp.ones((5, 2, 16)), jaxpar.LayerContext(0, 0, 0))
     """
 
     def __init__(self, width: int, *, rngs: nnx.Rngs, **options: Any):

@@ -29,7 +29,12 @@ NOTHING = -1e30  # m of a state that nothing has entered: exp(NOTHING - anything
 
 
 class SLSTMCarry(NamedTuple):
-    """The state between two windows of time, [B, H]. float32."""
+    """The state between two windows of time, [B, H]. float32.
+
+    Example:
+      carry = jaxpar.nn.SLSTM(16, rngs=rngs).initial_carry(2)
+      print(carry.m_BH.shape)  # (2, 16)
+    """
 
     h_BH: jax.Array
     c_BH: jax.Array
@@ -59,6 +64,10 @@ class SLSTM(ForgetGate):
       carry_dims: of its state.
       w_x: [I, 4, H]; `w_h`: [H, 4, H], of heads [N, D, 4, D].
       b: [4, H].
+
+    Example:
+      layer = jaxpar.nn.SLSTM(16, num_heads=4, rngs=rngs)
+      carry, y = layer(layer.initial_carry(2), jnp.ones((5, 2, 16)), jaxpar.LayerContext(0, 0, 0))
     """
 
     carry_dims: ClassVar[Dims] = SLSTMCarry(*[(BATCH, HIDDEN)] * 4)  # pyright: ignore[reportArgumentType]

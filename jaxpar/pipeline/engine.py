@@ -51,7 +51,24 @@ from jaxpar.trace.jaxprs import pruned
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline(Spec):
-    """A pipeline; `sums` runs it. Its attributes are those of `Spec`."""
+    """A pipeline; `sums` runs it. Its attributes are those of `Spec`.
+
+    Example:
+      pipeline = jaxpar.pipeline.Pipeline(
+        layers=(lambda w, frozen, carry, x, at: (carry, jnp.tanh(x @ w)),),
+        first=lambda w, frozen, at: at.batch["x"] @ w,
+        last=lambda w, frozen, y, at: (jnp.sum((y @ w) ** 2),),
+        mesh=jaxpar.MeshConfig(stage=2, devices=(0, 1)).build(),
+        slots=jaxpar.pipeline.make_slots((2, 2)),
+        chunk_len=4,
+        microbatch_rows=8,
+      )
+      table = jaxpar.pipeline.make_table([jaxpar.pipeline.make_schedule("1f1b", 2, num_microbatches=2)])
+      weights = jnp.broadcast_to(jnp.eye(8), (4, 8, 8))  # of four layers
+      params = jaxpar.pipeline.PipelineParams(jnp.eye(8), (weights,), jnp.eye(8))
+      batch = {"x": jnp.ones((4, 16, 8))}  # [time, rows, width]
+      (loss,), carry, _ = jax.jit(pipeline.sums)(params, (jnp.zeros((4, 16)),), batch, table)
+    """
 
     @property
     def nothing_frozen(self) -> PipelineParams:

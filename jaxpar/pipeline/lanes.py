@@ -102,7 +102,12 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule(Printed):
-    """The work of each stage at each tick; built by `schedules.make_schedule`. Its arrays are read-only."""
+    """The work of each stage at each tick; built by `schedules.make_schedule`. Its arrays are read-only.
+
+    Example:
+      schedule = jaxpar.pipeline.make_schedule("1f1b", num_stages=4, num_microbatches=8)
+      print(schedule.bubble, schedule.live_units)
+    """
 
     name: str
     route: Route = dataclasses.field(repr=False)

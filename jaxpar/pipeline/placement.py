@@ -71,6 +71,10 @@ def balance(costs: PartCosts, num_places: int) -> list[tuple[int, ...]]:
       Placements, the one with the shortest ticks first.
     Raises:
       ValueError: there is no place, or a cost is negative or not a number.
+
+    Example:
+      costs = jaxpar.pipeline.placement.PartCosts(layers=((1, 2),) * 6, last=(2, 0))
+      best, *others = jaxpar.pipeline.balance(costs, num_places=2)
     """
     parts = *costs.layers, costs.first, costs.last, costs.shared
     is_known = all(0 <= cost < np.inf for each in parts for cost in each)
@@ -262,6 +266,9 @@ def make_slots(
       placement: layers of each group, in the order of the layers.
       stages: where each group lies (`Route.stages`); None if each stage has one.
       kind_of: the kind of each layer, numbered from 0; None if all are of one.
+
+    Example:
+      slots = jaxpar.pipeline.make_slots((3, 2))  # three layers on stage 0, two on stage 1
     """
     stages = range(len(placement)) if stages is None else stages
     kind_of = [0] * sum(placement) if kind_of is None else list(kind_of)

@@ -96,6 +96,9 @@ def make_schedule(
     Raises:
       ValueError: The name is unknown, a count is below 1, or the schedule cannot have this number of groups
         or this zero_bubble.
+
+    Example:
+      print(jaxpar.pipeline.make_schedule("1f1b", num_stages=4, num_microbatches=2, num_chunks=2))
     """
     if num_groups is None:
         num_groups = 2 if name in ("interleaved", "v") else 1

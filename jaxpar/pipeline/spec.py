@@ -49,6 +49,10 @@ class PipelineParams(NamedTuple):
         rows sharded over `stage`.
       last: of the function after the layers.
       outer: what a store holds of `first` and `last` apart from layers; those variables are None in both.
+
+    Example:
+      layers = (jnp.ones((4, 8)),)  # four layers of one kind
+      params = jaxpar.pipeline.PipelineParams(first=jnp.ones(8), layers=layers, last=jnp.ones(8))
     """
 
     first: Params

@@ -93,6 +93,10 @@ def make_table(schedules: Sequence[Schedule], capacity: Schedule | None = None) 
     Args:
       schedules: one for every data-parallel group. They may differ in the number of microbatches alone.
       capacity: the largest schedule that the compiled program shall hold; None takes the largest here.
+
+    Example:
+      schedule = jaxpar.pipeline.make_schedule("1f1b", num_stages=2, num_microbatches=4)
+      table = jaxpar.pipeline.make_table([schedule])  # of one data-parallel group
     """
     capacity = capacity or largest(schedules)
     shape = operator.attrgetter("name", "zero_bubble", "num_stages", "num_groups")

@@ -74,6 +74,10 @@ class StepCost(Printed):
       program: as compiled for the machine; None if it was not.
       refusal: of the compiler, in its own words.
       measured: seconds of a step in each round; () if none ran.
+
+    Example:
+      cost = jaxpar.planning.estimate_step(task, "dp2tp2", machine="v5e:2x2")
+      print(cost.parts["sending"], sum(cost.parts.values()))
     """
 
     counts: Counts
@@ -154,6 +158,9 @@ def estimate_step(
       machine: or its text, as of `find_machine`; None: the devices that JAX has.
     Raises:
       ValueError: sizes do not fit each other, or there is no such machine.
+
+    Example:
+      print(jaxpar.planning.estimate_step(task, "dp2pp2", machine="v5e:2x2"))
     """
     machine = find_machine(machine)
     parallel, train = Parallel.of(parallel, task.parallel), train or task.train

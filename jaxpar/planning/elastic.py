@@ -32,6 +32,11 @@ def fit_devices(
       how devices share a step, and the reason: "" if it is what was asked for.
     Raises:
       ValueError: no layout fits the sizes, or the mesh names devices.
+
+    Example:
+      asked = jaxpar.Parallel(jaxpar.MeshConfig(data=16))
+      parallel, reason = jaxpar.planning.fit_devices(task, asked, jaxpar.TrainConfig())
+      print(reason)
     """
     asked, num_devices = parallel.mesh, jax.device_count()
     fact = f"--elastic uses all devices, but devices={asked.devices} names some"

@@ -32,6 +32,10 @@ class Machine:
       tick_seconds: the time of a pipeline's tick in which there is nothing to compute or to send.
       platform: as JAX calls it.
       is_here: whether they are the devices that JAX has, on which steps can be run.
+
+    Example:
+      machine = jaxpar.planning.find_machine("h100:2x8")
+      print(machine.num_devices, machine.memory_bytes)
     """
 
     name: str
@@ -82,6 +86,9 @@ def find_machine(name: Machine | str | None = None, memory_bytes: float | None =
       memory_bytes: of one device, to replace the machine's own figure.
     Raises:
       ValueError: there is no such machine, or `memory_bytes` is not positive and finite.
+
+    Example:
+      machine = jaxpar.planning.find_machine("v5e:4x8", memory_bytes=8e9)
     """
     if memory_bytes is not None:
         fact = f"memory_bytes={memory_bytes} is not positive and finite"

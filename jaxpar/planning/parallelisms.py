@@ -83,6 +83,11 @@ class Parallelisms(Printed):
       num_devices: that share the step; those of axes of one's own, times as many again.
       drawn: those that are possible.
       left_out: why the others are not, by name.
+
+    Example:
+      pair = jaxpar.Parallel(jaxpar.MeshConfig(data=2, devices=(0, 1)))
+      shown = jaxpar.planning.compare_parallelisms(task, pair)
+      print([each.name for each in shown.drawn], shown.left_out)
     """
 
     task: Task
@@ -111,6 +116,10 @@ def compare_parallelisms(
       machine: or its text, as of `find_machine`; None: the devices that JAX has.
     Raises:
       ValueError: there is one device, no such machine, or no way at all.
+
+    Example:
+      pair = jaxpar.Parallel(jaxpar.MeshConfig(data=2, devices=(0, 1)))
+      print(jaxpar.planning.compare_parallelisms(task, pair))
     """
     machine = find_machine(machine)
     given, train = Parallel.of(parallel, task.parallel), train or task.train

@@ -44,6 +44,10 @@ class Ranking(Printed):
       machine: Target machine.
       fitting: Layouts that fit, fastest first: measured ones, then compiled ones, then estimated ones.
       refused: Layouts that do not fit, or that the compiler refuses: first those that were compiled.
+
+    Example:
+      ranking = jaxpar.planning.plan(task, machine="v5e:2x2", num_finalists=0)
+      print([jaxpar.planning.describe(cost.parallel) for cost in ranking.fitting[:3]])
     """
 
     machine: Machine
@@ -121,6 +125,9 @@ def plan(
     Raises:
       ValueError: as of `search.rank` and `find_machine`; there is no compiler for the machine; or there are
         several processes, of which each would measure for itself.
+
+    Example:
+      print(jaxpar.planning.plan(task, machine="v5e:2x2", num_finalists=0))
     """
     check_task(task)
     check_at_least(0, num_finalists=num_finalists)
@@ -143,6 +150,12 @@ def plan_in_steps(
 
     Args:
       quiet: Whether to leave out progress lines, as for `plan`.
+
+    Example:
+      machine = jaxpar.planning.find_machine("v5e:2x2")
+      settings = jaxpar.Parallel(), jaxpar.TrainConfig()
+      for ranking in jaxpar.planning.plan_in_steps(task, *settings, machine, num_finalists=0):
+        print(len(ranking.fitting))
     """
 
     def tell(doing: str) -> None:
@@ -187,6 +200,9 @@ def compare(cost: StepCost) -> StepCost:
       cost: Estimate of the step, as `estimate_step` gives it.
     Raises:
       ValueError: there is no compiler for the machine.
+
+    Example:
+      print(jaxpar.planning.compare(jaxpar.planning.estimate_step(task, "dp2")))
     """
     setup = setup_of(cost)
     cost = cost.known(compile_step(setup, cost.machine))
@@ -203,6 +219,10 @@ def check_fits(cost: StepCost) -> StepCost:
       cost: Estimate of the step, as `estimate_step` gives it.
     Raises:
       ValueError: it does not fit.
+
+    Example:
+      cost = jaxpar.planning.check_fits(jaxpar.planning.estimate_step(task, "dp2"))
+      print(cost.memory_bytes)
     """
     machine, room = cost.machine, cost.machine.memory_bytes
     if cost.fits:  # by what must be there

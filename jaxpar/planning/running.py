@@ -25,6 +25,10 @@ def time_steps(setups: Sequence[Setup], num_rounds: int, num_steps: int = 3) -> 
     Args:
       num_steps: in a row of each, after one that is not counted; the quickest counts, since disturbances only
         add time.
+
+    Example:
+      setup = jaxpar.fit(task, "dp1", jaxpar.TrainConfig(num_steps=4), quiet=True).setup
+      [[seconds]] = jaxpar.planning.time_steps([setup], num_rounds=1)
     """
     rounds = [[_seconds_of_step(s, n, num_steps) for s in setups] for n in range(num_rounds)]
     return [list(seconds) for seconds in zip(*rounds, strict=True)]
@@ -61,6 +65,9 @@ def propose_shares(seconds: Sequence[float]) -> tuple[int, ...]:
       seconds: what each data-parallel group needs for the same work.
     Raises:
       ValueError: `seconds` is empty, or has a value that is not positive and finite.
+
+    Example:
+      print(jaxpar.planning.propose_shares([1.0, 3.0]))  # (3, 1)
     """
     fact = f"seconds={tuple(seconds)}: every group needs a time above 0 and below infinity"
     is_valid = len(seconds) > 0 and all(0 < value < math.inf for value in seconds)

@@ -65,7 +65,12 @@ def rank(
 
 
 def describe(parallel: Parallel) -> str:
-    """A layout in one line: its mesh, its pipeline, and what it does to save memory."""
+    """A layout in one line: its mesh, its pipeline, and what it does to save memory.
+
+    Example:
+      parallel = jaxpar.Parallel(jaxpar.MeshConfig(data=2, stage=2), fsdp=True)
+      print(jaxpar.planning.describe(parallel))
+    """
     pipeline, words = parallel.pipeline, [short_name(parallel.mesh)]
     if parallel.runs_in_units:
         words.append(f"M={pipeline.num_microbatches}")

@@ -35,6 +35,9 @@ def suggest_rules(task: Task, mesh: MeshConfig | str) -> SuggestedRules:
       mesh: such as "tp4".
     Raises:
       ValueError: the task is another, or the mesh has no `tensor`.
+
+    Example:
+      print(jaxpar.suggest_rules(task, "tp2"))
     """
     check_task(task)
     require(

@@ -30,6 +30,10 @@ def init_state(
       seed: None is that of `train`.
     Raises:
       ValueError: sizes do not fit the mesh or its memory; raised before anything is traced.
+
+    Example:
+      state = jaxpar.init_state(task, "dp2pp2")
+      print(state.step, jax.tree.leaves(state.params)[0].sharding)
     """
     return Setup.of(task, parallel, train, mesh).init_state(seed)
 
@@ -59,6 +63,11 @@ def make_train_step(
       (state, batch) -> (state, metrics); the batch lies on `batch_sharding` of their setup.
     Raises:
       ValueError: sizes do not fit the mesh.
+
+    Example:
+      step, state = jaxpar.make_train_step(task, "dp2pp2"), jaxpar.init_state(task, "dp2pp2")
+      state, metrics = step(state, task.example_batch())
+      print(metrics.loss)
     """
     return Setup.of(task, parallel, train, mesh).train_step()
 
@@ -89,6 +98,11 @@ def value_and_grad(
       `data.batches.place_batch` reads the rows of this process alone.
     Raises:
       ValueError: sizes do not fit the mesh.
+
+    Example:
+      step, state = jaxpar.value_and_grad(task, "dp2"), jaxpar.init_state(task, "dp2")
+      (loss, (state, sums)), grads = step(state, task.example_batch())
+      params = jax.tree.map(lambda p, g: p - 0.1 * g, state.params, grads)
     """
     return Setup.of(task, parallel, train, mesh).value_and_grad()
 
@@ -127,5 +141,9 @@ def make_predict_step(
       For a batch that is shorter than the task's example they have its full length.
     Raises:
       ValueError: sizes do not fit the mesh, or the model does not say what it predicts.
+
+    Example:
+      step, state = jaxpar.make_predict_step(task, "dp2"), jaxpar.init_state(task, "dp2")
+      carry, outputs = step(state, task.example_batch())
     """
     return Setup.of(task, parallel, train, mesh).predict_step()

@@ -47,6 +47,14 @@ class Report:
 
     Attributes:
       stop_reason: the reason given to `stop`, if that was called in this run.
+
+    Example:
+      class Plateau(jaxpar.Report):
+        def evaluation(self, step, evaluation):
+          if evaluation.loss < 0.01:
+            self.stop("good enough")
+
+      jaxpar.fit(task, "dp1", jaxpar.TrainConfig(num_steps=4), report=[Plateau(), jaxpar.ConsoleReport()])
     """
 
     stop_reason: str | None = None
@@ -161,7 +169,12 @@ def describe_stop(stopped_by: signal.Signals | str) -> str:
 
 
 class ConsoleReport(Report):
-    """Prints tables and lines of progress; the same in a terminal, a notebook and a file."""
+    """Prints tables and lines of progress; the same in a terminal, a notebook and a file.
+
+    Example:
+      console = rich.console.Console(width=120)
+      jaxpar.fit(task, "dp1", jaxpar.TrainConfig(num_steps=4), report=jaxpar.ConsoleReport(console))
+    """
 
     def __init__(self, console: Console | None = None):
         self.console = console or make_console(sys.stdout)
@@ -271,6 +284,15 @@ class Tracker(Report):
       exit_code: 1 if the run has failed, else 0.
     Raises:
       ValueError: the package is not installed.
+
+    Example:
+      class Lines(jaxpar.Tracker):
+        package = "json"
+
+        def log(self, step, numbers):
+          print(self.module.dumps({"step": step, **numbers}))
+
+      jaxpar.fit(task, "dp1", jaxpar.TrainConfig(num_steps=4), report=Lines())
     """
 
     package: ClassVar[str]
@@ -315,6 +337,10 @@ class TensorBoard(Tracker):
 
     Args:
       folder: where to write; None is `tensorboard` in the run's folder.
+
+    Example:
+      reports = [jaxpar.ConsoleReport(), jaxpar.TensorBoard()]
+      jaxpar.fit(task, "dp1", jaxpar.TrainConfig(num_steps=4), report=reports)
     """
 
     package = "tensorboardX"
@@ -350,6 +376,10 @@ class WandB(Tracker):
 
     Args:
       options: options for `wandb.init`.
+
+    Example:
+      reports = [jaxpar.ConsoleReport(), jaxpar.WandB(project="small", mode="offline")]
+      jaxpar.fit(task, "dp1", jaxpar.TrainConfig(num_steps=4), report=reports)
     """
 
     package = "wandb"
@@ -384,6 +414,10 @@ class Trackio(Tracker):
     Args:
       project: name of the project that the run belongs to.
       options: options for `trackio.init`.
+
+    Example:
+      reports = [jaxpar.ConsoleReport(), jaxpar.Trackio(project="small")]
+      jaxpar.fit(task, "dp1", jaxpar.TrainConfig(num_steps=4), report=reports)
     """
 
     package = "trackio"

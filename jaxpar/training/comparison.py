@@ -84,6 +84,9 @@ def compare_meshes(
       num_steps: number of steps.
     Raises:
       ValueError: a layout does not fit, or there are several processes.
+
+    Example:
+      print(jaxpar.compare_meshes(task, "dp1", "dp2pp2", num_steps=3))
     """
     check_at_least(1, num_steps=num_steps)
     require(jax.process_count() == 1, "compare_meshes runs in one process.\nFix: start only one.")

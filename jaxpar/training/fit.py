@@ -76,6 +76,11 @@ class FitResult(Shown):
       evaluations: evaluations of valid and test, by the split's name; empty if a signal ended the run.
       stopped_by: what ended the run before its last step: SIGINT or SIGTERM, or the reason of a `Report.stop`
         or of `patience`; None if nothing did.
+
+    Example:
+      result = jaxpar.fit(task, "dp1", jaxpar.TrainConfig(num_steps=4), quiet=True)
+      print(result.out_dir, result.evaluations["valid"].loss)
+      model = result.model()  # a Flax module with the trained weights
     """
 
     losses: list[float]
@@ -165,6 +170,10 @@ def fit(
       OSError: the data or the checkpoint cannot be read (FileNotFoundError), `train.out_dir` holds a run
         already (FileExistsError), or another process trains there (BlockingIOError); or a file of the run
         cannot be written, in all of its processes. The newest checkpoint is whole.
+
+    Example:
+      result = jaxpar.fit(task, "dp2pp2", jaxpar.TrainConfig(num_steps=4), quiet=True)
+      print(result.losses[-1], result.evaluations["test"].loss)
     """
     if remedy := guard_remedy("fit"):
         raise ValueError(f"fit would train once more\nFix: {remedy}.")

@@ -204,6 +204,11 @@ def load_run(
     Raises:
       ValueError: the model does not fit the mesh, or a file is damaged.
       OSError: there is no run, no checkpoint in it, or the file of its task is gone.
+
+    Example:
+      result = jaxpar.fit(task, "pp2", jaxpar.TrainConfig(num_steps=4), quiet=True)
+      run = jaxpar.load_run(result.out_dir)
+      print(run.step, run.evaluate("test").loss)
     """
     mesh = mesh if isinstance(mesh, MeshConfig) else MeshConfig.parse(mesh)
     folder = RunFolder(run_dir)

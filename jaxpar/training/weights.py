@@ -531,6 +531,12 @@ class Start:
       rename: pairs of a pattern for names of the source, and the new name, which may use groups of the
         pattern: ((r"encoder\.(.*)", r"embedding.\1"),). The first pattern that matches counts.
       ignore: patterns for names of the source, before they are renamed, that are not taken.
+
+    Example:
+      train = jaxpar.TrainConfig(num_steps=4)
+      first = jaxpar.fit(task, "dp1", train, quiet=True)
+      start = jaxpar.Start(first.out_dir, ignore=(r"head\..*",))  # a new head
+      second = jaxpar.fit(task, "dp1", train, start=start, quiet=True)
     """
 
     path: str | PathLike[str]

@@ -52,6 +52,12 @@ def adopt(
         their paths ({"blocks.*.up.kernel": (None, "tensor")}); see `suggest_rules`.
     Raises:
       ValueError: an argument is something else.
+
+    Example:
+      def loss(model, batch):
+        return jaxpar.mean((model(batch["x"]) - batch["y"]) ** 2, batch["weight"])
+
+      task = jaxpar.adopt(Net, loss, "blocks", batches={"x": x, "y": y}, batch_size=16)
     """
     for name, function in {"make_model": make_model, "loss": loss, "predict": predict}.items():
         require(

@@ -47,7 +47,12 @@ _RULE = re.compile(r"[-+=*~^]{4,}")  # under headings, around tables
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """A text as token ids, int32 [tokens] for each split. The vocabulary has seen train only."""
+    """A text as token ids, int32 [tokens] for each split. The vocabulary has seen train only.
+
+    Example:
+      corpus = jaxpar.lm.load_corpus("text.txt")
+      print(corpus.level, corpus.train.shape, len(corpus.vocabulary))
+    """
 
     name: str
     level: str
@@ -82,6 +87,9 @@ def load_corpus(
     Raises:
       OSError: no such corpus, a split is missing (FileNotFoundError), or a file is unreadable.
       ValueError: a text is empty, too short or not UTF-8, or an argument is out of range.
+
+    Example:
+      corpus = jaxpar.lm.load_corpus("text.txt", level="char")
     """
     require_instance("corpus", name_or_path, str | os.PathLike, f"{', '.join(NAMES)}, or a path")
     name = os.fspath(name_or_path)

@@ -32,7 +32,14 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TextRun(LoadedRun):
-    """A loaded run of a language model, with its vocabulary."""
+    """A loaded run of a language model, with its vocabulary.
+
+    Example:
+      task = jaxpar.lm.LM(num_layers=2, hidden_size=16, embed_size=16, corpus="text.txt", seq_len=8)
+      result = jaxpar.fit(task, "dp1", jaxpar.TrainConfig(num_steps=4), quiet=True)
+      run = jaxpar.load_run(result.out_dir)
+      print(run.sample("the cat", length=5, temperature=0.8))
+    """
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
@@ -158,6 +165,11 @@ def sample(
       ValueError: the run is of another task, a word is outside the vocabulary, a number is out of range, or
         layers of the model need all of a text at once.
       FileNotFoundError: no run, or no checkpoint in it.
+
+    Example:
+      task = jaxpar.lm.LM(num_layers=2, hidden_size=16, embed_size=16, corpus="text.txt", seq_len=8)
+      result = jaxpar.fit(task, "dp1", jaxpar.TrainConfig(num_steps=4), quiet=True)
+      print(jaxpar.lm.sample(result.out_dir, "the cat", length=5))
     """
     task = RunFolder(run_dir).settings().task
     fact = f"the run in {run_dir} is of the task {spec_of(task)}."

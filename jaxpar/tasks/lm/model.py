@@ -36,7 +36,12 @@ AFTER_NORM = uniform(0.02 * 3**0.5)
 
 
 class LanguageModel(nnx.Module):
-    """Predicts the next token of every place of a text; its batches are `streams.Batch`."""
+    """Predicts the next token of every place of a text; its batches are `streams.Batch`.
+
+    Example:
+      task = jaxpar.lm.LM(num_layers=2, hidden_size=16, embed_size=16, corpus="text.txt").resolve()
+      model = task.make_model(rngs)
+    """
 
     def __init__(self, task: Options, *, rngs: nnx.Rngs):
         """Draws the parameters.

@@ -36,7 +36,12 @@ if TYPE_CHECKING:
     from jaxpar.tasks.lm.drawing import Draw
 
 TOKENS = "tokens"
-IGNORE = -1  # a target that counts in no loss
+IGNORE = -1
+"""A target that counts in no loss.
+
+Example:
+  targets = np.array([[3, 7, jaxpar.lm.IGNORE]])  # the last one counts in no loss
+"""
 
 
 class Batch(NamedTuple):
@@ -49,6 +54,10 @@ class Batch(NamedTuple):
       resets: bool [B, T], where a line begins, from the initial state; None if none does within the text.
       draw: how tokens are drawn that follow the inputs, where they are; see `drawing`.
       lengths: int32 [B], how many steps of each row are not padding; None if the text is one long stream.
+
+    Example:
+      tokens = np.arange(8, dtype=np.int32).reshape(2, 4)
+      batch = jaxpar.lm.Batch(tokens, tokens + 1, starts=True)
     """
 
     inputs_BT: np.ndarray | jax.Array
@@ -94,6 +103,9 @@ class TokenStreams(TextBatches, SeriesBatches):
       seed: None for evaluation.
     Raises:
       ValueError: a number is out of range, or the text is too short for them.
+
+    Example:
+      batches = jaxpar.lm.TokenStreams(np.arange(200) % 10, batch_size=4, seq_len=8, seed=0)
     """
 
     unit = "tokens"

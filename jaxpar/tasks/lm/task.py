@@ -74,6 +74,10 @@ class LM(Options):
       packed: Read each line as a sequence of its own, several of them packed into a row of seq-len steps.
         Long lines continue in the next window.
       optimizer: Optimizer and learning rate.
+
+    Example:
+      task = jaxpar.lm.LM(num_layers=2, hidden_size=16, embed_size=16, corpus="text.txt", seq_len=8)
+      result = jaxpar.fit(task, "dp2pp2", jaxpar.TrainConfig(num_steps=4))
     """
 
     unit: ClassVar[str] = "tokens"

@@ -51,6 +51,10 @@ class Vocabulary:
       tokenizer: how `encode` cuts a text: "spaces" between words, as in PTB's files; "marks",
         lower case and punctuation apart; "chars"; "subword", as `pieces` says.
       pieces: of "subword", what the package tokenizers writes of its tokenizer, JSON; "" for the others.
+
+    Example:
+      vocabulary = jaxpar.lm.load_corpus("text.txt").vocabulary
+      print(vocabulary.decode(vocabulary.encode("the cat")))  # the cat
     """
 
     words: tuple[str, ...]
