@@ -296,7 +296,7 @@ DISAGREEMENTS = {
     "several": (
         {"more": ["--train.seed", "7", "--optimizer.learning-rate", "0.5"]},
         r"optimizer\.learning_rate is 0\.005 in process 0, 0\.5 in process 1; train\.seed is 0 in process 0, "
-        r"7 in process 1\nFix: start all of them with the same options, in a folder that they share\.$",
+        r"7 in process 1\nFix: start all of them with the same options, in a folder that they share\. ",
     ),
     "batch": ({"more": ["--batch-size", "16"]}, "batch_size is 8 in process 0, 16 in process 1"),
     "window": ({"more": ["--seq-len", "4"]}, "seq_len is 8 in process 0, 4 in process 1"),

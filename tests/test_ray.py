@@ -115,7 +115,7 @@ def test_a_run_starts_with_fewer_if_there_is_no_room(monkeypatch, capfd):
     monkeypatch.setattr(on_ray, "_PLACE_SECONDS", 1)
     assert start(Cluster(32, 16), monkeypatch, 4, 1, [(0, 16)]) == (0, [2])
     assert "beginning with 2 of 4 processes" in capfd.readouterr().err
-    message = r"no room for 4 processes of 8 devices each\nFix: add nodes"
+    message = r"no free devices for 4 processes with 8 devices each\nFix: add nodes"
     for total in (32, 8):  # others have them; there are none
         with pytest.raises(ValueError, match=message):
             start(Cluster(total, 8), monkeypatch, 4, None, [])
