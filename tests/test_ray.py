@@ -119,7 +119,7 @@ def test_a_run_starts_with_fewer_if_there_is_no_room(monkeypatch, capfd):
     for total in (32, 8):  # others have them; there are none
         with pytest.raises(ValueError, match=message):
             start(Cluster(total, 8), monkeypatch, 4, None, [])
-    with pytest.raises(ValueError, match=r"no room for 2 processes of 8 devices each"):
+    with pytest.raises(ValueError, match=r"no free devices for 2 processes with 8 devices each"):
         start(Cluster(8, 8), monkeypatch, 4, 2, [])
 
 
