@@ -62,7 +62,7 @@
     });
     const width = LABELS + UNIT * time + 4, height = HEIGHT * (choice.stages + 1);
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img" });
-    picture.append(svg("title", {}, `${choice.name}: bubble ${(100 * bubble).toFixed(1)} %`));
+    picture.append(svg("title", {}, `${choice.name}: bubble ${(100 * bubble).toFixed(1)}%`));
     const apart = Math.max(1, Math.ceil(ticks.length / 24));
     ticks.forEach((begin, tick) => {
       const x = LABELS + UNIT * begin;
@@ -142,7 +142,7 @@
       const entry = table[of()];
       const [bubble, kept, transfers] = entry;
       out.replaceChildren(draw(choice, entry));
-      facts.innerHTML = `bubble <b data-what="bubble">${(100 * bubble).toFixed(1)} %</b>, units kept by stage ` +
+      facts.innerHTML = `bubble <b data-what="bubble">${(100 * bubble).toFixed(1)}%</b>, units kept by stage ` +
         `<b data-what="kept">${kept.join(" ")}</b>, transfers <b data-what="transfers">${transfers}</b>`;
     }
     for (const [name, input] of Object.entries(inputs)) input.addEventListener("input", () => look(name));

@@ -99,7 +99,7 @@ def test_the_explorer_shows_what_jaxpar_computes(site, tmp_path):
     assert len({own[-1] for own in found}) == len(found)
     for kind, (*sizes, bubble, kept, sent, drawn) in zip(kinds, found, strict=True):
         schedule = jaxpar.pipeline.make_schedule(kind, *map(int, sizes), zero_bubble=True)
-        assert bubble == f"{100 * schedule.bubble:.1f} %"
+        assert bubble == f"{100 * schedule.bubble:.1f}%"
         assert kept.split() == [*map(str, schedule.live_units)]
         ways = schedule.num_groups * schedule.num_stages - 1
         assert (
