@@ -68,7 +68,7 @@ LISTS["jaxpar/__init__.pyi"] = f"{API}/index.md"
 INTERNAL = {
     "Task": "adopts check_batch config_of_optimizer evaluates_others files has_optimizer has_own_optimizer",
     "Stack": "draw_kind maker place",
-    "LayerContext": "on_cpu",
+    "LayerContext": "on_cpu on_gpu",
     "Sums": "by_name with_names",
     "IteratorBatches": "batch keep_from position restart seek",
     "ArrayBatches": "draw window",
