@@ -54,8 +54,8 @@ class LM(Options):
       num_heads: Recurrent heads per layer: blocks of hidden units that see only the state of their own block.
         With several heads, tensor parallelism sends nothing between time steps. By default 1, and 4
         for mLSTM and gated DeltaNet.
-      fused: Run all time steps of an LSTM in one GPU kernel per direction. For GPUs like H100 with JAX 0.12 or
-        newer; no effect elsewhere. Not yet tried on a GPU.
+      fused: Run all time steps of an LSTM in one GPU kernel per direction. For GPUs like H100 with JAX 0.12
+        or newer; no effect elsewhere. Not yet tried on a GPU.
       forget_bias: Initial bias of the forget gates, for LSTM and sLSTM.
       init_range: Range of uniform initial weights, from -R to R. 0 scales them by the width of each layer.
       tie_embedding: Use the embedding table as the output head. Needs equal embedding and hidden sizes.
