@@ -317,18 +317,18 @@ def test_finalists_are_compiled(machine):
     assert not ranking.best.memory_text.startswith("~")
 
 
-def _readme():
-    """The README, whose numbers are of one version of the compiler."""
+def _page(name):
+    """A page whose numbers are of one version of the compiler."""
     if (found := importlib.metadata.version("libtpu")) != "0.0.50.1":
-        pytest.skip(f"the README's numbers are of libtpu 0.0.50.1, this is {found}")
-    return (ROOT / "README.md").read_text()
+        pytest.skip(f"the page's numbers are of libtpu 0.0.50.1, this is {found}")
+    return (ROOT / "docs" / name).read_text()
 
 
 @pytest.mark.slow
-def test_the_ranking_of_the_readme_is_what_its_command_prints(capsys):
-    readme = _readme().replace("\\\n", " ")
-    command = re.search(r"python -m jaxpar (plan lm --machine .*?) +#", readme)[1]
-    [shown] = re.findall(r"^```text\n(config .*?)\n```", readme, re.MULTILINE | re.DOTALL)
+def test_the_ranking_of_the_page_is_what_its_command_prints(capsys):
+    page = _page("scale/planning.md").replace("\\\n", " ")
+    command = re.search(r"python -m jaxpar (plan lm --machine .*?) +#", page)[1]
+    [shown] = re.findall(r"^```text\n(layout .*?)\n```", page, re.MULTILINE | re.DOTALL)
     assert main(command.split()) == 0
     printed = capsys.readouterr().out.splitlines()
     rows = [line for line in printed if line.endswith("compiled")]
@@ -337,9 +337,9 @@ def test_the_ranking_of_the_readme_is_what_its_command_prints(capsys):
 
 
 @pytest.mark.slow
-def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path):
-    assert "(docs/parallelisms.svg)" in _readme()
-    page = (ROOT / "docs/concepts/parallelism.md").read_text()
+def test_the_picture_of_the_page_is_what_its_command_draws(tmp_path):
+    page = _page("concepts/parallelism.md")
+    assert "(../parallelisms.svg)" in page
     [command] = re.findall(
         r"python -m jaxpar (plot parallelisms .*?) -o docs/parallelisms.svg", page
     )

@@ -21,7 +21,7 @@ from jaxpar.cli.parse import read_command
 from jaxpar.pipeline import make_schedule
 from jaxpar.planning import describe, plan
 from jaxpar.planning.counts import counts_of
-from jaxpar.planning.planner import NUM_FINALISTS
+from jaxpar.planning.planner import NUM_FINALISTS, SHOWN
 from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.options import LAYERS
@@ -80,6 +80,7 @@ SHORT = (
     "docs/scale/planning.md",
     "docs/start/first-model.md",
 )
+PLANNING = "docs/scale/planning.md"
 LAYERS_PAGE = "docs/build/recurrent-layers.md"
 USE = "jaxpar.fit(Forecast(num_layers=4), 'pp4dp2', jaxpar.TrainConfig(num_steps=8))"
 
@@ -270,14 +271,14 @@ def test_where_jaxpar_comes_from_is_said_in_one_place():
 
 
 @pytest.mark.slow
-def test_the_ranking_of_the_readme_is_of_its_command():
+def test_the_ranking_of_the_page_is_of_its_command():
     """Its layouts, and of its numbers what is estimated; `test_aot` compiles for the others."""
-    [command] = [each for each in commands("README.md") if each[0] == "plan"]
-    [shown] = [block for block in blocks("text") if block.startswith("config ")]
+    command = next(each for each in commands(PLANNING) if each[0] == "plan")
+    [shown] = [block for block in blocks("text", PLANNING) if block.startswith("layout ")]
     asked = read_command(command)
     ranking = plan(asked.task, machine=asked.machine, num_finalists=0)
     costs = {describe(cost.parallel): cost for cost in ranking.fitting[:NUM_FINALISTS]}
-    row = r"^(.*?)  +~([\d.]+) ms +([\d.]+) (ms|us) +([\d.]+ .B)  compiling it$"
+    row = r"^(.*?)  +~([\d.]+) ms +([\d.]+) (ms|us) +([\d.]+ .B)  compiled$"
     rows = re.findall(row, shown, re.MULTILINE)
     steps = [float(step) for _, step, *_ in rows]
     assert len(rows) == 3
@@ -286,8 +287,11 @@ def test_the_ranking_of_the_readme_is_of_its_command():
         parts = {**costs[name].parts, "sending": float(waits) / {"ms": 1e3, "us": 1e6}[unit]}
         assert float(step) == pytest.approx(1000 * sum(parts.values()), rel=0.01)
         if name == rows[0][0]:
-            told = re.findall(r"(\w+) (\d+)%", shown.partition("Its estimated time: ")[2])
-            shares = {part: 100 * time / sum(parts.values()) for part, time in parts.items()}
+            told = re.findall(r"(\w[\w ]*) (\d+)%", shown.partition("time per step: ")[2])
+            shares = {
+                SHOWN.get(part, part): time / sum(parts.values()) for part, time in parts.items()
+            }
+            shares = {part: 100 * share for part, share in shares.items()}
             assert {part: int(share) for part, share in told} == pytest.approx(shares, abs=1)
 
 
