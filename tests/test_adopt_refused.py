@@ -485,7 +485,7 @@ REFUSED = {
     ),
     "two lists": (
         Adopted(TwoLists, None),
-        "the model TwoLists has 2 lists of modules called as a chain (blocks, others)",
+        "Not one list alone in the model TwoLists is called as a chain, but blocks, others",
         "layers='blocks'",
     ),
     "loop over others": (

@@ -110,7 +110,10 @@ def test_recurrent_layers_run_in_chunks():
 
 
 REFUSED = {
-    Places: ("a longer window fails (test_adopt_time.py, line {places})", "num_chunks=1"),
+    Places: (
+        "its code has a fixed number of time steps (test_adopt_time.py, line {places})",
+        "num_chunks=1",
+    ),
     LongPlaces: (
         "(test_adopt_time.py, line {places}) gives other numbers",
         "each time step independently",

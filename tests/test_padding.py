@@ -617,3 +617,90 @@ def test_padding_is_found_in_later_rows_of_a_batch():
         ValueError, match="layer own gives real steps other numbers when padding changes"
     ):
         check("layer", lambda x, at: around(x), OfLate)
+
+
+# ---- rows that only fill a batch ----
+
+
+def summed_losses(kind):
+    """`last` or a loss that counts rows by their weights, by their lengths, or not at all."""
+
+    def last(y, batch):
+        losses = (y - batch["y"]) ** 2
+        if kind == "metric":  # which is right, while the loss is not
+            weight = batch["weight"]
+            return Sums(losses.sum(), jnp.float32(losses.size), {"error": (losses * weight).sum()})
+        weight = {"weight": batch["weight"], "ignored": jnp.ones_like(batch["weight"])}[kind]
+        return Sums((losses * weight).sum(), weight.sum())
+
+    return last
+
+
+class Halves(nnx.Module):
+    def __init__(self, rngs, kind):
+        self.blocks = nnx.List([nnx.Linear(1, 1, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x[:, 0]
+
+
+class InLayers(nnx.Module):
+    time_major = False
+
+    def __init__(self, rngs, kind):
+        self.kind = kind
+        self.layers = Stack([lambda rngs: nn.Stateless(nnx.Linear(1, 1, rngs=rngs))] * 2, rngs=rngs)
+
+    def first(self, batch, at):
+        return batch["x"]
+
+    def last(self, y, batch, at):
+        return summed_losses(self.kind)(y[:, 0], batch)
+
+
+def rows_of(split, seed):
+    size = 12 if split == "train" else 9  # batches of 4
+    x = np.linspace(0, 1, size, dtype=np.float32)[:, None]
+    return jaxpar.ArrayBatches({"x": x, "y": x[:, 0]}, 4, seed)
+
+
+def adopted(kind):
+    def loss(model, batch):
+        return summed_losses(kind)(model(batch["x"]), batch)
+
+    return jaxpar.adopt(
+        functools.partial(Halves, kind=kind), loss, batches=rows_of, layers="blocks"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class OfLayers(Task):
+    kind: str = "weight"
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    def make_model(self, rngs):
+        return InLayers(rngs, self.kind)
+
+    def make_batches(self, split, seed=None):
+        return rows_of(split, seed)
+
+
+@pytest.mark.parametrize("make", [adopted, OfLayers])
+@pytest.mark.parametrize("kind", ["ignored", "metric"])
+def test_a_loss_that_counts_rows_which_fill_a_batch_is_refused_before_a_run(make, kind, tmp_path):
+    message = r"does not read batch\['weight'\]: 3 of 4 weights in a batch are 0\.\n.*\nFix: return"
+    folder = tmp_path / "run"
+    with pytest.raises(ValueError, match=message):
+        jaxpar.fit(make(kind), "dp1", TrainConfig(num_steps=1, out_dir=str(folder)), quiet=True)
+    assert not list(folder.glob("checkpoints/*"))
+    setup = Setup.of(make(kind), "dp1")
+    with pytest.raises(ValueError, match=message):
+        sum_batches(setup, setup.init_state(), setup.task.make_batches("valid"))
+
+
+@pytest.mark.parametrize("make", [adopted, OfLayers])
+def test_a_loss_that_reads_weights_counts_every_row_once(make):
+    setup = Setup.of(make("weight"), "dp1")
+    assert sum_batches(setup, setup.init_state(), setup.task.make_batches("valid")).weight == 9

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxpar.base.axes import BATCH, DATA, STAGE, TIME
 from jaxpar.base.checks import require
+from jaxpar.base.parts import LENGTHS, WEIGHT, part_of
 from jaxpar.base.trees import zeros
 from jaxpar.base.types import Arrays, Function, Module, Params
 from jaxpar.model.model import overrides
@@ -175,6 +176,23 @@ class ModelFacts(TracedModel):
         run = pruned(weight, own, batch)
         used = used_inputs(run, *jax.tree.leaves((own, batch)))
         return not any(used[: len(jax.tree.leaves(own))])
+
+    @functools.cached_property
+    @in_bound(own_axes)
+    def counts_padding(self) -> bool:
+        """Whether rows that only fill a batch would count: the loss reads neither its weights nor lengths."""
+        if self.traces.adds_sums:
+            return False
+
+        def loss(block, own):
+            params, frozen, y = own
+            return self.last(params, frozen, y, block).loss
+
+        leaves, structure = jax.tree.flatten(self.block)
+        args = self.block, (*self.split(self.model)[1:], self.traces.y)
+        used = used_inputs(pruned(loss, *args), *jax.tree.leaves(args))
+        read = jax.tree.unflatten(structure, used[: len(leaves)])
+        return not any(part_of(read, name, default=False) for name in (WEIGHT, LENGTHS))
 
     @functools.cached_property
     @in_bound(own_axes)

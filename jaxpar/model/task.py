@@ -320,7 +320,7 @@ def find_task(spec: str) -> type[Task]:
     require(
         name in tasks,
         f"{path} has no task {name!r}; it has {', '.join(tasks) or 'none'}.\n"
-        f"Fix: derive a frozen dataclass from jaxpar.Task.",
+        f"Fix: name one that it has, derive a dataclass from jaxpar.Task, or write task = jaxpar.adopt(...).",
     )
     task_class = tasks[name]
     hints = inspect.get_annotations(task_class)
@@ -384,8 +384,11 @@ def _load(path: Path, source: bytes) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
+        cause, _, fix = str(error).partition("\nFix: ")
+        missing = "give the whole path of that file, or run the command in its folder."
+        fix = fix or (missing if isinstance(error, FileNotFoundError) else "correct it.")
         raise ValueError(
-            f"{path} fails when it is run: {type(error).__name__}: {error}\nFix: correct it."
+            f"{path} fails when it is run: {type(error).__name__}: {cause}\nFix: {fix}"
         ) from error
     finally:
         LOADED.reset(before)

@@ -10,10 +10,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxpar.base.checks import require
-from jaxpar.base.parts import LOSS, check_metrics, starts_of
+from jaxpar.base.parts import LOSS, SPLITS, WEIGHT, check_metrics, part_of, starts_of
 from jaxpar.base.types import Arrays, Batch
 from jaxpar.config import Parallel
 from jaxpar.data.batches import Batches, place_batch, windows
+from jaxpar.data.order import DrawnBatches
 from jaxpar.model.model import Sums
 from jaxpar.model.task import Task
 from jaxpar.sharding import named_leaves
@@ -69,7 +70,7 @@ def sum_batches(
     Raises:
       ValueError: batches differ in size from those of training, or the first one continues a recurrent state.
     """
-    checked, sums = CheckedBatches(setup, batches), list[Sums]()
+    checked, sums = _Counted(setup, batches), list[Sums]()
     sharding = batch_sharding(setup)
     step = step or _counting(setup)
     for window in windows(batches):
@@ -187,6 +188,41 @@ class CheckedBatches:
         check_arrays(self._setup.facts, batch)
         self._setup.task.check_batch(batch)
         return batch
+
+
+class _Counted(CheckedBatches):
+    """Batches whose loss is wanted."""
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        batch = super().batch(step, rows)
+        check_padding(self._setup, batch)
+        return batch
+
+
+def check_last_batches(setup: Setup) -> None:
+    """`check_padding` of the last batch of each evaluation, before a run, where batches have a number."""
+    for split in SPLITS[1:]:
+        batches = setup.task.make_batches(split)
+        if isinstance(batches, DrawnBatches):
+            check_padding(setup, batches.batch(batches.num_windows - 1))
+
+
+def check_padding(setup: Setup, batch: Batch) -> None:
+    """Checks that rows and steps which only fill a batch do not count in the loss.
+
+    Raises:
+      ValueError: the batch has some, and the loss does not depend on its weights or lengths.
+    """
+    weight = part_of(batch, WEIGHT)
+    if weight is None or np.all(weight) or not setup.facts.counts_padding:
+        return
+    end = setup.facts.ends[1]
+    empty = f"{np.sum(weight == 0)} of {np.size(weight)} weights in a batch are 0"
+    raise ValueError(
+        f"{end} of task {setup.task.name} does not read batch['weight']: {empty}.\n"
+        f"These places only fill the batch, but would count in the loss.\n"
+        f"Fix: return jaxpar.mean(losses, batch['weight']), or Sums of losses times these weights."
+    )
 
 
 def _check_edges(setup: Setup, edges: Sequence[int]) -> None:

@@ -46,7 +46,7 @@ from jaxpar.trace.varying import check_on_mesh
 from jaxpar.training import profiler
 from jaxpar.training.callbacks import TRACKERS, Callbacks, ConsoleReport, Report, describe_stop
 from jaxpar.training.checkpoint import check_storable
-from jaxpar.training.evaluate import check_reported
+from jaxpar.training.evaluate import check_last_batches, check_reported
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
 from jaxpar.training.progress import Curves, Evaluation, columns_of, format_number
@@ -334,6 +334,7 @@ def _check_model(setup: Setup, target: TrainState) -> None:
             check_on_mesh(what, run, *args)
     check_rows_alone(setup.parts)
     check_custom_backward(setup.parts)
+    check_last_batches(setup)
     facts.warn_of_resets()
     check_storable(abstract_by_layer(target, setup.storage))
 

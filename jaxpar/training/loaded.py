@@ -13,6 +13,7 @@ from flax import nnx
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.display import Shown, format_shape
 from jaxpar.base.files import check_output, check_path
+from jaxpar.base.parts import SPLITS
 from jaxpar.base.types import Json, Module
 from jaxpar.data.batches import Batches
 from jaxpar.hosts.agree import in_process_0
@@ -140,7 +141,16 @@ class LoadedRun:
           OSError: they cannot be read.
         """
         self.folder.check_data(describe_data(self.setup))
-        return self.setup.task.make_batches(data)
+        try:
+            return self.setup.task.make_batches(data)
+        except (KeyError, AssertionError, NotImplementedError, TypeError) as error:
+            if data in SPLITS:
+                raise
+            fact = f"data={data!r} is no split of task {self.setup.task.name}"
+            raise ValueError(
+                f"{fact} ({type(error).__name__}: {error}).\n"
+                f"Fix: use {', '.join(SPLITS)}. For other rows give batches in Python, run.predict(batches)."
+            ) from error
 
     def export(
         self, path: str | PathLike[str], *, dtype: str | None = None, torch: bool = False

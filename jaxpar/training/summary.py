@@ -144,6 +144,12 @@ def describe_balance(partition: Partition) -> Rows:
     line = ", ".join(f"stage {stage}: ~{share:.0%}" for stage, share in enumerate(work_S))
     line += f"; the output head counts as ~{head:.1f} layers" * (head >= 0.05)
     yield "time" if costs.speeds else "work", line
+    if idle := int((work_S == 0).sum()):
+        count = format_count(len(costs.layers), "layer")
+        yield (
+            "warning",
+            f"{idle} of {len(work_S)} stages have no work: the model has {count}; use fewer stages",
+        )
     best = balanced(costs, len(partition.placement))
     takes, least = (tick_cost(costs, placement) for placement in (partition.placement, best))
     if takes > TOLERATED_IMBALANCE * least:
@@ -158,4 +164,7 @@ def _describe_tensor(storage: Storage) -> Rows:
     dims = {dim for _, variable in annotated(storage.params) for dim in dims_of(variable) if dim}
     if size > 1 and not any(TENSOR in storage.partition.rules.axes_of(dim) for dim in dims):
         fact = f"tensor={size} splits no parameter, so {size} devices repeat the same work"
-        yield "warning", f"{fact}; name dims of weights (jaxpar.nn.named_param), or use tensor=1"
+        is_own = storage.facts.cut_model is None
+        cure = "name dims of weights (jaxpar.nn.named_param)"
+        cure = cure if is_own else "choose dims by jaxpar.suggest_rules"
+        yield "warning", f"{fact}; {cure}, or use tensor=1"

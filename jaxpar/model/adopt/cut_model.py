@@ -97,12 +97,14 @@ class CutModel:
             try:
                 found.append(cls(task, batch, drawing, layers))
             except ValueError as error:
+                if len(lists) == 1:
+                    raise
                 errors.append(f"\n  {layers}: {str(error).partition(chr(10))[0]}")
+        names = format_names([each.layers for each in found]) or "none"
         require(
             len(found) == 1,
-            f"layers is not given, and the model {name} has {len(found)} lists of modules "
-            f"called as a chain ({format_names([each.layers for each in found])}).{''.join(errors)}\n"
-            f"Fix: name the list that holds the blocks, such as layers='blocks'.",
+            f"layers is not given. Not one list alone in the model {name} is called as a chain, but {names}."
+            f"{''.join(errors)}\nFix: name the list of the blocks, such as layers='blocks', and correct it.",
         )
         return found[0]
 
@@ -220,7 +222,10 @@ class CutModel:
             grows = self._dims_that_grow(program, 1)
         except Exception as error:  # a table of positions has an end
             line = source_line_of_error(error)
-            return f"a longer window fails{f' ({line})' * bool(line)}: {str(error).partition(chr(10))[0]}"
+            at = f" ({line})" * bool(line)
+            return (
+                f"its code has a fixed number of time steps{at}: {str(error).partition(chr(10))[0]}"
+            )
         if not all(all(each) for each in (*grows, *self.x_rows)):
             return "an array that goes from block to block is not [rows, time, ...]"
         parts = ("first", *range(len(self.variables.places)), "last")
