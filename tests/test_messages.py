@@ -102,3 +102,23 @@ def test_help_of_options_is_a_phrase(options):
             name,
             text,
         )
+
+
+def test_remedies_on_pages_are_those_of_messages():
+    """The first words of each, so that a search for a message finds the page."""
+    known = " ".join(text for _, text in MESSAGES) + " ".join(
+        node.value
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    shown = [
+        line.removeprefix("Fix: ")
+        for page in (PACKAGE.parent / "docs").rglob("*.md")
+        for block in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+        if line.startswith("Fix: ")
+    ]
+    assert len(shown) >= 4
+    unknown = [line for line in shown if " ".join(line.split()[:3]) not in known]
+    assert unknown == []

@@ -121,7 +121,7 @@ def check_state(model: Module) -> None:
             raise ValueError(
                 f"the model has {name}, a BatchStat: it needs all rows of a batch, but each device has only "
                 f"some.\nFix: use nnx.LayerNorm, nnx.RMSNorm or nnx.GroupNorm."
-                f"{see('The model has a BatchStat')}"
+                f"{see('Batch norm: the model has a BatchStat')}"
             )
         if isinstance(leaf, nnx.Cache):
             raise ValueError(
