@@ -48,7 +48,11 @@ NOTEBOOKS = {
     f"notebooks/{path.name}": f"notebooks/{path.stem}.md"
     for path in sorted(ROOT.glob("notebooks/*.ipynb"))
 }
-PICTURES = {str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/*/*.svg")}
+PICTURES = {
+    str(path.relative_to(ROOT))
+    for place in ("benchmarks/*", "examples/pictures")
+    for path in ROOT.glob(f"{place}/*.svg")
+}
 PAGES |= NOTEBOOKS | {path: path for path in PICTURES}
 
 # A public module -> the file that lists its names.

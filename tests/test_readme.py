@@ -355,3 +355,32 @@ def test_the_page_of_model_parallelism_shows_what_its_command_prints(tmp_path):
     assert len(tables) == 3
     for table in tables:
         assert table in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "picture", sorted((ROOT / "examples/pictures").glob("*.svg")), ids=lambda path: path.stem
+)
+def test_a_picture_of_an_example_is_what_its_command_draws(picture, tmp_path):
+    """All that is written in it: axes, and bytes."""
+    page, file = "examples/README.md", f"examples/{picture.stem}.py:"
+    assert f"(pictures/{picture.name})" in text_of(page)
+    command = next(
+        each for each in commands(page) if each[0] == "train" and each[1].startswith(file)
+    )
+    run(
+        "-m",
+        "jaxpar",
+        "plot",
+        "bytes",
+        f"{ROOT}/{command[1]}",
+        *command[2:],
+        "-o",
+        tmp_path / "a.svg",
+        cwd=ROOT,
+    )
+    texts = [
+        re.findall(r">([^<>]+)</text>", path.read_text()) for path in (picture, tmp_path / "a.svg")
+    ]
+    assert texts[0] == texts[1]
+    assert any(text.startswith("along ") for text in texts[0])
