@@ -4,6 +4,7 @@ import dataclasses
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -21,7 +22,9 @@ from jaxpar.nn import Stateless
 from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm.model import LanguageModel
+from jaxpar.training import loaded
 from jaxpar.training.evaluate import in_batches
+from jaxpar.training.loaded import LoadedRun
 
 slow = pytest.mark.slow
 Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
@@ -308,7 +311,9 @@ import jax.numpy as jnp, numpy as np
 from flax import nnx
 import jaxpar
 from jaxpar.step.setup import Setup
+from jaxpar.training import loaded
 from jaxpar.training.evaluate import in_batches
+from jaxpar.training.loaded import LoadedRun
 from jaxpar.training.predict import predict
 
 class Model(nnx.Module):
@@ -474,6 +479,20 @@ def test_a_split_that_is_not_there_is_refused():
         ValueError, match=r"there is no split 'tset'\.\nFix: use one of train, valid, test"
     ):
         TASK.make_batches("tset")
+
+
+def test_a_file_for_a_task_that_knows_splits_alone_is_refused(monkeypatch):
+    def of_split(split):
+        return {"train": 0, "valid": 1, "test": 2}[split]
+
+    monkeypatch.setattr(loaded, "describe_data", lambda setup: {})
+    task = types.SimpleNamespace(name="own", make_batches=of_split)
+    folder = types.SimpleNamespace(check_data=lambda data: None)
+    run = types.SimpleNamespace(folder=folder, setup=types.SimpleNamespace(task=task))
+    assert LoadedRun.batches(run, "test") == 2
+    message = r"data='new\.csv' is no split of task own \(KeyError: .*\)\.\nFix: use train"
+    with pytest.raises(ValueError, match=message):
+        LoadedRun.batches(run, "new.csv")
 
 
 # ---- what is refused ----
