@@ -642,7 +642,7 @@ MODEL = r"^the model of task BlocksWithRefs, a Blocks"
         (WithRefs("ref"), rf"^layer Counting has {HELD}"),
         (WithRefs("outside"), rf"^layer counting {READ}"),
         (BlocksWithRefs("held"), rf"{MODEL} has blocks\.0\.{HELD}"),
-        (BlocksWithRefs("outside"), rf"blocks: block 0 {READ}"),
+        (BlocksWithRefs("outside"), rf"^block 0 {READ}"),
         (WithRefs("hijax"), rf"^layer Counting has {HELD}"),
         (WithRefs("held"), rf"^layer Counting has {HELD}"),
         (BlocksWithRefs("ref"), rf"{MODEL} has blocks\.0\.{HELD}"),
