@@ -123,7 +123,7 @@ def test_a_time_step_is_few_launches_on_a_gpu(layer):
         assert opcodes.count("copy") <= 2
 
 
-@pytest.mark.parametrize("mesh", ["dp1", _slow("dp2"), _slow("pp2"), "dp2pp2", _slow("dp2tp2")])
+@pytest.mark.parametrize("mesh", [*map(_slow, ("dp1", "dp2", "pp2", "dp2tp2")), "dp2pp2"])
 def test_an_lstm_takes_all_steps_in_one_kernel(mesh):
     """Each way, once; also with packed text and chunks of time. No transfer is in flight beside one.
 
@@ -168,7 +168,7 @@ given = (carry, of(8, B, dtype="bool")) if packed else (None, None)
 run = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=place)
 run.lower(params, carry, of(8, B, H, dtype=dtype), *given).compile()
 """
-_QUICK_KERNELS = (1024, 64, "bfloat16", "packed"), (2048, 128, "float32", "plain")
+_QUICK_KERNELS = ((1024, 64, "bfloat16", "packed"),)
 
 
 @pytest.mark.parametrize(
