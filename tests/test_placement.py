@@ -162,6 +162,11 @@ def test_what_training_says_of_the_balance():
     work, _ = said((1, 2, 1), schedule="v", **groups)
     assert work == ("work", "stage 0: ~38%, stage 1: ~62%")
     assert said((2, 1, 4), head="last") == []
+    _, warning = said((1, 4, 1), num_layers=2, head="sharded")
+    assert warning == ("warning", "2 layers for 4 stages: 2 of them have no work; use fewer stages")
+    # An end that was given a stage of its own may have no products.
+    for line in said((1, 4, 1), num_layers=2, placement="first | 0 | 1 | last"):
+        assert "no work" not in line[1]
 
 
 @pytest.mark.parametrize(

@@ -144,12 +144,10 @@ def describe_balance(partition: Partition) -> Rows:
     line = ", ".join(f"stage {stage}: ~{share:.0%}" for stage, share in enumerate(work_S))
     line += f"; the output head counts as ~{head:.1f} layers" * (head >= 0.05)
     yield "time" if costs.speeds else "work", line
-    if idle := int((work_S == 0).sum()):
-        count = format_count(len(costs.layers), "layer")
-        yield (
-            "warning",
-            f"{idle} of {len(work_S)} stages have no work: the model has {count}; use fewer stages",
-        )
+    num_layers, num_stages = len(costs.layers), len(work_S)
+    if num_layers < num_stages and partition.parallel.pipeline.named_placement is None:
+        fact = f"{format_count(num_layers, 'layer')} for {num_stages} stages"
+        yield "warning", f"{fact}: {(work_S == 0).sum()} of them have no work; use fewer stages"
     best = balanced(costs, len(partition.placement))
     takes, least = (tick_cost(costs, placement) for placement in (partition.placement, best))
     if takes > TOLERATED_IMBALANCE * least:
