@@ -38,11 +38,8 @@ class Processor(NamedTuple):
 def kernel_cores(mesh: Mesh) -> int:
     """Number of multiprocessors of each device, where kernels of `nn.fused_lstm` can run; else 0."""
     device = mesh.devices.flat[0]
-    can_run = getattr(device, "compute_capability", None) == "9.0" and jax.__version_info__ >= (
-        0,
-        12,
-    )
-    return device.core_count if can_run else 0
+    is_like_h100 = getattr(device, "compute_capability", None) == "9.0"
+    return device.core_count if is_like_h100 and jax.__version_info__ >= (0, 12) else 0
 
 
 def anywhere(x: Activations, *_dims: str | None) -> Activations:

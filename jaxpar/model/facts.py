@@ -16,8 +16,8 @@ from jaxpar.base.axes import BATCH, DATA, STAGE, TIME
 from jaxpar.base.checks import require
 from jaxpar.base.parts import LENGTHS, WEIGHT, part_of
 from jaxpar.base.trees import zeros
-from jaxpar.base.types import Arrays, Function, Module, Params
-from jaxpar.model.model import overrides
+from jaxpar.base.types import Arrays, Batch, Function, Module, Params
+from jaxpar.model.model import Sums, overrides
 from jaxpar.model.outer import STACK, OuterModule, Uses, modules, outer_modules, split_params, uses
 from jaxpar.model.traced import TracedModel, own_axes
 from jaxpar.pipeline.placement import PartCosts, Passes
@@ -167,32 +167,28 @@ class ModelFacts(TracedModel):
     @in_bound(own_axes)
     def knows_weight(self) -> bool:
         """Whether the weight of `last` depends on the batch alone: it is known before a backward pass."""
-
-        def weight(own, block):
-            params, frozen, y = own
-            return self.last(params, frozen, y, block).weight
-
-        own, batch = (*self.split(self.model)[1:], self.traces.y), self.block
-        run = pruned(weight, own, batch)
-        used = used_inputs(run, *jax.tree.leaves((own, batch)))
-        return not any(used[: len(jax.tree.leaves(own))])
+        return not any(self._read_for(lambda sums: sums.weight)[0])
 
     @functools.cached_property
     @in_bound(own_axes)
     def counts_padding(self) -> bool:
-        """Whether rows that only fill a batch would count: the loss reads neither its weights nor lengths."""
-        if self.traces.adds_sums:
+        """Whether places that only fill a batch count: the loss reads neither its weights nor lengths."""
+        if part_of(self.block, WEIGHT) is None or self.traces.adds_sums:
             return False
-
-        def loss(block, own):
-            params, frozen, y = own
-            return self.last(params, frozen, y, block).loss
-
-        leaves, structure = jax.tree.flatten(self.block)
-        args = self.block, (*self.split(self.model)[1:], self.traces.y)
-        used = used_inputs(pruned(loss, *args), *jax.tree.leaves(args))
-        read = jax.tree.unflatten(structure, used[: len(leaves)])
+        read = self._read_for(lambda sums: sums.loss)[1]
         return not any(part_of(read, name, default=False) for name in (WEIGHT, LENGTHS))
+
+    def _read_for(self, number: Callable[[Sums], jax.Array]) -> tuple[list[bool], Batch]:
+        """Which variables and y, and which parts of the batch, a number of `last` is computed from."""
+
+        def run(own, block):
+            params, frozen, y = own
+            return number(self.last(params, frozen, y, block))
+
+        args = (*self.split(self.model)[1:], self.traces.y), self.block
+        used = used_inputs(pruned(run, *args), *jax.tree.leaves(args))
+        num_own = len(jax.tree.leaves(args[0]))
+        return used[:num_own], jax.tree.unflatten(jax.tree.structure(self.block), used[num_own:])
 
     @functools.cached_property
     @in_bound(own_axes)

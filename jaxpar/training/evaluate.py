@@ -201,7 +201,7 @@ class _Counted(CheckedBatches):
 
 def check_last_batches(setup: Setup) -> None:
     """`check_padding` of the last batch of each evaluation, before a run, where batches have a number."""
-    for split in SPLITS[1:]:
+    for split in SPLITS[1:] if setup.facts.counts_padding else ():
         batches = setup.task.make_batches(split)
         if isinstance(batches, DrawnBatches):
             check_padding(setup, batches.batch(batches.num_windows - 1))
