@@ -19,8 +19,9 @@ from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
 
-# A row that goes the same ways as others.
+# A row that goes the same ways as others, and one that `.ci/run` takes beside the default ones.
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
 # Sums in another order differ by float32 rounding, 6e-8 a term; 1e-5 is the project's promise.

@@ -173,3 +173,72 @@ class Join(nnx.Module):
     def __call__(self, carry, x, at: LayerContext):
         both = jnp.concatenate([x["y"], x["square"] * self.scale[...][None, None]], -1)
         return carry, nn.dropout(both, 0.2, at)
+
+
+class LRU(nnx.Module):
+    """A linear recurrence with a complex diagonal (arXiv:2303.06349); its state is complex as well."""
+
+    carry_dims = ("batch", "hidden")
+
+    def __init__(self, *, rngs):
+        radius, phase = jnp.linspace(0.4, 0.9, WIDTH), jnp.linspace(0.1, 2, WIDTH)
+        self.decay = nnx.Param(lax.complex(radius * jnp.cos(phase), radius * jnp.sin(phase)))
+        self.into = nnx.Param(lax.complex(*(draw(rngs, WIDTH, WIDTH) for _ in range(2))))
+        self.out = nnx.Param(lax.complex(*(draw(rngs, WIDTH, WIDTH) for _ in range(2))))
+
+    def initial_carry(self, rows):
+        return jnp.zeros((rows, WIDTH), jnp.complex64)
+
+    def __call__(self, carry, x_TBW, at: LayerContext):
+        entering_TBW = dropout(x_TBW, 0.2, at).astype(jnp.complex64) @ self.into[...]
+
+        def step(state_BW, entering_BW):
+            state_BW = self.decay[...][None] * state_BW + entering_BW
+            return state_BW, state_BW
+
+        carry, state_TBW = lax.scan(step, carry, entering_TBW)
+        return carry, x_TBW + 0.3 * jnp.tanh((state_TBW @ self.out[...]).real)
+
+
+def times_in_backward(factor):
+    """A function that returns its argument, and multiplies the gradient by a factor."""
+
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, dx: (factor * dx,))
+    return identity
+
+
+class ByDepth(nnx.Module):
+    """Its backward pass has a factor that only a closure knows."""
+
+    def __init__(self, factor, *, rngs):
+        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.scaled = times_in_backward(factor)
+
+    def __call__(self, carry, x_TBW, at: LayerContext):
+        return carry, x_TBW + jnp.tanh(self.up(self.scaled(x_TBW)))
+
+
+@jax.custom_vjp
+def clipped_in_backward(x):
+    return x
+
+
+def _clip_all(_, dx):
+    return (dx * jnp.minimum(1.0, 1e-3 / jnp.linalg.norm(dx)),)
+
+
+clipped_in_backward.defvjp(lambda x: (x, None), _clip_all)
+
+
+class Clipped(nnx.Module):
+    """Clips the norm of the whole gradient of its output: it combines rows and time steps."""
+
+    def __init__(self, *, rngs):
+        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, carry, x_TBW, at: LayerContext):
+        return carry, clipped_in_backward(x_TBW + jnp.tanh(self.up(x_TBW)))

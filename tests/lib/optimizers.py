@@ -1,0 +1,40 @@
+"""Optimizers to draw from: of numbers by themselves, and of numbers that depend on the shape or place of one."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+RATE = 0.5
+
+
+def changed(change):
+    """SGD after a change of each gradient, (array) -> array of the same shape."""
+    own = optax.stateless(lambda updates, _: jax.tree.map(change, updates))
+    return optax.chain(own, optax.sgd(RATE))
+
+
+def by_place(g):
+    place = jnp.arange(g.size, dtype=jnp.float32).reshape(g.shape)
+    return g * (1 + place / g.size).astype(g.dtype)
+
+
+# Each number is updated by itself.
+ALONE = {
+    "sgd": lambda: optax.sgd(RATE),
+    "momentum": lambda: optax.sgd(RATE, momentum=0.9, nesterov=True),
+    "decay": lambda: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(RATE)),
+    "schedule": lambda: optax.sgd(optax.linear_schedule(RATE, 0.0, 4)),
+    "clipped by value": lambda: optax.chain(optax.clip(1e-3), optax.sgd(1.0)),
+}
+# What an array is, or where a number is in it, decides on the update.
+READ_SHAPE_OR_PLACE = {
+    "fan-in": lambda: changed(lambda g: g / g.shape[0]),
+    "mask by size": lambda: changed(lambda g: g if g.size < 200 else 0 * g),
+    "iota": lambda: changed(by_place),
+    "flip": lambda: changed(lambda g: jnp.flip(g, 0)),
+    "roll": lambda: changed(lambda g: jnp.roll(g, 1, 0)),
+    "first number": lambda: changed(lambda g: g + 0.1 * g.reshape(-1)[0]),
+    "root mean square": lambda: optax.chain(optax.clip_by_block_rms(1e-3), optax.sgd(1.0)),
+    "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(RATE)),
+}
+OPTIMIZERS = ALONE | READ_SHAPE_OR_PLACE
