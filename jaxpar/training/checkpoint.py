@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -401,8 +401,9 @@ class Writing:
 
     def _run(self, arrays: Arrays) -> None:
         try:
-            handler = _handler()
-            self._do(lambda: self._write(handler, arrays))
+            array_handler = _array_handler_class()()
+            handler = _tree_handler(array_handler)
+            self._do(lambda: self._write(handler, array_handler, arrays))
             self._do(lambda: self._finish(handler))
         except Exception as error:
             self._error = error
@@ -431,19 +432,23 @@ class Writing:
             if _is_half_written(self._partial):
                 remove_folder(self._partial)
 
-    def _write(self, handler: orbax.PyTreeCheckpointHandler, arrays: Arrays) -> None:
-        """Writes the shards of this process."""
+    def _write(
+        self, handler: orbax.PyTreeCheckpointHandler, array_handler: Any, arrays: Arrays
+    ) -> None:
+        """Writes the shards of this process. No write is left, whether it returns or raises."""
         from orbax import checkpoint as orbax
 
         loop = asyncio.new_event_loop()
-        try:
-            written = handler.async_save(self._path_of_arrays(), args=orbax.args.PyTreeSave(arrays))
-            futures = loop.run_until_complete(written)
-            self._copied.set()
-            for future in futures or []:
-                future.result()
-        finally:
-            loop.close()
+        written = handler.async_save(self._path_of_arrays(), args=orbax.args.PyTreeSave(arrays))
+        with _errors_once():
+            try:
+                futures = loop.run_until_complete(written)
+                self._copied.set()
+                for future in futures or []:
+                    future.result()
+            finally:
+                array_handler.wait()
+                loop.close()
 
     def _finish(self, handler: orbax.PyTreeCheckpointHandler) -> None:
         """Puts the parts of all processes together, and gives the folder its name."""
@@ -554,16 +559,75 @@ def open_arrays(
     return {name: array.result() for name, array in opened.items()}
 
 
-def _handler() -> orbax.PyTreeCheckpointHandler:
-    """Each replica of a large array writes a part of it; for a small one, compiling the cuts takes longer."""
+@functools.cache
+def _array_handler_class() -> Callable[[], Any]:
+    """A class of Orbax's that can wait for all writes; made late, as importing Orbax takes long."""
     from orbax import checkpoint as orbax
 
-    handlers = orbax.type_handlers
-    array_handler = handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_MIN_PART_BYTES)
-    registry = handlers.create_type_handler_registry((jax.Array, array_handler))
+    class ArrayHandler(orbax.type_handlers.ArrayHandler):
+        def __init__(self):
+            # Each replica of a large array writes a part; for a small one, compiling the cuts takes longer.
+            super().__init__(min_slice_bytes_for_replica_parallel=_MIN_PART_BYTES)
+            self._futures: list[orbax.Future] = []
+
+        async def serialize(self, values, infos, args=None):
+            # Orbax awaits the folder of an array in each event loop that writes something of it.
+            infos = [info.replace(await_path_creation=_close_last) for info in infos]
+            futures = await super().serialize(values, infos, args)
+            self._futures.extend(futures)
+            return futures
+
+        def wait(self) -> None:
+            """Returns when all writes have ended, also those that failed."""
+            for future in self._futures:
+                with contextlib.suppress(Exception):
+                    future.result()
+
+    return ArrayHandler
+
+
+def _tree_handler(array_handler: Any) -> orbax.PyTreeCheckpointHandler:
+    """Of a tree of arrays."""
+    from orbax import checkpoint as orbax
+
+    registry = orbax.type_handlers.create_type_handler_registry((jax.Array, array_handler))
     return orbax.PyTreeCheckpointHandler(
         use_ocdbt=True, use_zarr3=True, type_handler_registry=registry
     )
+
+
+async def _close_last() -> None:
+    """Makes the running event loop wait for all of its tasks before it closes.
+
+    Orbax closes it at the first error, while other writes go on. Each of them would report to the closed loop
+    and print a traceback.
+    """
+    loop = asyncio.get_running_loop()
+    if "close" in vars(loop):  # done for another array
+        return
+    close = loop.close
+
+    def close_last() -> None:
+        if tasks := asyncio.all_tasks(loop):
+            loop.run_until_complete(asyncio.wait(tasks))
+        close()
+
+    loop.close = close_last
+
+
+@contextlib.contextmanager
+def _errors_once() -> Iterator[None]:
+    """Drops what Orbax logs of errors with their tracebacks: it raises them as well."""
+    logger = logging.getLogger("absl")
+
+    def is_new(record: logging.LogRecord) -> bool:
+        return record.exc_info is None
+
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 # ---- files and checks ----
