@@ -28,6 +28,7 @@ from jaxpar.planning import plan
 from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state, audit
+from jaxpar.training.config_file import read_config
 
 TASK = jaxpar.lm.LM(
     num_layers=2, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4
@@ -71,6 +72,7 @@ A_TASK, A_LAYOUT = (
     "must be a task, such as jaxpar.lm.LM",
     "must be a Parallel, a MeshConfig, or a text such as dp2",
 )
+NOBODY = r"no user nobody-here has a home folder\nFix: write \./~nobody-here for a folder, or give"
 A_STATE = "must be what init_state or a step returns"
 CALLS = {
     "fit a dict": (lambda m: jaxpar.fit({}), rf"task=\{{\}} \(dict\): {A_TASK}"),
@@ -240,6 +242,17 @@ CALLS = {
     ),
     "a corpus of no file": (lambda m: jaxpar.lm.load_corpus("nowhere"), "no corpus 'nowhere': it is neither"),
     "a corpus of a number": (lambda m: jaxpar.lm.load_corpus(3), r"corpus=3 \(int\): must be python-docs, "),
+    "a run in nobody's home": (
+        lambda m: jaxpar.fit(TASK, "dp8", TrainConfig(out_dir="~nobody-here/x")), NOBODY,
+    ),
+    "nobody's run": (lambda m: jaxpar.load_run("~nobody-here/x"), NOBODY),
+    "a sample of nobody's run": (lambda m: jaxpar.lm.sample("~nobody-here/x"), NOBODY),
+    "nobody's corpus": (lambda m: jaxpar.lm.load_corpus("~nobody-here/x"), NOBODY),
+    "a task of nobody's corpus": (
+        lambda m: jaxpar.init_state(jaxpar.lm.LM(corpus="~nobody-here/x"), "dp8"), NOBODY,
+    ),
+    "nobody's config": (lambda m: read_config("~nobody-here/x.toml"), NOBODY),
+    "nobody's logs": (lambda m: jaxpar.TensorBoard("~nobody-here/x"), NOBODY),
     "layers in words": (lambda m: jaxpar.lm.LM("four"), "num_layers='four': must be a whole number"),
 }  # fmt: skip
 

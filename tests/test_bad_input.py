@@ -627,10 +627,44 @@ RUNS = {
     "negative seed of a sample": (["sample", "run", "--seed", "-1"], "seed=-1 is too small"),
 }  # fmt: skip
 
+# Every path of the command line, in the home of a user that does not exist.
+NOBODY = "~nobody-here/x"
+PATHS = {
+    "train": train("--train.out-dir", NOBODY),
+    "train again": ["train", "--resume", "--train.out-dir", NOBODY],
+    "train if it is new": train("--resume-or-begin", "--train.out-dir", NOBODY),
+    "train over": train("--overwrite", "--train.out-dir", NOBODY),
+    "train on": train("--corpus", NOBODY),
+    "train from": train("--start", NOBODY),
+    "train as": train("--config", f"{NOBODY}.toml"),
+    "train a task": ["train", f"{NOBODY}.py:Digits"],
+    "train on a mesh of the planner's": train("--mesh", "auto", "--train.out-dir", NOBODY),
+    "plan": ["plan", "lm", "--corpus", NOBODY],
+    "inspect": ["inspect", "lm", "--corpus", NOBODY],
+    "evaluate": ["evaluate", NOBODY],
+    "sample": ["sample", NOBODY],
+    "sample after": ["sample", "run", "--prompts", NOBODY],
+    "export": ["export", NOBODY, "-o", "m"],
+    "export into": ["export", "run", "-o", NOBODY],
+    "predict with": ["predict", NOBODY, "test", "-o", "p"],
+    "predict": ["predict", "run", NOBODY, "-o", "p"],
+    "predict into": ["predict", "run", "test", "-o", NOBODY],
+    "plot": ["plot", "schedule", "lm", "--mesh", "pp4", "-o", f"{NOBODY}.svg"],
+    "plot curves of": ["plot", "curves", NOBODY, "-o", "a.svg"],
+    "plot curves into": ["plot", "curves", "run", "-o", f"{NOBODY}.svg"],
+}
+HOMES = {
+    f"{name} nobody's": (
+        argv,
+        r"no user nobody-here has a home folder.* Fix: write \./~nobody-here",
+    )
+    for name, argv in PATHS.items()
+}
+
 # What a plan says before.
 RANKING = "estimating every mesh and pipeline ..."
 
-MISTAKES = FLAGS | DEVICES | FILES | RUNS
+MISTAKES = FLAGS | DEVICES | FILES | RUNS | HOMES
 
 
 # With frames where what is printed to may have them.

@@ -11,6 +11,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, cast
 
 from jaxpar.base.checks import require
+from jaxpar.base.paths import local_path
 
 SCHEME = "gs://"
 
@@ -30,7 +31,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
       OSError: the bucket cannot be reached.
     """
     if not in_bucket(path):
-        return Path(path).expanduser()
+        return local_path(path)
     if isinstance(path, PurePath):
         return cast(Path, path)
     found = importlib.util.find_spec("gcsfs") is not None

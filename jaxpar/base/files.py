@@ -16,7 +16,8 @@ from typing import Any, TypeAlias, TypeVar
 import xxhash
 
 from jaxpar.base.bucket import SCHEME, as_path, in_bucket, storage
-from jaxpar.base.checks import require, require_instance
+from jaxpar.base.checks import fact_of, require, require_instance
+from jaxpar.base.paths import local_path
 
 Json: TypeAlias = dict[str, Any]
 """A table by names, as JSON has it."""
@@ -262,9 +263,9 @@ def cache_folder() -> Path:
       FileNotFoundError: the user has no home.
     """
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxpar"
-    except RuntimeError as error:
-        raise FileNotFoundError(f"{error}\nFix: set XDG_CACHE_HOME to a folder") from error
+        return local_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxpar"
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{fact_of(error)}\nFix: set XDG_CACHE_HOME to a folder") from error
 
 
 def checksum(content: bytes) -> str:

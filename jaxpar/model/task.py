@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.files import read_file
 from jaxpar.base.loading import LOADED
+from jaxpar.base.paths import local_path
 from jaxpar.config import Parallel, TrainConfig
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ def find_task(spec: str) -> type[Task]:
         raise ValueError(
             f"there is no task {spec!r}{hint}\nFix: use {', '.join(TASKS)}, or yours as path/to/file.py:Name."
         )
-    path = Path(file).expanduser()
+    path = local_path(file)
     source = read_file(path, f"the file of task {spec!r},", "give a file of Python")
     # The program itself is not run once more: it may train, or load what it has trained.
     main, resolved = sys.modules["__main__"], path.resolve()

@@ -8,6 +8,7 @@ from jaxpar.analysis.measured import measure_step
 from jaxpar.analysis.program import ProgramReport, inspect_step
 from jaxpar.base.checks import require
 from jaxpar.base.files import check_output
+from jaxpar.base.paths import local_path
 from jaxpar.mesh import MeshConfig
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings
@@ -96,7 +97,7 @@ def _path_of(kind: str, output: str | Path | None) -> Path:
     """Of a file that can be written, with what writes it."""
     if output is None:
         raise ValueError(f"plot {kind} needs a file\nFix: add one, such as -o {kind}.svg.")
-    path = Path(output).expanduser()
+    path = local_path(output)
     fact = f"cannot draw {kind} into {str(path)!r}"
     require(path.suffix in ENDS, f"{fact}\nFix: use a file that ends in {', '.join(ENDS)}.")
     check_output(path)

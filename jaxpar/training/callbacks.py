@@ -25,6 +25,7 @@ from jaxpar.base.bucket import in_bucket
 from jaxpar.base.console import facts_table, make_console, make_table
 from jaxpar.base.display import format_seconds
 from jaxpar.base.output import PROGRAM
+from jaxpar.base.paths import local_path
 from jaxpar.base.types import Json
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
@@ -347,6 +348,8 @@ class TensorBoard(Tracker):
 
     def __init__(self, folder: str | PathLike[str] | None = None):
         super().__init__()
+        if folder is not None and str(folder).startswith("~"):
+            folder = local_path(folder)
         self._folder = folder
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:

@@ -14,6 +14,7 @@ from jaxpar.base.checks import require, require_instance
 from jaxpar.base.display import Shown, format_shape
 from jaxpar.base.files import check_output, check_path
 from jaxpar.base.parts import SPLITS
+from jaxpar.base.paths import local_path
 from jaxpar.base.types import Json, Module
 from jaxpar.data.batches import Batches
 from jaxpar.hosts.agree import in_process_0
@@ -197,7 +198,7 @@ def check_export(path: str | PathLike[str]) -> None:
       ValueError, OSError: they cannot.
     """
     check_path("path", path)
-    in_process_0(lambda: check_output(Path(path).expanduser()))
+    in_process_0(lambda: check_output(local_path(path)))
 
 
 def load_run(

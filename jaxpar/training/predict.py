@@ -23,6 +23,7 @@ from rich.progress import Progress
 from jaxpar.base.checks import require
 from jaxpar.base.console import make_console
 from jaxpar.base.files import WRITABLE, check_folder, check_path, friendly_errors, make_folder
+from jaxpar.base.paths import local_path
 from jaxpar.data.batches import Batches, place_batch
 from jaxpar.data.order import DrawnBatches
 from jaxpar.hosts.agree import in_process_0, together
@@ -57,7 +58,7 @@ def predict(
     """
     data = _Data(setup, batches)
     if out is not None:
-        path = Path(out).expanduser()
+        path = local_path(out)
         with _files(path, data) as write:
             _run(data, state, write, quiet=quiet)
         return {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in data.shapes}
@@ -82,7 +83,7 @@ def check_out(out: str | os.PathLike[str]) -> None:
       ValueError, OSError: they cannot.
     """
     check_path("out", out)
-    in_process_0(lambda: check_folder(Path(out).expanduser()))
+    in_process_0(lambda: check_folder(local_path(out)))
 
 
 def _run(data: "_Data", state: TrainState, write: Write, *, quiet: bool) -> None:

@@ -46,6 +46,7 @@ from jaxpar.base.files import (
     write_file,
 )
 from jaxpar.base.parts import SPLITS
+from jaxpar.base.paths import local_path
 from jaxpar.base.types import Json
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.hosts.distributed import OF_NUMBERS
@@ -522,7 +523,7 @@ def _numbered(root: Path) -> list[Path]:
 def _file_of(spec: str) -> Path | None:
     """The user's file that a task is in; None if it comes with jaxpar, or is in no file."""
     file, colon, _ = spec.rpartition(":")
-    return Path(file).expanduser() if colon else None
+    return local_path(file) if colon else None
 
 
 def _changes(was: Json, now: Json) -> str:

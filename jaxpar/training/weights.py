@@ -49,6 +49,7 @@ from jaxpar.base.files import (
 )
 from jaxpar.base.keys import is_key
 from jaxpar.base.output import PROGRAM
+from jaxpar.base.paths import local_path
 from jaxpar.base.types import Json, Module, Tree
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.mesh import release_freed_memory
@@ -216,7 +217,7 @@ def write_weights(
       ValueError: such files cannot hold the type of a tensor.
       OSError: a file cannot be written; in all processes.
     """
-    path = Path(path).expanduser()
+    path = local_path(path)
     wanted = {name: _as_dtype(name, tensor, dtype) for name, tensor in tensors.items()}
     # The largest types come first, so that each number is at a multiple of its size.
     wanted = dict(sorted(wanted.items(), key=lambda item: -item[1].dtype.itemsize))

@@ -1,10 +1,10 @@
 """The commands of the language model task."""
 
 import dataclasses
-from pathlib import Path
 
 from jaxpar.base.checks import require
 from jaxpar.base.files import read_text
+from jaxpar.base.paths import local_path
 from jaxpar.cli.command import Command, TrainedOptions
 
 
@@ -40,7 +40,7 @@ class Sample(TrainedOptions):
         if self.prompts is not None:
             fact = "--prompt and --prompts exclude each other"
             require(not self.prompt, f"{fact}\nFix: leave one of them out.")
-            prompts = read_text(Path(self.prompts).expanduser()).splitlines()
+            prompts = read_text(local_path(self.prompts)).splitlines()
             require(bool(prompts), f"{self.prompts} has no prompts\nFix: write one in each line.")
         names = ("length", "temperature", "top_k", "top_p", "end", "seed", "mesh", "best")
         options = {name: getattr(self, name) for name in names}

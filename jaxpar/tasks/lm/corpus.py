@@ -31,6 +31,7 @@ import numpy as np
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.files import read_text
 from jaxpar.base.parts import SPLITS
+from jaxpar.base.paths import local_path
 from jaxpar.tasks.lm.vocabulary import SUBWORD, Vocabulary, check_tokens
 
 Level = Literal["auto", "word", "char", "subword"]
@@ -158,7 +159,7 @@ def _source_paragraphs() -> Iterator[str]:
 
 
 def _user_texts(name: str) -> dict[str, str]:
-    path = Path(name).expanduser()
+    path = local_path(name)
     if not path.exists():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, [*NAMES, *beside], n=1)

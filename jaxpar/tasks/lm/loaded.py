@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.files import check_path, read_text
 from jaxpar.base.parts import SPLITS
+from jaxpar.base.paths import local_path
 from jaxpar.data.batches import Batches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.model.task import spec_of
@@ -64,10 +64,10 @@ class TextRun(LoadedRun):
         check_path("data", data)
         if data in SPLITS:
             return super().batches(data)
-        if not Path(data).expanduser().exists():
+        if not local_path(data).exists():
             fact = f"{data} is neither a split ({', '.join(SPLITS)}) nor a file."
             raise FileNotFoundError(f"{fact}\nFix: give one of these.")
-        tokens = self.vocabulary.encode(read_text(Path(data).expanduser()))
+        tokens = self.vocabulary.encode(read_text(local_path(data)))
         num_unknown = int((tokens == self.vocabulary.words.index(UNK)).sum())
         if num_unknown and jax.process_index() == 0:
             _log.warning(

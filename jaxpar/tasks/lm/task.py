@@ -7,11 +7,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from jaxpar.base.axes import TENSOR
 from jaxpar.base.checks import check_divides, require
+from jaxpar.base.paths import local_path
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.tasks.lm.options import Options
 
@@ -190,7 +190,7 @@ class LM(Options):
         """
         from jaxpar.tasks.lm.corpus import NAMES
 
-        path = Path(self.corpus).expanduser().absolute()
+        path = local_path(self.corpus).absolute()
         whole = str(path) if self.corpus not in NAMES and path.exists() else self.corpus
         task = dataclasses.replace(self, corpus=whole)  # what has changed since is read again
         if self.vocab_size is None:
