@@ -396,3 +396,23 @@ def test_arguments_out_of_range(arguments, message):
 def test_negative_step():
     with pytest.raises(ValueError, match="step=-1 is negative"):
         TokenStreams(np.arange(30), 2, 3).batch(-1)
+
+
+def test_masked_values_are_refused_and_arrays_without_them_are_taken():
+    x = np.ma.masked_greater(np.arange(20, dtype=np.float32), 17)
+    message = (
+        r"arrays\['x'\] has 2 masked values, which would count as data\.\nFix: replace them with"
+    )
+    with pytest.raises(ValueError, match=message):
+        ArrayBatches({"x": x}, 4)
+    assert ArrayBatches({"x": x[:8]}, 4).batch(1)["x"].tolist() == [4, 5, 6, 7]
+    sharding = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec("data"))
+
+    class Own:
+        num_windows, batch_size = 1, 20
+
+        def batch(self, step, rows=slice(None)):
+            return {"x": x[rows]}
+
+    with pytest.raises(ValueError, match=r"batch\['x'\] has 2 masked values"):
+        place_batch(Own(), 0, sharding)

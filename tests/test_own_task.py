@@ -286,6 +286,9 @@ MISTAKES = {
     "no such class": ("forecast.py:Forcast", r"forecast\.py has no task 'Forcast'; it has Forecast"),
     "no name": ("forecast.py", r"there is no task 'forecast\.py'\.\n.*path/to/file\.py:Name"),
     "a file that fails": ("fails.py:Own", r"fails\.py fails when it is run: ZeroDivisionError"),
+    "a file that ends the program": (
+        "ends.py:Own", r"ends\.py ends the program when it is run: it calls sys\.exit\(0\) .*\nFix: call it",
+    ),
     "a file that trains": (
         "trains.py:Own",
         r"fit would train once more \(trains\.py, line 5\)\nFix: put fit in trains\.py under if __name__",
@@ -342,6 +345,7 @@ def test_mistakes_have_one_message(mistake, tmp_path, monkeypatch, capsys):
     assert len(jax.devices()) == 8  # started, or a file that simulates would have its way
     (tmp_path / "forecast.py").write_text(FILE)
     (tmp_path / "fails.py").write_text("1 / 0\n")
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "names.py").write_text(NAMES)
     (tmp_path / "trains.py").write_text(TRAINS)
     (tmp_path / "simulates.py").write_text("import jaxpar\njaxpar.simulate_devices(3)\n")

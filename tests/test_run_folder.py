@@ -271,6 +271,35 @@ def test_a_folder_of_another_program_is_not_overwritten(text, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "epoch1.pt").exists()
 
 
+@pytest.mark.parametrize(
+    "name", ["..", "", ".", "../mine.txt", "folder", "checkpoints/../../mine.txt"]
+)
+def test_only_files_that_a_run_can_have_written_are_removed(run, tmp_path, name):
+    folder = tmp_path / "work" / "run"
+    shutil.copytree(run, folder)
+    mine = [folder.parent / "mine.txt", folder / "folder" / "mine.txt"]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("keep me")
+    data = json.loads((folder / "data.json").read_text())
+    (folder / "data.json").write_text(json.dumps({**data, "files": {name: "0"}}))
+    RunFolder(folder).clear()
+    assert all(path.read_text() == "keep me" for path in mine)
+    assert not (folder / "data.json").exists()
+
+
+def test_a_link_in_a_run_is_removed_and_what_it_leads_to_stays(run, tmp_path):
+    folder, mine = tmp_path / "copy", tmp_path / "mine"
+    shutil.copytree(run, folder)
+    mine.mkdir()
+    (mine / "file").write_text("keep me")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "checkpoints").symlink_to(mine)
+    RunFolder(folder).clear()
+    assert (mine / "file").read_text() == "keep me"
+    assert not (folder / "checkpoints").is_symlink()
+
+
 # ---- what has changed, or is damaged ----
 
 

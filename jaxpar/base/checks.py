@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import functools
 import inspect
 import math
 import os
@@ -12,6 +11,8 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, Union
+
+from jaxpar.base.per_class import once_per_class
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -69,7 +70,9 @@ def _check_bits(name: str, value: object) -> None:
         raise ValueError(f"{name}={shown}: must be below 2**63\nFix: give a smaller number.")
 
 
-_hints = functools.cache(typing.get_type_hints)
+@once_per_class
+def _hints(of: type) -> dict[str, TypeHint]:
+    return typing.get_type_hints(of)
 
 
 def _options(hint: TypeHint) -> tuple[TypeHint, ...]:

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.base.checks import check_divides
 from jaxpar.base.types import Arrays, Batch
+from jaxpar.data.order import require_unmasked
 
 
 class EndOfStreamError(ValueError):
@@ -86,7 +87,10 @@ def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Batch:
 
     @functools.cache
     def read(start: int, stop: int) -> Batch:
-        batch = owned(batches.batch(step, slice(start, stop)))
+        given = batches.batch(step, slice(start, stop))
+        for path, leaf in jax.tree.leaves_with_path(given):  # a copy has no mask
+            require_unmasked(f"batch{jax.tree_util.keystr(path)}", leaf)
+        batch = owned(given)
         check_numbers(batch)
         return batch
 
@@ -114,9 +118,10 @@ def check_numbers(batch: Batch) -> None:
     """Checks that devices can hold a batch's whole numbers: they have 32 bits, unless JAX_ENABLE_X64 is on.
 
     Raises:
-      ValueError: one is too large, and would become another.
+      ValueError: one is too large, and would become another; or an array has masked values.
     """
     for path, leaf in jax.tree.leaves_with_path(batch):
+        require_unmasked(f"batch{jax.tree_util.keystr(path)}", leaf)
         given = np.asarray(leaf) if not isinstance(leaf, jax.Array) else leaf
         kept = jax.dtypes.canonicalize_dtype(given.dtype)
         if given.dtype == kept or given.dtype.kind not in "iu" or not given.size:

@@ -155,6 +155,7 @@ def _as_array(name: str, array: Any) -> Any:
         raise ValueError(
             f"arrays[{name!r}] is a {type(array).__name__}.\nFix: give numbers, {name}.to_numpy(np.float32)."
         )
+    require_unmasked(f"arrays[{name!r}]", array)
     is_array = not isinstance(array, list | tuple)
     try:
         found = array if is_array else np.asarray(array)
@@ -173,6 +174,16 @@ def _as_array(name: str, array: Any) -> Any:
     raise ValueError(
         f"arrays[{name!r}] has {len(lengths)} rows of unequal {what}.\nFix: pad them, or give "
         f"np.concatenate({name}) and their lengths to jaxpar.data.packed.PackedBatches."
+    )
+
+
+def require_unmasked(name: str, array: Any) -> None:
+    """Raises for an array of `numpy.ma` with masked values: to JAX they would be data."""
+    num_masked = int(np.ma.count_masked(array)) if isinstance(array, np.ma.MaskedArray) else 0
+    require(
+        not num_masked,
+        f"{name} has {num_masked} masked values, which would count as data.\n"
+        f"Fix: replace them with array.filled(0), and give these rows a weight of 0.",
     )
 
 

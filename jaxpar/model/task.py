@@ -383,6 +383,12 @@ def _load(path: Path, source: bytes) -> Any:
     before = LOADED.set(path)
     try:
         spec.loader.exec_module(module)
+    except SystemExit as error:
+        del sys.modules[name]
+        raise ValueError(
+            f"{path} ends the program when it is run: it calls sys.exit({error.code!r})\n"
+            f'Fix: call it under if __name__ == "__main__":, for jaxpar runs the file to find its task.'
+        ) from error
     except Exception as error:
         del sys.modules[name]
         cause, _, fix = str(error).partition("\nFix: ")

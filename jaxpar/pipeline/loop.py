@@ -152,9 +152,7 @@ class Loop:
         sums = vary_like(stage.nothing_collected, head_like)
         state = state._replace(sums=sums, layer_sums=stage.no_sums)
         if self.kept is not None:
-            grads = jax.tree.map(
-                lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), stage.params
-            )
+            grads = jax.tree.map(_no_gradient, stage.params)
             layers, outer = map(self.spec.lay_out_gradients, (grads.layers, grads.outer))
             state = state._replace(grads=grads._replace(layers=layers, outer=outer))
         return state
@@ -472,6 +470,12 @@ def run_segments(loop: Loop, carry: Carry) -> State:
     carried = carry, _totals(start) | {"d_carry": d_carry}
     (carry, totals), ran = lax.scan(backward, carried, (numbers, carry_G), reverse=True)
     return start._replace(carry=carry, ran_T4=ran.reshape(-1, 4), **totals)
+
+
+def _no_gradient(param: jax.Array) -> jax.Array:
+    """Zeros of the parameter's type, or of float32 if that is wider: units add their gradients to them."""
+    dtype = jnp.promote_types(param.dtype, jnp.float32)
+    return vary_like(jnp.zeros(param.shape, dtype), param)
 
 
 def _totals(state: State) -> dict[str, Arrays]:

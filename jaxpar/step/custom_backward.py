@@ -20,9 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from jaxpar.base.jax_private import call_once
 from jaxpar.base.types import Arrays, Cotangents, Params
+from jaxpar.model.adopt.cut_model import CutModel
 from jaxpar.model.facts import ModelFacts
 from jaxpar.step.parts import Parts
 from jaxpar.step.trial import Part, Tree, Trial, quick_jit
@@ -50,7 +52,9 @@ def check_custom_backward(parts: Parts) -> None:
         `last` has a gradient, which a step that runs in units leaves out.
     """
     facts, parallel = parts.facts, parts.partition.parallel
-    if parallel.mesh.data == 1 and not parallel.runs_in_units:
+    own_sizes = [parallel.mesh.sizes[axis] for axis in facts.task.axes]
+    splits_rows = max(parallel.mesh.data, *own_sizes, 1) > 1
+    if not splits_rows and not parallel.runs_in_units:
         return
     begins_with_sum = parts.partition.runs_in_units and not facts.knows_weight
     done = "backward", begins_with_sum, parallel.num_chunks
@@ -69,14 +73,36 @@ def check_custom_backward(parts: Parts) -> None:
 
 def _functions(facts: ModelFacts) -> dict[str, str]:
     """By the part of the model, the functions with a backward pass of their own, in words; not jaxpar's."""
+    programs = _traced_parts(facts) if facts.cut_model is None else _cut_parts(facts.cut_model)
     found = {}
-    for what, (run, args) in facts.parts.items():
-        trace = functools.partial(jax.make_jaxpr(run), *args)
-        eqns = equations_in(bound(facts.task.axes, trace).jaxpr)
+    for what, program in programs.items():
+        eqns = equations_in(program)
         names = dict.fromkeys(name for eqn in eqns if (name := _function_of(eqn)))
         if names:
             found[what] = ", ".join(names)
     return found
+
+
+def _traced_parts(facts: ModelFacts) -> dict[str, Jaxpr]:
+    """The programs of the parts of a model in the layer form."""
+    programs = {}
+    for what, (run, args) in facts.parts.items():
+        trace = functools.partial(jax.make_jaxpr(run), *args)
+        programs[what] = bound(facts.task.axes, trace).jaxpr
+    return programs
+
+
+def _cut_parts(model: CutModel) -> dict[str, Jaxpr]:
+    """The programs of the parts of a Flax model as its user wrote them.
+
+    What runs on a mesh has functions of jaxpar in place of the user's (`trace/varying.py`).
+    """
+    program = model.program("loss", model.batch, trains=True)
+    programs = {"`first`": program.part("first").closed.jaxpr}
+    for name, number in zip(model.kind_names, model.first_of, strict=True):
+        programs[f"layer {name}"] = program.part(number).closed.jaxpr
+    programs["`last`"] = program.part("last").closed.jaxpr
+    return programs
 
 
 def _function_of(eqn: Any) -> str:

@@ -30,6 +30,7 @@ from jaxpar.sharding import (
     shardings,
     user_name,
 )
+from jaxpar.step.host_check import check_pieces
 from jaxpar.step.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.step.resolved import Resolved
 from jaxpar.trace.counts import draws, reductions
@@ -289,6 +290,8 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
             f"{why}\n"
             f"Fix: use update='sharded', or an optimizer such as optax.adam."
         )
+    if task.has_own_optimizer:
+        check_pieces(setup, state.params, state.opt_rules)
 
 
 def _initial_state(setup: Resolved, params: nnx.State, frozen: nnx.State) -> TrainState:

@@ -4,7 +4,6 @@ One that reads NumPy's random numbers, a clock or a counter is not: JAX keeps th
 steps, and each process, mesh and compilation has others.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,8 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from jaxpar.base.types import ArrayLike, Atom, Value
-from jaxpar.trace.jaxprs import made_with
+from jaxpar.base.types import Atom, Value
+from jaxpar.trace.jaxprs import made_with, parts_of_program
 from jaxpar.trace.source_lines import source_line_of_equation
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
@@ -62,7 +61,7 @@ def same_value(one: Value, other: Value) -> bool:
 
 def _unlike(one: ClosedJaxpr | Jaxpr, other: ClosedJaxpr | Jaxpr) -> tuple[set[Var], set[int]]:
     """What differs by itself between two programs, closed or not: variables of the first, and outputs."""
-    (a, of_a), (b, of_b) = map(_parts, (one, other))
+    (a, of_a), (b, of_b) = map(parts_of_program, (one, other))
     sizes = [tuple(map(len, (p.constvars, p.invars, p.eqns, p.outvars))) for p in (a, b)]
     if sizes[0] != sizes[1]:
         return set(), {*range(len(a.outvars))}
@@ -84,11 +83,6 @@ def _unlike(one: ClosedJaxpr | Jaxpr, other: ClosedJaxpr | Jaxpr) -> tuple[set[V
         names.update(zip(its.outvars, mine.outvars, strict=True))
     outs = enumerate(zip(a.outvars, b.outvars, strict=True))
     return unlike, {n for n, both in outs if not is_same(*both)}
-
-
-def _parts(program: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, Sequence[ArrayLike]]:
-    is_closed = isinstance(program, ClosedJaxpr)
-    return (program.jaxpr, program.consts) if is_closed else (program, ())
 
 
 def _variables(eqn: JaxprEqn) -> set[Var]:

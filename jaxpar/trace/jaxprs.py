@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxpar.base.jax_private import NamedAxisEffect
-from jaxpar.base.types import Arrays, Atom, Function, Value
+from jaxpar.base.types import ArrayLike, Arrays, Atom, Function, Value
 
 Item = TypeVar("Item")
 Equations = Sequence[JaxprEqn]
@@ -24,6 +24,12 @@ CHEAP = {
     "ge", "gt", "integer_pow", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or",
     "pcast", "pvary", "reshape", "reshard", "select_n", "sign", "square", "squeeze", "stop_gradient", "sub",
 }  # fmt: skip
+
+
+def parts_of_program(program: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, Sequence[ArrayLike]]:
+    """The program alone, and the constants that come with it."""
+    is_closed = isinstance(program, ClosedJaxpr)
+    return (program.jaxpr, program.consts) if is_closed else (program, ())
 
 
 def programs_in(eqn: JaxprEqn) -> list[Jaxpr]:

@@ -6,6 +6,9 @@ outputs of branches may not change their type. Code that does not know of meshes
 these types. The traced program is then run equation by equation. Where arrays of different types meet, they
 are cast to the same type. `RULES` says how: loops, branches, calls and functions with custom derivatives are
 built again from programs that run this way. Outside of a `shard_map` nothing is cast.
+
+JAX's own derivatives may break the rule as well: that of `erf` multiplies by constants. Where one does, the
+derivative of that operation is traced without types and run in the same way. Which do is found by trying.
 """
 
 import contextlib
@@ -13,7 +16,7 @@ import functools
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +27,6 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import DATA, MESH_AXES
-from jaxpar.base.checks import require
 from jaxpar.base.trees import vary_like, vary_over
 from jaxpar.base.types import Arrays, Atom, Cotangents, Function, Leaves, Tree, Value
 from jaxpar.trace.jaxprs import aval_of, cut, equations_in, is_float
@@ -35,41 +37,74 @@ Rule: TypeAlias = Callable[[JaxprEqn, Leaves, RunProgram], Sequence[jax.Array]]
 """(equation, values that it reads, a function that runs its programs) -> its outputs."""
 
 _COLLECTIVES = os.path.join("jax", "_src", "lax", "parallel.py")
-_MISMATCH = "manual axis types do not match"  # how JAX reports a loop or branch that changes a type
+# How JAX reports arrays of different types: in a loop or branch, in an operation, and in `jax.random.gamma`.
+_MISMATCHES = (
+    "manual axis types do not match",
+    "requires varying manual axes to match",
+    "requires all arguments to have matching type",
+)
 
 
-def on_any_mesh(what: str, function: Function) -> Function:
+def is_mismatch(error: Exception) -> bool:
+    """Whether JAX says that arrays, or the states of a loop, differ over other axes of a mesh."""
+    return any(text in str(error) for text in _MISMATCHES)
+
+
+def on_any_mesh(what: str, function: Function, *, casts_derivatives: bool = False) -> Function:
     """A part of a model as a function of trees for a `shard_map`: loops of it may begin with constants.
 
-    It runs as it is, unless JAX says that a loop or branch changes a type. It may not read traced arrays that
-    are not arguments.
+    It runs as it is, unless JAX says that types do not match. It may not read traced arrays that are not
+    arguments.
 
     Args:
       what: the part, for messages.
+      casts_derivatives: for a part that JAX cannot differentiate here: it never runs as it is. Without this
+        it does so only if JAX differentiates it within the call, as `jax.vjp` does.
     Raises:
       ValueError: when called: a part has such a loop, and collectives over a task's own axes; or a collective
         is over an axis of `jax.vmap`, for which JAX has no such types.
     """
-
-    def run_traced(closed: ClosedJaxpr, args: Leaves) -> Leaves:
-        require(not any(map(_own_axes, equations_in(closed.jaxpr))), _mixes(what))
-        return run(closed, args)
+    as_traced = functools.partial(_run_traced, function)
+    ways: list[Function] = [
+        functools.partial(as_traced, casts_derivatives=True, keeps_types=True),
+        functools.partial(as_traced, casts_derivatives=True),
+    ]
+    if not casts_derivatives:
+        ways = [function, as_traced, *ways]
 
     def run_on_mesh(*args: Arrays) -> Arrays:
         with _without_vmap_axes(what):
-            try:
-                return function(*args)
-            except TypeError as error:
-                if _MISMATCH not in str(error):
-                    raise
-            try:
-                return _retraced(function, run_traced, *args)
-            except TypeError as error:
-                if _MISMATCH not in str(error):
-                    raise
-                raise ValueError(_mixes(what)).with_traceback(error.__traceback__) from None
+            traceback_of_last = None
+            for way in ways:
+                try:
+                    return way(*args)
+                except (TypeError, ValueError) as error:
+                    if not is_mismatch(error):
+                        raise
+                    traceback_of_last = error.__traceback__
+            raise ValueError(_mixes(what)).with_traceback(traceback_of_last)
 
     return run_on_mesh
+
+
+def _run_traced(
+    function: Function,
+    *args: Arrays,
+    casts_derivatives: bool = False,
+    keeps_types: bool = False,
+) -> Arrays:
+    """What a function returns, by its program.
+
+    Raises:
+      TypeError: a mismatch, as JAX says it: its program has collectives, which need types.
+    """
+
+    def run_program(closed: ClosedJaxpr, args: Leaves) -> Leaves:
+        if not keeps_types and any(map(_own_axes, equations_in(closed.jaxpr))):
+            raise TypeError(_MISMATCHES[0])
+        return run(closed, args, _casting() if casts_derivatives else None)
+
+    return _retraced(function, run_program, *args, keeps_types=keeps_types)
 
 
 def _own_axes(eqn: JaxprEqn) -> set[str]:
@@ -118,9 +153,16 @@ def check_on_mesh(what: str, function: Function, *args: Arrays) -> None:
 
 
 def _retraced(
-    function: Function, run_traced: Callable[[ClosedJaxpr, Leaves], Leaves], *args: Arrays
+    function: Function,
+    run_traced: Callable[[ClosedJaxpr, Leaves], Leaves],
+    *args: Arrays,
+    keeps_types: bool = False,
 ) -> Arrays:
-    """What a function returns, by its program. Leaves that are not arrays are fixed."""
+    """What a function returns, by its program. Leaves that are not arrays are fixed.
+
+    Args:
+      keeps_types: whether it is traced with the types of its arguments.
+    """
     leaves, tree = jax.tree.flatten(args)
     arrays = {n: jnp.asarray(leaf) for n, leaf in enumerate(leaves) if _is_array(leaf)}
 
@@ -128,7 +170,9 @@ def _retraced(
         given = dict(zip(arrays, values, strict=True))
         return function(*tree.unflatten(given.get(n, leaf) for n, leaf in enumerate(leaves)))
 
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays.values()]
+    shapes = [*arrays.values()]
+    if not keeps_types:
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes]
     closed, out = jax.make_jaxpr(of_arrays, return_shape=True)(*shapes)
     return jax.tree.unflatten(jax.tree.structure(out), run_traced(closed, [*arrays.values()]))
 
@@ -144,9 +188,10 @@ def run(
 
     Args:
       rules: by the name of a primitive, in place of those in `RULES` or in addition; also in programs within
-        the program.
+        the program. That of `OTHERS` is for all that have none.
     """
     table = RULES | dict(rules or {})
+    otherwise = table.get(OTHERS, _as_it_is)
 
     def run_program(program: ClosedJaxpr | Jaxpr, *args: jax.Array) -> Leaves:
         jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
@@ -158,7 +203,7 @@ def run(
             return jnp.asarray(v.val, aval_of(v).dtype) if isinstance(v, Literal) else values[v]
 
         for eqn in jaxpr.eqns:
-            rule = table.get(eqn.primitive.name, _as_it_is)
+            rule = table.get(eqn.primitive.name, otherwise)
             scope = str(eqn.source_info.name_stack)
             with jax.named_scope(scope) if scope else contextlib.nullcontext():
                 outs = rule(eqn, [*map(read, eqn.invars)], run_program)
@@ -170,6 +215,48 @@ def run(
 
 def _as_it_is(eqn: JaxprEqn, values: Leaves, _run_program: RunProgram) -> Leaves:
     return _bind(eqn, vary_like(values, values))
+
+
+def _casting() -> dict[str, Rule]:
+    """Rules for a program whose derivatives are cast, too."""
+    known = dict[Any, bool]()  # of operations that are the same but for their values
+
+    def is_typed(eqn: JaxprEqn, values: Leaves) -> bool:
+        about = eqn.primitive, tuple(eqn.params.items()), tuple(map(jax.typeof, values))
+        try:
+            if about not in known:
+                known[about] = _has_typed_derivative(eqn, values)
+        except TypeError:  # a parameter has no hash
+            return _has_typed_derivative(eqn, values)
+        return known[about]
+
+    def run_eqn(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
+        values = vary_like(values, values)
+        if is_typed(eqn, values):
+            return _bind(eqn, values)
+        return _custom_jvp(eqn, values, run_program)
+
+    return {OTHERS: run_eqn}
+
+
+def _has_typed_derivative(eqn: JaxprEqn, values: Leaves) -> bool:
+    """Whether JAX can differentiate an operation here; True if it has no derivative anywhere."""
+    floats = [n for n, v in enumerate(eqn.invars) if is_float(v)]
+
+    def differentiate() -> Arrays:
+        def run(*given: jax.Array) -> Leaves:
+            known = dict(zip(floats, given, strict=True))
+            outs = _bind(eqn, [known.get(n, a) for n, a in enumerate(values)])
+            return [a for a in outs if is_float(a)]
+
+        outs, vjp = jax.vjp(run, *(values[n] for n in floats))
+        return vjp([jnp.zeros_like(a) for a in outs])
+
+    try:
+        jax.eval_shape(differentiate)
+    except Exception as error:  # whatever a rule of JAX raises, such as NotImplementedError
+        return not is_mismatch(error)
+    return True
 
 
 def _bind(eqn: JaxprEqn, values: Leaves) -> Leaves:
@@ -194,6 +281,30 @@ def _program(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr:
 def _remat(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
     options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
     return jax.checkpoint(functools.partial(run_program, _program(eqn)), **options)(*values)
+
+
+def _linear_solve(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
+    lengths, programs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    *consts, b = cut(vary_like(values, values), *lengths)
+    of_matvec, _, of_solve, of_transpose = consts
+
+    def product(b: Leaves) -> Leaves:
+        return vary_like(run_program(programs.matvec, *of_matvec, *b), values)
+
+    num_others = len(eqn.outvars) - len(b)  # what the solver tells besides the solution
+
+    def solver(program: ClosedJaxpr | Jaxpr, consts: Leaves) -> Function:
+        def solve(_: Function, b: Leaves) -> Leaves | tuple[Leaves, Leaves]:
+            found, others = cut(vary_like(run_program(program, *consts, *b), values), len(b))
+            return (found, others) if num_others else found
+
+        return solve
+
+    can_transpose = programs.transpose_solve is not None
+    transpose = solver(programs.transpose_solve, of_transpose) if can_transpose else None
+    solve = solver(programs.solve, of_solve)
+    found = lax.custom_linear_solve(product, b, solve, transpose, has_aux=num_others > 0)
+    return [*found[0], *found[1]] if num_others else found
 
 
 def parts_of_scan(eqn: JaxprEqn, values: Sequence[Value]) -> list[list[Value]]:
@@ -252,19 +363,23 @@ def _cond(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
 class _Custom:
     """A function with a custom derivative, which is traced without types as well; of floats alone.
 
+    Or an operation, whose own derivative is.
+
     Attributes:
-      given, made: the numbers of what it reads and returns that has a gradient. What it closes over comes
-        first, and has none.
+      given, made: the numbers of what it reads and returns that has a gradient. What a function closes over
+        comes first, and has none.
     """
 
     def __init__(self, eqn: JaxprEqn, values: Leaves, run_program: RunProgram):
         self.eqn, self.values, self._run_program = eqn, values, run_program
         floats = (n for n, v in enumerate(eqn.invars) if is_float(v))
-        self.given = [n for n in floats if n >= eqn.params["num_consts"]]
+        self.given = [n for n in floats if n >= eqn.params.get("num_consts", 0)]
         self.made = [n for n, v in enumerate(eqn.outvars) if is_float(v)]
 
     def run(self, *args: jax.Array) -> Leaves:
         """All that it returns, without its derivative."""
+        if "call_jaxpr" not in self.eqn.params:
+            return _bind(self.eqn, vary_like(args, self.values))
         return vary_like(self._run_program(self.eqn.params["call_jaxpr"], *args), self.values)
 
     def floats(self, *args: jax.Array) -> Leaves:
@@ -337,9 +452,11 @@ def _custom_vjp(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leave
     return custom.call(function)
 
 
+OTHERS = ""  # in place of the name of a primitive
 RULES: dict[str, Rule] = {
     "closed_call": call,
     "cond": _cond,
+    "custom_linear_solve": _linear_solve,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
     "eval_jaxpr": call,

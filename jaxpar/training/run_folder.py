@@ -249,7 +249,7 @@ class RunFolder:
         try:
             found = read_json(content)
             require(all(fits(found.get(name), kind) for name, kind in _TYPES.items()), "")
-            require(all(name == Path(name).name for name in found["files"]), "")
+            require(all(map(_is_file_name, found["files"])), "")
         except ValueError:
             raise ValueError(
                 f"{self.data_path} is damaged, or of another version of jaxpar\n"
@@ -361,7 +361,7 @@ class RunFolder:
             write_file(self.path / name, texts[name].encode())
 
     def clear(self) -> None:
-        """Removes the files of a run, and no other files.
+        """Removes the files of a run, and no other files. Of a link it removes the link alone.
 
         Raises:
           ValueError: another program has written here.
@@ -371,11 +371,18 @@ class RunFolder:
             self._task_file()
         with contextlib.suppress(OSError, ValueError):
             files = self.data()["files"]
-        for path in (*self._own_paths(), *(self.path / Path(name).name for name in files)):
-            if path.is_dir():
+        for name in files:  # of the task: files, never folders
+            path = self.path / name
+            if not path.is_dir() or self._is_link(path):
+                path.unlink(missing_ok=True)
+        for path in self._own_paths():
+            if path.is_dir() and not self._is_link(path):
                 remove_folder(path)
             else:
                 path.unlink(missing_ok=True)
+
+    def _is_link(self, path: Path) -> bool:
+        return not in_bucket(path) and path.is_symlink()
 
     def append_metrics(self, line: Json) -> None:
         """Adds a line to `metrics.jsonl`; in a bucket it may appear half a minute later.
@@ -524,6 +531,11 @@ def _file_of(spec: str) -> Path | None:
     """The user's file that a task is in; None if it comes with jaxpar, or is in no file."""
     file, colon, _ = spec.rpartition(":")
     return local_path(file) if colon else None
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a name is that of a file in its folder, not a path out of it."""
+    return name == Path(name).name and name not in ("", "..")
 
 
 def _changes(was: Json, now: Json) -> str:

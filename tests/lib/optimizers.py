@@ -1,4 +1,4 @@
-"""Optimizers to draw from: of numbers by themselves, and of numbers that depend on the shape or place of one."""
+"""Optimizers to draw from. Some read the shape of an array, or the place of a number in it."""
 
 import jax
 import jax.numpy as jnp

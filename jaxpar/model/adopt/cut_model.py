@@ -29,6 +29,7 @@ from jaxpar.model.adopt.variables import Variables
 from jaxpar.model.task import Task
 from jaxpar.trace.across import line_across_time
 from jaxpar.trace.again import difference
+from jaxpar.trace.described import Descriptions
 from jaxpar.trace.draws import Drawn, draws_apart
 from jaxpar.trace.jaxprs import aval_of, inlined, is_call
 from jaxpar.trace.source_lines import source_line_of_error
@@ -187,15 +188,16 @@ class CutModel:
     def _find_kinds(self, class_names: Sequence[str]) -> None:
         numbers = range(len(self.variables.places))
         both = [self.program("loss", self.batch, trains=trains) for trains in (True, False)]
-        texts = []
+        descriptions, looks = Descriptions(), []
         for n in numbers:
             own = [
                 (name, str(sorted(v.get_metadata().items(), key=str)))
                 for name, v in self.variables.own(n).items()
             ]
-            texts.append((class_names[n], str(own), *(program.part(n).text() for program in both)))
-        self.first_of = [n for n in numbers if texts[n] not in texts[:n]]
-        self.kinds = tuple(self.first_of.index(texts.index(text)) for text in texts)
+            programs = [descriptions.of_program(program.part(n).closed) for program in both]
+            looks.append((class_names[n], str(own), *programs))
+        self.first_of = [n for n in numbers if looks[n] not in looks[:n]]
+        self.kinds = tuple(self.first_of.index(looks.index(look)) for look in looks)
         names = [class_names[n] for n in self.first_of]
         taken = {"kinds", "kind_of", "slots", "unroll", "cut"}
         self.kind_names = tuple(

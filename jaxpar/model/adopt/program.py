@@ -14,18 +14,14 @@ outside of the blocks, as the embedding of a time step does, is part of each x. 
 may be several arrays, and others at each cut.
 """
 
-import functools
-import hashlib
 import itertools
-import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxpar.base.checks import require
@@ -52,7 +48,6 @@ from jaxpar.trace.jaxprs import (
 from jaxpar.trace.source_lines import source_line_of_equation
 from jaxpar.trace.varying import parts_of_scan
 
-_NUMBERS = re.compile(r"0x[0-9a-f]+|number=\d+|name=[^\s\]]+")
 _CALL_ONCE = "call each block once, one after the other, in plain Python"
 
 
@@ -69,25 +64,6 @@ class Part(NamedTuple):
     closed: ClosedJaxpr
     carries: list[ShapedArray]
     keys: list[int]
-
-    def text(self) -> str:
-        """What it does: equal for layers of one kind."""
-        consts = [hashlib.sha256(np.asarray(c).tobytes()).hexdigest() for c in self.closed.consts]
-        jaxpr, blocks = self.closed.jaxpr, list[str]()
-        eqns = list[JaxprEqn]()
-        for eqn in jaxpr.eqns:
-            if eqn.primitive is block_p:
-                blocks.append(_text_of(eqn.params["jaxpr"]))
-                eqn = eqn.replace(params={**eqn.params, "jaxpr": None})
-            eqns.append(eqn)
-        text = str(program_of(jaxpr, jaxpr.invars, eqns, jaxpr.outvars))
-        return _NUMBERS.sub("", text) + " ".join((*blocks, *consts))
-
-
-@functools.lru_cache(maxsize=256)
-def _text_of(jaxpr: Jaxpr) -> str:
-    """The text of a block's program, which equal blocks share."""
-    return _NUMBERS.sub("", str(jaxpr))
 
 
 class Program:
@@ -115,6 +91,7 @@ class Program:
           ValueError: blocks are called in another way than one after the other.
         """
         self.variables, self.num = variables, len(variables.places)
+        self._parts = dict[int | str, Part]()
         with tracing():
             closed, (self.out, changed) = jax.make_jaxpr(run, return_shape=True)(*given)
         closed = without_changes(f"the model {model_name}", closed, changed)
@@ -228,9 +205,13 @@ class Program:
                     f"Fix: compute it in the block that needs it, or from the batch alone."
                 )
 
-    @functools.cache  # noqa: B019 - programs live as long as their model
     def part(self, number: int | str) -> Part:
         """A part by itself: "first", "last", or a layer by its number."""
+        if number not in self._parts:
+            self._parts[number] = self._make_part(number)
+        return self._parts[number]
+
+    def _make_part(self, number: int | str) -> Part:
         own = number if isinstance(number, int) else -1
         params = _of(own, self.params, self.variables.owners)
         keys = _of(own, self.keys, self.variables.key_owners)

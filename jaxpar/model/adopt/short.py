@@ -14,7 +14,7 @@ from jaxpar.base.types import Arrays, Batch, Module, Outputs
 from jaxpar.config import OptimizerConfig
 from jaxpar.data.array import ArrayBatches
 from jaxpar.data.batches import Batches
-from jaxpar.data.order import flat, map_arrays
+from jaxpar.data.order import flat, map_arrays, require_unmasked
 from jaxpar.model.model import Sums
 from jaxpar.model.task import Task
 from jaxpar.sharding import RULES
@@ -93,6 +93,7 @@ def adopt(
 def _split_arrays(arrays: Mapping[str, Arrays], batch_size: int) -> MakeBatches:
     """Batches of arrays of which the last tenth is not trained on."""
     require_instance("batches", arrays, Mapping, "a function of (split, seed), or arrays by name")
+    map_arrays(lambda name, a: require_unmasked(f"batches[{name!r}]", a), arrays)
     found = map_arrays(lambda _, a: np.asarray(a), arrays)
     sizes = {a.shape[0] if a.ndim else 0 for a in flat(found).values()}
     require(

@@ -1,0 +1,282 @@
+"""What traced programs and Python functions do, as numbers: equal for those that do the same.
+
+The text of a program does not show all of it. A `jax.custom_vjp` has a function for its backward pass, and a
+`jax.pure_callback` one of NumPy. A program within another may hold arrays. So programs are compared by
+their equations, and arrays by their values. A function with a derivative of its own is compared by what its
+gradient traces to. A function that can't be traced is compared by its code, and by what it closes over.
+"""
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.linear_util import WrappedFun
+
+from jaxpar.base.types import ArrayLike, Atom, Cotangents, Leaves, Value
+from jaxpar.trace.jaxprs import aval_of, has_effect, is_float, parts_of_program
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype, enum.Enum)
+# Parameters that are names for people: the primitive computes the same whatever they say.
+_NAMES = {
+    ("jit", "name"),
+    ("pjit", "name"),
+    ("name", "name"),
+    ("block", "number"),
+    ("outer_module", "name"),
+}
+
+
+class _OwnDerivative(NamedTuple):
+    """The parameters of a primitive that calls a function with a derivative of its own.
+
+    Attributes:
+      fixed: the numbers of operands at the front that have no gradient.
+      program: what computes the function.
+      rules: what JAX calls for the derivative.
+    """
+
+    fixed: tuple[str, ...]
+    program: str
+    rules: tuple[str, ...]
+
+
+OWN_DERIVATIVES = {
+    "custom_jvp_call": _OwnDerivative(("num_consts",), "call_jaxpr", ("jvp_jaxpr_fun",)),
+    "custom_vjp_call": _OwnDerivative(
+        ("num_consts",), "call_jaxpr", ("fwd_jaxpr_thunk", "bwd", "out_trees")
+    ),
+    "linear_call": _OwnDerivative(("num_callee_consts", "num_res"), "callee", ("transpose_thunk",)),
+}
+
+
+class _Holder(enum.Enum):
+    """Who holds a value, which says how it can be compared.
+
+    A READER only reads what it closes over: equal values are the same to it. A WRITER, such as the function
+    of an `io_callback`, may change it: two equal lists are two lists. JAX's own functions hold the state of a
+    trace, which doesn't count, around the functions of users, which do.
+    """
+
+    READER = enum.auto()
+    WRITER = enum.auto()
+    JAX = enum.auto()
+
+
+class Descriptions:
+    """Numbers for programs, functions and values, which are equal if these do the same."""
+
+    def __init__(self, unknown: Callable[[Value], Hashable] = id):
+        """Has described nothing yet.
+
+        Args:
+          unknown: what must be equal of two objects that nothing is known of. `id` if each is only like
+            itself; `type` if they are made again each time.
+        """
+        self._unknown = unknown
+        self._numbers = dict[Hashable, int]()
+        self._programs = dict[tuple[int, bool], tuple[ClosedJaxpr | Jaxpr, int]]()
+        self._calls = list[int]()  # functions that are being described, by their ids
+        self._kept = list[Value]()  # so that no other object gets their ids
+
+    def of_program(self, program: ClosedJaxpr | Jaxpr, *, is_differentiated: bool = True) -> int:
+        """Equal for programs that compute the same; and whose gradients do, if these are taken."""
+        key = id(program), is_differentiated
+        if key not in self._programs:
+            number = self._number("program", *self._lines(program, is_differentiated))
+            self._programs[key] = program, number
+        return self._programs[key][1]
+
+    def of_value(self, value: Value) -> int:
+        """Equal for equal numbers, texts, arrays, containers, programs, and functions that do the same."""
+        return self._of(value, _Holder.READER)
+
+    def of_derivative(self, eqn: JaxprEqn) -> int:
+        """Equal for equations with the same derivative, of primitives in `OWN_DERIVATIVES`."""
+        found = list[Hashable]()
+        functions = tuple(eqn.params[name] for name in OWN_DERIVATIVES[eqn.primitive.name].rules)
+        try:
+            found.append(self.of_program(_gradient_of(eqn), is_differentiated=False))
+        except Exception:  # of the user's function: maybe it has no gradient, and says so
+            found.append(self.of_value(functions))
+        if eqn.params.get("symbolic_zeros"):  # it may do something else where a gradient is zero
+            found.append(self.of_value(functions))
+        return self._number("derivative", *found)
+
+    def _number(self, *parts: Hashable) -> int:
+        return self._numbers.setdefault(parts, len(self._numbers))
+
+    # ---- programs ----
+
+    def _lines(self, program: ClosedJaxpr | Jaxpr, is_differentiated: bool) -> list[Hashable]:
+        """All that a program computes; its variables are numbered in their order."""
+        jaxpr, consts = parts_of_program(program)
+        names = dict[Var, int]()
+
+        def named(variables: Sequence[Var]) -> Hashable:
+            for v in variables:
+                names[v] = len(names)
+            return tuple(aval_of(v).str_short() for v in variables)
+
+        def read(atom: Atom) -> Hashable:
+            if isinstance(atom, Literal):
+                return aval_of(atom).str_short(), self._array(np.asarray(atom.val))
+            return names[atom]
+
+        lines: list[Hashable] = [named(jaxpr.constvars), *map(self.of_value, consts)]
+        lines.append(named(jaxpr.invars))
+        for eqn in jaxpr.eqns:
+            reads = tuple(map(read, eqn.invars))
+            params = self._params(eqn, is_differentiated)
+            lines.append((eqn.primitive, reads, params, named(eqn.outvars)))
+        lines.append(tuple(map(read, jaxpr.outvars)))
+        return lines
+
+    def _params(self, eqn: JaxprEqn, is_differentiated: bool) -> Hashable:
+        primitive = eqn.primitive.name
+        own = OWN_DERIVATIVES.get(primitive)
+        holder = _Holder.WRITER if has_effect(eqn) else _Holder.READER
+        found = list[Hashable]()
+        for name, value in sorted(eqn.params.items()):
+            if (primitive, name) in _NAMES:
+                continue
+            if own is None:
+                found.append((name, self._of(value, holder, is_differentiated)))
+            elif name == own.program:  # which is run, and not differentiated
+                found.append((name, self.of_program(value, is_differentiated=False)))
+            elif name not in own.rules:
+                found.append((name, self.of_value(value)))
+        if own is not None and is_differentiated:
+            found.append(self.of_derivative(eqn))
+        return tuple(found)
+
+    # ---- values ----
+
+    def _of(self, value: Value, holder: _Holder, is_differentiated: bool = True) -> int:
+        if isinstance(value, _PLAIN):
+            return self._number("plain", type(value), repr(value))  # 1 == 1.0 == True
+        if isinstance(value, ClosedJaxpr | Jaxpr):
+            return self.of_program(value, is_differentiated=is_differentiated)
+        if isinstance(value, tuple):
+            parts = [self._of(part, holder, is_differentiated) for part in value]
+            return self._number("tuple", type(value), *parts)
+        if callable(value) and not isinstance(value, type):
+            return self._function(value, holder)
+        if holder is _Holder.READER:
+            if isinstance(value, list):
+                parts = [self._of(part, holder, is_differentiated) for part in value]
+                return self._number("list", type(value), *parts)
+            if isinstance(value, Mapping):
+                return self._number("mapping", type(value), self._of((*value.items(),), holder))
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                return self._fields(value, holder)
+        is_array = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
+        if is_array and holder is not _Holder.WRITER:
+            return self._array(value)
+        if _has_equality(value):
+            return self._number("equal", type(value), value)
+        if holder is _Holder.JAX:
+            return self._number("of JAX", type(value))
+        return self._whole(value)
+
+    def _whole(self, value: Value) -> int:
+        self._kept.append(value)
+        return self._number("whole", self._unknown(value))
+
+    def _array(self, array: ArrayLike) -> int:
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.random.key_data(array)
+        values = np.asarray(array)
+        digest = hashlib.sha256(values.tobytes()).digest()
+        return self._number("array", values.shape, values.dtype, digest)
+
+    def _fields(self, value: Value, holder: _Holder) -> int:
+        names = [field.name for field in dataclasses.fields(value)]
+        parts = [self._of(getattr(value, name, None), holder) for name in names]
+        return self._number("fields", type(value), *parts)
+
+    # ---- functions ----
+
+    def _function(self, function: Value, holder: _Holder) -> int:
+        """Of what can be called: by its code and what it holds, if these can be seen."""
+        if id(function) in self._calls:  # it calls itself
+            return self._number("again", self._calls[::-1].index(id(function)))
+        self._calls.append(id(function))
+        try:
+            return self._code(function, holder)
+        finally:
+            self._calls.pop()
+
+    def _code(self, function: Value, holder: _Holder) -> int:
+        if isinstance(function, functools.partial):
+            own = function.func, function.args, (*function.keywords.items(),)
+            return self._number("partial", self._of(own, holder))
+        if isinstance(function, types.MethodType):
+            return self._number("method", self._of((function.__func__, function.__self__), holder))
+        if isinstance(function, WrappedFun):
+            own = function.f, function.transforms, function.params
+            return self._number("wrapped", self._of(own, _Holder.JAX))
+        if isinstance(function, types.FunctionType):
+            if str(function.__module__).partition(".")[0] == "jax":
+                return self._number(
+                    "function", function.__code__, *self._held(function, _Holder.JAX)
+                )
+            # Functions of one code can be of two modules, and have attributes.
+            others = id(function.__globals__), self._of((*vars(function).items(),), holder)
+            return self._number(
+                "function", function.__code__, *others, *self._held(function, holder)
+            )
+        if dataclasses.is_dataclass(function):
+            return self._fields(function, holder)
+        return self._whole(function)
+
+    def _held(self, function: types.FunctionType, holder: _Holder) -> list[Hashable]:
+        """Of its default arguments, and of the variables of functions around it."""
+        keywords = function.__kwdefaults__ or {}
+        held: list[Hashable] = [self._of(function.__defaults__, holder)]
+        held.append(self._of((*keywords.items(),), holder))
+        for cell in function.__closure__ or ():
+            try:
+                held.append(self._of(cell.cell_contents, holder))
+            except ValueError:
+                held.append("not set yet")
+        return held
+
+
+def _has_equality(value: Value) -> bool:
+    """Whether objects of its class say when they are equal."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return type(value).__eq__ is not object.__eq__
+
+
+def _gradient_of(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The program of what an equation gives, and of the gradients of its floating-point operands."""
+    own, avals = OWN_DERIVATIVES[eqn.primitive.name], [*map(aval_of, eqn.invars)]
+    num_fixed = sum(eqn.params[name] for name in own.fixed)
+    floats = [n for n, v in enumerate(eqn.invars) if n >= num_fixed and is_float(v)]
+    results = [n for n, v in enumerate(eqn.outvars) if is_float(v)]
+
+    def gradients(operands: Leaves, d_results: Cotangents) -> tuple[Leaves, Leaves]:
+        def run(*values: jax.Array) -> tuple[Leaves, Leaves]:
+            known = dict(zip(floats, values, strict=True))
+            given = [known.get(n, a) for n, a in enumerate(operands)]
+            outs = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
+            return [outs[n] for n in results], outs
+
+        _, vjp, outs = jax.vjp(run, *(operands[n] for n in floats), has_aux=True)
+        return outs, [*vjp(d_results)]
+
+    operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    d_results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(aval_of, eqn.outvars)]
+    return jax.make_jaxpr(gradients)(operands, [d_results[n] for n in results])

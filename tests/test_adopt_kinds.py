@@ -1,0 +1,154 @@
+"""Blocks of a Flax model are of one kind if they do the same, derivatives and functions of NumPy included."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.custom_derivatives import linear_call
+from lib.adopted import Adopted, WithOptimizer, assert_as_plain
+from lib.flax_models import VOCAB, WIDTH
+from lib.layers import clipped_in_backward, times_in_backward
+
+from jaxpar import Parallel, PipelineConfig
+from jaxpar.step.functions import init_state
+from jaxpar.step.setup import Setup
+
+pytestmark = pytest.mark.law
+
+
+def times_in_jvp(factor):
+    @jax.custom_jvp
+    def identity(x):
+        return x
+
+    identity.defjvp(lambda args, d_args: (args[0], factor * d_args[0]))
+    return identity
+
+
+def times_in_transpose(factor):
+    def identity(x):
+        return linear_call(lambda _, x: x, lambda _, dx: factor * dx, (), x)
+
+    return identity
+
+
+def times_in_numpy(factor):
+    def plus(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        made = jax.pure_callback(
+            lambda a: np.float32(factor) * np.asarray(a), shape, jax.lax.stop_gradient(x)
+        )
+        return x + made
+
+    return plus
+
+
+def times_table(factor):
+    table = np.full(WIDTH, factor, np.float32)
+    return lambda x: x * table
+
+
+BY_DEPTH = {
+    "custom_vjp": times_in_backward,
+    "custom_jvp": times_in_jvp,
+    "linear_call": times_in_transpose,
+    "pure_callback": times_in_numpy,
+    "a closed-over array": times_table,
+}
+ALIKE = {
+    "gelu": nnx.gelu,
+    "exact gelu": functools.partial(nnx.gelu, approximate=False),
+    "silu": nnx.silu,
+    "a function with a backward pass": times_in_backward(0.5),
+}
+
+
+@pytest.fixture(autouse=True)
+def settings_of_users():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Block(nnx.Module):
+    def __init__(self, change, rngs):
+        self.up, self.change = nnx.Linear(WIDTH, WIDTH, rngs=rngs), change
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.up(self.change(x)))
+
+
+class ChangesOutput(Block):
+    def __call__(self, x):
+        return self.change(x + jnp.tanh(self.up(x)))
+
+
+class Net(nnx.Module):
+    block = Block
+
+    def __init__(self, changes, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([self.block(change, rngs) for change in changes])
+        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class NetOfOutputs(Net):
+    block = ChangesOutput
+
+
+def task_of(changes, net=Net):
+    return Adopted(functools.partial(net, tuple(changes)))
+
+
+# JAX runs no callback where the compiler splits an axis, and gives a linear_call no types of a mesh.
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *((name, "dp1") for name in BY_DEPTH),
+        *((name, "pp2") for name in BY_DEPTH if name not in ("pure_callback", "linear_call")),
+    ],
+)
+def test_functions_that_differ_by_depth_are_those_of_each_block(name, mesh):
+    task = task_of(BY_DEPTH[name](1 / (1 + number)) for number in range(4))
+    assert_as_plain(task, Parallel(mesh))
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_blocks_with_one_function_are_of_one_kind(name):
+    assert len(Setup.of(task_of([ALIKE[name]] * 4), "dp1").facts.kinds) == 1
+
+
+@pytest.mark.parametrize(
+    "parallel", [Parallel("dp2"), Parallel("dp1", PipelineConfig(num_microbatches=2))]
+)
+def test_a_backward_pass_that_combines_rows_is_refused(parallel):
+    task = task_of([clipped_in_backward] * 2, NetOfOutputs)
+    said = r"layer changesoutput: the backward pass of clipped_in_backward \(\S+\.py, line \d+\) gives other"
+    with pytest.raises(ValueError, match=said):
+        assert_as_plain(task, parallel)
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "pp2"])
+def test_the_exact_gelu_has_a_gradient_on_every_mesh(mesh):
+    assert_as_plain(task_of([ALIKE["exact gelu"]] * 2), Parallel(mesh))
+
+
+@pytest.mark.parametrize("change", [lambda g: g / g.shape[0], lambda g: jnp.roll(g, 1, 0)])
+def test_an_update_on_the_host_that_depends_on_shape_or_place_is_refused(change):
+    def make():
+        own = optax.stateless(lambda updates, _: jax.tree.map(change, updates))
+        return optax.chain(own, optax.sgd(0.1))
+
+    task = WithOptimizer(functools.partial(Net, (nnx.gelu,) * 2), own=make)
+    with pytest.raises(ValueError, match="updates a part in another way than the whole array"):
+        init_state(task, Parallel("dp2", update="host"))
+    init_state(task, Parallel("dp1", update="host"))
