@@ -12,7 +12,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.linear_util import WrappedFun
 
-from jaxpar.base.types import ArrayLike, Atom, Cotangents, Leaves, Value
+from jaxpar.base.types import Atom, Cotangents, Leaves, Value
 from jaxpar.trace.jaxprs import aval_of, has_effect, is_float, parts_of_program
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype, enum.Enum)
@@ -111,7 +111,7 @@ class Descriptions:
             found.append(self.of_value(functions))
         return self._number("derivative", *found)
 
-    def _number(self, *parts: Hashable) -> int:
+    def _number(self, *parts: Any) -> int:
         return self._numbers.setdefault(parts, len(self._numbers))
 
     # ---- programs ----
@@ -160,7 +160,8 @@ class Descriptions:
 
     # ---- values ----
 
-    def _of(self, value: Value, holder: _Holder, is_differentiated: bool = True) -> int:
+    def _of(self, given: Value, holder: _Holder, is_differentiated: bool = True) -> int:
+        value: Any = given  # of whatever class
         if isinstance(value, _PLAIN):
             return self._number("plain", type(value), repr(value))  # 1 == 1.0 == True
         if isinstance(value, ClosedJaxpr | Jaxpr):
@@ -180,9 +181,9 @@ class Descriptions:
                 return self._fields(value, holder)
         is_array = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
         if is_array and holder is not _Holder.WRITER:
-            return self._array(value)
-        if _has_equality(value):
-            return self._number("equal", type(value), value)
+            return self._array(given)
+        if _has_equality(given):
+            return self._number("equal", type(given), given)
         if holder is _Holder.JAX:
             return self._number("of JAX", type(value))
         return self._whole(value)
@@ -191,7 +192,7 @@ class Descriptions:
         self._kept.append(value)
         return self._number("whole", self._unknown(value))
 
-    def _array(self, array: ArrayLike) -> int:
+    def _array(self, array: Any) -> int:
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = jax.random.key_data(array)
         values = np.asarray(array)
