@@ -18,13 +18,17 @@ def by_place(g):
     return g * (1 + place / g.size).astype(g.dtype)
 
 
+def by_size(g):
+    return g * jnp.minimum(1.0, 1e-3 / jnp.maximum(jnp.abs(g), 1e-9))
+
+
 # Each number is updated by itself.
 ALONE = {
     "sgd": lambda: optax.sgd(RATE),
     "momentum": lambda: optax.sgd(RATE, momentum=0.9, nesterov=True),
     "decay": lambda: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(RATE)),
     "schedule": lambda: optax.sgd(optax.linear_schedule(RATE, 0.0, 4)),
-    "clipped by value": lambda: optax.chain(optax.clip(1e-3), optax.sgd(1.0)),
+    "clipped by value": lambda: changed(by_size),  # optax.clip takes no complex numbers
 }
 # What an array is, or where a number is in it, decides on the update.
 READ_SHAPE_OR_PLACE = {
@@ -38,3 +42,18 @@ READ_SHAPE_OR_PLACE = {
     "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(RATE)),
 }
 OPTIMIZERS = ALONE | READ_SHAPE_OR_PLACE
+
+
+def refusals(parallel, optimizer, *, is_clipped):
+    """What an error may say of such a run; nothing where none is allowed.
+
+    Args:
+      optimizer: its name, or None.
+      is_clipped: whether a backward pass of the model combines rows.
+    """
+    allowed = []
+    if is_clipped and parallel.runs_in_units:
+        allowed.append("the backward pass of clipped_in_backward")
+    if parallel.update == "host" and optimizer in READ_SHAPE_OR_PLACE:
+        allowed.append("update='host'")
+    return allowed
