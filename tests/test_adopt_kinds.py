@@ -1,20 +1,18 @@
-"""Blocks of a Flax model are of one kind if they do the same, derivatives and functions of NumPy included."""
+"""Blocks of Flax models with functions that have derivatives of their own, or that call NumPy."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.custom_derivatives import linear_call
-from lib.adopted import Adopted, WithOptimizer, assert_as_plain
-from lib.flax_models import VOCAB, WIDTH
+from lib.adopted import Adopted, assert_as_plain
+from lib.flax_models import WIDTH, Text
 from lib.layers import clipped_in_backward, times_in_backward
 
 from jaxpar import Parallel, PipelineConfig
-from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 
 pytestmark = pytest.mark.law
@@ -86,19 +84,15 @@ class ChangesOutput(Block):
         return self.change(x + jnp.tanh(self.up(x)))
 
 
-class Net(nnx.Module):
+class Net(Text):
     block = Block
 
     def __init__(self, changes, rngs):
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([self.block(change, rngs) for change in changes])
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+        self.changes = changes
+        super().__init__(rngs)
 
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    def make_blocks(self, rngs):
+        return nnx.List([self.block(change, rngs) for change in self.changes])
 
 
 class NetOfOutputs(Net):
@@ -140,15 +134,3 @@ def test_a_backward_pass_that_combines_rows_is_refused(parallel):
 @pytest.mark.parametrize("mesh", ["dp2", "pp2"])
 def test_the_exact_gelu_has_a_gradient_on_every_mesh(mesh):
     assert_as_plain(task_of([ALIKE["exact gelu"]] * 2), Parallel(mesh))
-
-
-@pytest.mark.parametrize("change", [lambda g: g / g.shape[0], lambda g: jnp.roll(g, 1, 0)])
-def test_an_update_on_the_host_that_depends_on_shape_or_place_is_refused(change):
-    def make():
-        own = optax.stateless(lambda updates, _: jax.tree.map(change, updates))
-        return optax.chain(own, optax.sgd(0.1))
-
-    task = WithOptimizer(functools.partial(Net, (nnx.gelu,) * 2), own=make)
-    with pytest.raises(ValueError, match="updates a part in another way than the whole array"):
-        init_state(task, Parallel("dp2", update="host"))
-    init_state(task, Parallel("dp1", update="host"))

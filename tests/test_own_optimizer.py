@@ -4,10 +4,15 @@ import dataclasses
 import json
 from typing import Any
 
+import jax
 import optax
 import pytest
+from lib.adopted import WithOptimizer, batch_of
+from lib.flax_models import Text
+from lib.optimizers import READ_SHAPE_OR_PLACE
 
-from jaxpar import OptimizerConfig, TrainConfig, fit, lm
+from jaxpar import OptimizerConfig, Parallel, TrainConfig, fit, lm
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.summary import summarize
@@ -63,3 +68,19 @@ def test_a_config_that_is_used_is_reported(text, tmp_path):
     task = lm.LM(corpus=str(text), optimizer=config, **SMALL)
     assert train(task, tmp_path, 1) == [0.5]
     assert "adam, learning rate 0.5" in dict(summarize(Setup.of(task, "dp1")))["optimizer"]
+
+
+READS = [name for name in READ_SHAPE_OR_PLACE if name not in ("root mean square", "global norm")]
+
+
+@pytest.mark.parametrize("name", READS)
+def test_an_update_on_the_host_that_depends_on_shape_or_place_is_refused(name):
+    task = WithOptimizer(Text, own=READ_SHAPE_OR_PLACE[name])
+    on_host, message = Parallel("dp2", update="host"), "in another way than the whole array"
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with pytest.raises(ValueError, match=message):
+            init_state(task, on_host)
+        init_state(task, Parallel("dp1", update="host"))
+        restored = init_state(task, "dp2")  # as of a checkpoint
+        with pytest.raises(ValueError, match=message):
+            make_train_step(task, on_host)(restored, batch_of(task))

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, Union
 
-from jaxpar.base.per_class import once_per_class
-
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -70,9 +68,11 @@ def _check_bits(name: str, value: object) -> None:
         raise ValueError(f"{name}={shown}: must be below 2**63\nFix: give a smaller number.")
 
 
-@once_per_class
 def _hints(of: type) -> dict[str, TypeHint]:
-    return typing.get_type_hints(of)
+    """The types of a class's fields. The class keeps them, so they leave the memory with it."""
+    if "_jaxpar_hints" not in vars(of):
+        setattr(of, "_jaxpar_hints", typing.get_type_hints(of))  # noqa: B010 - of any class
+    return vars(of)["_jaxpar_hints"]
 
 
 def _options(hint: TypeHint) -> tuple[TypeHint, ...]:

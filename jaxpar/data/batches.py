@@ -7,7 +7,7 @@ process reads only its own rows. Those of arrays in memory are in `data`. Dims: 
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -64,12 +64,18 @@ def owned(tree: Arrays) -> Arrays:
 
     JAX makes no copy of some arrays on CPU, or copies them after the call that takes them has returned. Files
     may have numbers in another order of bytes; copies have the machine's.
+
+    Raises:
+      ValueError: an array has masked values; its copy would have none.
     """
 
-    def copy(a: np.ndarray) -> np.ndarray:
+    def copy(path: tuple[Any, ...], a: Any) -> Any:
+        if not isinstance(a, np.ndarray):
+            return a
+        require_unmasked(f"batch{jax.tree_util.keystr(path)}", a)
         return np.array(a, a.dtype.newbyteorder("="))
 
-    return jax.tree.map(lambda a: copy(a) if isinstance(a, np.ndarray) else a, tree)
+    return jax.tree.map_with_path(copy, tree)
 
 
 def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Batch:
@@ -78,7 +84,7 @@ def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Batch:
     Args:
       sharding: of the dim of rows, such as `step.batch_sharding` gives.
     Raises:
-      ValueError: the sharding does not divide the rows, or as of `check_numbers`.
+      ValueError: the sharding does not divide the rows, or as of `owned` and `check_numbers`.
     """
     B = batches.batch_size
     axes = (*sharding.spec, None)[0] or ()
@@ -87,10 +93,7 @@ def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Batch:
 
     @functools.cache
     def read(start: int, stop: int) -> Batch:
-        given = batches.batch(step, slice(start, stop))
-        for path, leaf in jax.tree.leaves_with_path(given):  # a copy has no mask
-            require_unmasked(f"batch{jax.tree_util.keystr(path)}", leaf)
-        batch = owned(given)
+        batch = owned(batches.batch(step, slice(start, stop)))
         check_numbers(batch)
         return batch
 
@@ -118,10 +121,9 @@ def check_numbers(batch: Batch) -> None:
     """Checks that devices can hold a batch's whole numbers: they have 32 bits, unless JAX_ENABLE_X64 is on.
 
     Raises:
-      ValueError: one is too large, and would become another; or an array has masked values.
+      ValueError: one is too large, and would become another.
     """
     for path, leaf in jax.tree.leaves_with_path(batch):
-        require_unmasked(f"batch{jax.tree_util.keystr(path)}", leaf)
         given = np.asarray(leaf) if not isinstance(leaf, jax.Array) else leaf
         kept = jax.dtypes.canonicalize_dtype(given.dtype)
         if given.dtype == kept or given.dtype.kind not in "iu" or not given.size:

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.base.checks import require_instance
+from jaxpar.base.checks import require, require_instance
 from jaxpar.base.compiler import options_to_draw
 from jaxpar.base.display import Shown, format_bytes, format_count
 from jaxpar.base.jax_private import call_once
@@ -20,6 +20,7 @@ from jaxpar.base.keys import key_data
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes, placed, zeros
 from jaxpar.base.types import Arrays, Function, Tree
+from jaxpar.model.task import Task
 from jaxpar.sharding import (
     Rules,
     annotated,
@@ -30,7 +31,7 @@ from jaxpar.sharding import (
     shardings,
     user_name,
 )
-from jaxpar.step.host_check import check_pieces
+from jaxpar.step.host_check import updates_pieces_alike
 from jaxpar.step.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.step.resolved import Resolved
 from jaxpar.trace.counts import draws, reductions
@@ -178,6 +179,7 @@ def _with_host_state(setup: Resolved, state: TrainState) -> TrainState:
     """With the optimizer's state, where that is kept on the host."""
     if setup.parallel.update != "host":
         return state
+    setup.cached(check_host_update)
     host, target = HostOptimizer(setup.optimizer), abstract_state(setup)
     split = jax.device_put(state.params, shardings(state.params, setup.mesh, state.opt_rules))
     return dataclasses.replace(state, opt_state=host.init(split, target.opt_state))
@@ -284,14 +286,29 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
     why = f"looks at more than one number at once ({', '.join(sorted(found))})" if found else ""
     if not found and has_noise:
         why = "draws random numbers"
-    if why:
-        raise ValueError(
-            f"update='host' updates parts of parameters separately, but the optimizer of task {task.name} "
-            f"{why}\n"
-            f"Fix: use update='sharded', or an optimizer such as optax.adam."
-        )
-    if task.has_own_optimizer:
-        check_pieces(setup, state.params, state.opt_rules)
+    require(not why, _on_host(task, why))
+
+
+def check_host_update(setup: Resolved) -> None:
+    """Checks an own optimizer with update="host" on random parameters, in their real size.
+
+    It needs the memory of a run, so a plan for other machines does without.
+
+    Raises:
+      ValueError: parts of a parameter are updated in another way than the whole.
+    """
+    if not setup.task.has_own_optimizer:
+        return
+    state = abstract_state(setup)
+    is_alike = updates_pieces_alike(setup, state.params, state.opt_rules)
+    require(is_alike, _on_host(setup.task, "updates a part in another way than the whole array."))
+
+
+def _on_host(task: Task, why: str) -> str:
+    return (
+        f"update='host' updates parts of parameters separately, but the optimizer of task {task.name} {why}\n"
+        f"Fix: use update='sharded', or an optimizer such as optax.adam."
+    )
 
 
 def _initial_state(setup: Resolved, params: nnx.State, frozen: nnx.State) -> TrainState:

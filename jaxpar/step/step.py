@@ -33,7 +33,7 @@ from jaxpar.step.optimizer import HostOptimizer, clip_scale, global_norm, update
 from jaxpar.step.parts import Parts
 from jaxpar.step.per_layer import without_empty_rows
 from jaxpar.step.resolved import Resolved
-from jaxpar.step.state import TrainState, abstract_state, state_shardings
+from jaxpar.step.state import TrainState, abstract_state, check_host_update, state_shardings
 from jaxpar.trace.numbers import with_numbers
 from jaxpar.trace.source_lines import source_line_of_instruction
 from jaxpar.trace.surprises import tell_of_optimizer
@@ -265,10 +265,11 @@ class _HostStep(_GradientStep):
     """Gradients; after them the optimizer, on the host."""
 
     def __init__(
-        self, gradients, parts: Parts, numbers, optimizer, states: TrainState, out_shardings
+        self, gradients, setup: Resolved, numbers, states: TrainState, out_shardings: Tree
     ):
+        parts = setup.parts
         super().__init__(gradients, parts, numbers, backward=True, out_shardings=out_shardings)
-        self._host = HostOptimizer(optimizer)
+        self._setup, self._host = setup, HostOptimizer(setup.optimizer)
         has_own, rows_of = parts.facts.task.has_own_optimizer, parts.partition.rows_of
         self._gather = jax.jit(  # into the memory of the old parameters
             lambda old, new: without_empty_rows(new, rows_of) if has_own else new,
@@ -278,6 +279,7 @@ class _HostStep(_GradientStep):
         )
 
     def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        self._setup.cached(check_host_update)  # a state may come from a checkpoint
         split, grads, *how, metrics = super().run(state, batch)
         params, opt_state = self._host.update(
             split.params, grads, state.opt_state, *how, metrics.loss
@@ -321,7 +323,7 @@ def train_step(setup: Resolved, *_: Any) -> CompiledStep:
         split = shardings(target.params, mesh, target.opt_rules)
         state = dataclasses.replace(states, params=split, opt_state=())
         out = (state, split, replicated, replicated, replicated, replicated)
-        return _HostStep(gradients, parts, numbers, optimizer, states, out)
+        return _HostStep(gradients, setup, numbers, states, out)
     args = target.params, target.opt_state, target.params, jax.ShapeDtypeStruct((), jnp.float32)
     numbers["optimizer"], run = with_numbers(optimizer.update, *args)
 

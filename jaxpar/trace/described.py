@@ -11,7 +11,7 @@ import enum
 import functools
 import hashlib
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +49,7 @@ class _OwnDerivative(NamedTuple):
     rules: tuple[str, ...]
 
 
-OWN_DERIVATIVES = {
+_OWN_DERIVATIVES = {
     "custom_jvp_call": _OwnDerivative(("num_consts",), "call_jaxpr", ("jvp_jaxpr_fun",)),
     "custom_vjp_call": _OwnDerivative(
         ("num_consts",), "call_jaxpr", ("fwd_jaxpr_thunk", "bwd", "out_trees")
@@ -74,14 +74,8 @@ class _Holder(enum.Enum):
 class Descriptions:
     """Numbers for programs, functions and values, which are equal if these do the same."""
 
-    def __init__(self, unknown: Callable[[Value], Hashable] = id):
-        """Has described nothing yet.
-
-        Args:
-          unknown: what must be equal of two objects that nothing is known of. `id` if each is only like
-            itself; `type` if they are made again each time.
-        """
-        self._unknown = unknown
+    def __init__(self):
+        """Has described nothing yet."""
         self._numbers = dict[Hashable, int]()
         self._programs = dict[tuple[int, bool], tuple[ClosedJaxpr | Jaxpr, int]]()
         self._calls = list[int]()  # functions that are being described, by their ids
@@ -99,10 +93,10 @@ class Descriptions:
         """Equal for equal numbers, texts, arrays, containers, programs, and functions that do the same."""
         return self._of(value, _Holder.READER)
 
-    def of_derivative(self, eqn: JaxprEqn) -> int:
-        """Equal for equations with the same derivative, of primitives in `OWN_DERIVATIVES`."""
+    def _derivative(self, eqn: JaxprEqn) -> int:
+        """Equal for equations with the same derivative, of primitives in `_OWN_DERIVATIVES`."""
         found = list[Hashable]()
-        functions = tuple(eqn.params[name] for name in OWN_DERIVATIVES[eqn.primitive.name].rules)
+        functions = tuple(eqn.params[name] for name in _OWN_DERIVATIVES[eqn.primitive.name].rules)
         try:
             found.append(self.of_program(_gradient_of(eqn), is_differentiated=False))
         except Exception:  # of the user's function: maybe it has no gradient, and says so
@@ -142,7 +136,7 @@ class Descriptions:
 
     def _params(self, eqn: JaxprEqn, is_differentiated: bool) -> Hashable:
         primitive = eqn.primitive.name
-        own = OWN_DERIVATIVES.get(primitive)
+        own = _OWN_DERIVATIVES.get(primitive)
         holder = _Holder.WRITER if has_effect(eqn) else _Holder.READER
         found = list[Hashable]()
         for name, value in sorted(eqn.params.items()):
@@ -155,13 +149,12 @@ class Descriptions:
             elif name not in own.rules:
                 found.append((name, self.of_value(value)))
         if own is not None and is_differentiated:
-            found.append(self.of_derivative(eqn))
+            found.append(self._derivative(eqn))
         return tuple(found)
 
     # ---- values ----
 
-    def _of(self, given: Value, holder: _Holder, is_differentiated: bool = True) -> int:
-        value: Any = given  # of whatever class
+    def _of(self, value: Value, holder: _Holder, is_differentiated: bool = True) -> int:
         if isinstance(value, _PLAIN):
             return self._number("plain", type(value), repr(value))  # 1 == 1.0 == True
         if isinstance(value, ClosedJaxpr | Jaxpr):
@@ -181,16 +174,16 @@ class Descriptions:
                 return self._fields(value, holder)
         is_array = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
         if is_array and holder is not _Holder.WRITER:
-            return self._array(given)
-        if _has_equality(given):
-            return self._number("equal", type(given), given)
+            return self._array(value)
+        if _has_equality(value):
+            return self._number("equal", type(value), value)
         if holder is _Holder.JAX:
             return self._number("of JAX", type(value))
         return self._whole(value)
 
     def _whole(self, value: Value) -> int:
         self._kept.append(value)
-        return self._number("whole", self._unknown(value))
+        return self._number("whole", id(value))
 
     def _array(self, array: Any) -> int:
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -263,7 +256,7 @@ def _has_equality(value: Value) -> bool:
 
 def _gradient_of(eqn: JaxprEqn) -> ClosedJaxpr:
     """The program of what an equation gives, and of the gradients of its floating-point operands."""
-    own, avals = OWN_DERIVATIVES[eqn.primitive.name], [*map(aval_of, eqn.invars)]
+    own, avals = _OWN_DERIVATIVES[eqn.primitive.name], [*map(aval_of, eqn.invars)]
     num_fixed = sum(eqn.params[name] for name in own.fixed)
     floats = [n for n, v in enumerate(eqn.invars) if n >= num_fixed and is_float(v)]
     results = [n for n, v in enumerate(eqn.outvars) if is_float(v)]

@@ -45,12 +45,12 @@ _MISMATCHES = (
 )
 
 
-def is_mismatch(error: Exception) -> bool:
+def _is_mismatch(error: Exception) -> bool:
     """Whether JAX says that arrays, or the states of a loop, differ over other axes of a mesh."""
     return any(text in str(error) for text in _MISMATCHES)
 
 
-def on_any_mesh(what: str, function: Function, *, casts_derivatives: bool = False) -> Function:
+def on_any_mesh(what: str, function: Function) -> Function:
     """A part of a model as a function of trees for a `shard_map`: loops of it may begin with constants.
 
     It runs as it is, unless JAX says that types do not match. It may not read traced arrays that are not
@@ -58,19 +58,16 @@ def on_any_mesh(what: str, function: Function, *, casts_derivatives: bool = Fals
 
     Args:
       what: the part, for messages.
-      casts_derivatives: for a part that JAX cannot differentiate here: it never runs as it is. Without this
-        it does so only if JAX differentiates it within the call, as `jax.vjp` does.
     Raises:
       ValueError: when called: a part has such a loop, and collectives over a task's own axes; or a collective
         is over an axis of `jax.vmap`, for which JAX has no such types.
     """
-    as_traced = functools.partial(_run_traced, function)
     ways: list[Function] = [
-        functools.partial(as_traced, casts_derivatives=True, keeps_types=True),
-        functools.partial(as_traced, casts_derivatives=True),
+        function,
+        functools.partial(_run_traced, function),
+        functools.partial(_run_traced, function, casts_derivatives=True, keeps_types=True),
+        functools.partial(_run_traced, function, casts_derivatives=True),
     ]
-    if not casts_derivatives:
-        ways = [function, as_traced, *ways]
 
     def run_on_mesh(*args: Arrays) -> Arrays:
         with _without_vmap_axes(what):
@@ -79,7 +76,7 @@ def on_any_mesh(what: str, function: Function, *, casts_derivatives: bool = Fals
                 try:
                     return way(*args)
                 except (TypeError, ValueError) as error:
-                    if not is_mismatch(error):
+                    if not _is_mismatch(error):
                         raise
                     traceback_of_last = error.__traceback__
             raise ValueError(_mixes(what)).with_traceback(traceback_of_last)
@@ -255,7 +252,7 @@ def _has_typed_derivative(eqn: JaxprEqn, values: Leaves) -> bool:
     try:
         jax.eval_shape(differentiate)
     except Exception as error:  # whatever a rule of JAX raises, such as NotImplementedError
-        return not is_mismatch(error)
+        return not _is_mismatch(error)
     return True
 
 
