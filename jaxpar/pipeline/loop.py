@@ -49,6 +49,11 @@ up what these give (`_enter`), and one puts the dx of the unit that leaves on al
 gathers a layer's parameters where it runs, and scatters their gradients (`partition.gather`). What layers
 exchange over `tensor` the compiler puts in.
 
+All devices must come to collectives in one order, and wait forever if they don't. XLA's CPU runtime keeps the
+order of those that stand beside each other; one within a branch may come before or after what follows the
+branch. It drops `optimization_barrier`, too. So a branch with collectives counts its turns, 0 or 1, and what
+comes next needs that count (`_in_order`).
+
 Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device; G segments.
 """
 
@@ -181,23 +186,22 @@ class Loop:
         state, y = self._forward(forward, enter, segment, state)
         if self.kept and weights:
             # B writes over what is read here. XLA does not know the order, and would copy all that is kept.
-            state, done = self._weights(weights[0], state, 0)
-            backward = backward._replace(slot=backward.slot + done)
+            state, turns = self._weights(weights[0], state, 0, jnp.int32(0))
+            backward, y = _after(turns, backward), self._in_order(turns, y)
         y_of_head, recalled = y, None
         if isinstance(self.kept, Inputs):
             with jax.named_scope(BACKWARD):
                 at = Unit(backward.unit, segment), backward.group, backward.slot
                 y_of_head, recalled = self.kept.recall(state.kept, *at)
+        turns, dx = jnp.int32(0), None
         if has_head:
-            state = self._head(Unit(head.unit, segment), head.slot, y_of_head, state)
-        dx = None
+            state, turns = self._head(Unit(head.unit, segment), head.slot, y_of_head, state)
         if self.kept:
-            state, dx = self._backward(backward, leave, segment, recalled, y, state)
+            state, dx, turns = self._backward(backward, leave, segment, recalled, y, state)
             if weights:
-                state, _ = self._weights(weights[1], state, 1)
-        # On CPU each exchange is a meeting of all devices: it comes after all work.
-        if self.spec.platform == "cpu":
-            y, dx = lax.optimization_barrier((y, dx))
+                lane = self._in_order(turns, weights[1])
+                state, turns = self._weights(lane, state, 1, turns)
+        y, dx = self._in_order(turns, (y, dx))
         arrived_x = _exchange(self, FORWARD, y, state.arrived_x, forward.arrival)
         if self.kept:
             arrived_dy = _exchange(self, BACKWARD, dx, state.arrived_dy, backward.arrival)
@@ -207,6 +211,12 @@ class Loop:
         ran_4 = jnp.stack([jnp.asarray(n, jnp.int32) for n in vary_like(ran, here)])
         ran_T4 = lax.dynamic_update_slice_in_dim(state.ran_T4, ran_4[None], number, 0)
         return state._replace(arrived_x=arrived_x, ran_T4=ran_T4)
+
+    def _in_order(self, turns: jax.Array, values: Tree) -> Arrays:
+        """The values, but only after branches with collectives, where the runtime needs that."""
+        if self.spec.platform != "cpu" or self.spec.mesh.shape[STAGE] == 1:
+            return values
+        return _after(turns, values)
 
     @jax.named_scope(FORWARD)
     def _forward(
@@ -254,11 +264,13 @@ class Loop:
     @jax.named_scope(LEAVE)
     def _leave(
         self, leaving: Unit, own: Unit, dx: Cotangents, grads: PipelineParams
-    ) -> PipelineParams:
-        """Gradients, with those that `first` adds for the unit that leaves the first layer.
+    ) -> tuple[PipelineParams, jax.Array]:
+        """What `first` adds to the gradients for the unit that leaves the first layer.
 
         Args:
           leaving: that unit, if there is one; `own` that of this stage.
+        Returns:
+          the gradients; and how many turns the branch had.
         """
         stage, runs, shares = self.stage, leaving.number >= 0, self.spec.shares_first
         on_stage = stage.number == self.table.route.stages[0]
@@ -272,29 +284,43 @@ class Loop:
             return (), stage.add_to_end(0, grads, lambda now: stage.first_gradient(now, unit, dx))
 
         runs, unit = (runs, leaving) if shares else (runs & on_stage, own)
-        return self._add_to_end(0, runs, leave, (unit, dx), (), grads)[1]
+        _, grads, turns = self._add_to_end(0, runs, leave, (unit, dx), (), grads)
+        return grads, turns
 
     def _add_to_end(
         self, end: int, runs: Index, run: Function, inputs: Tree, others: Tree, grads: Cotangents
-    ) -> tuple[Any, PipelineParams]:
-        """`others` and gradients after a function that adds to those of `first` or `last` alone.
+    ) -> tuple[Any, PipelineParams, jax.Array]:
+        """Runs a function that adds to the gradients of `first` or `last` alone, in a branch.
 
         Args:
           run: (inputs, (others, gradients)) -> (others, gradients).
+        Returns:
+          the others; the gradients; and how many turns the branch had.
         """
         alone = {name: getattr(grads, name) for name in self.stage.untouched(end)}
-        now = others, grads._replace(**dict.fromkeys(alone, ()))
+        now = (others, grads._replace(**dict.fromkeys(alone, ()))), jnp.int32(0)
+
+        def turn(inputs, now):
+            now, turns = now
+            return run(inputs, now), turns + 1
+
         if self.stage.is_stored(end):
-            others, grads = _if_runs(self, runs, run, inputs, now, adds=True)
+            (others, grads), turns = _if_runs(self, runs, turn, inputs, now, adds=True)
         else:
-            others, grads = lax.cond(
-                runs, lambda: jax.tree.map(vary_like, run(inputs, now), now), lambda: now
+            (others, grads), turns = lax.cond(
+                runs, lambda: jax.tree.map(vary_like, turn(inputs, now), now), lambda: now
             )
-        return others, grads._replace(**alone)
+        return others, grads._replace(**alone), turns
 
     @jax.named_scope(HEAD)
-    def _head(self, unit: Unit, slot: Index, y: Activations, state: State) -> State:
-        """Sums (or rows) and cotangent of the unit that has just left the last layer, if there is one."""
+    def _head(
+        self, unit: Unit, slot: Index, y: Activations, state: State
+    ) -> tuple[State, jax.Array]:
+        """Sums (or rows) and cotangent of the unit that has just left the last layer, if there is one.
+
+        Returns:
+          the state; and how many turns the branch had.
+        """
         stage = self.stage
         on_stage = stage.number == self.table.route.stages[-1]
         dtypes = jax.tree.map(lambda a: a.dtype, y)
@@ -313,9 +339,10 @@ class Loop:
 
             def collect():
                 of_unit = stage.last(stage.of_end(1, stage.params), y, unit)
-                return vary_like(stage.collect(state.sums, of_unit, unit), y)
+                return vary_like(stage.collect(state.sums, of_unit, unit), y), jnp.int32(1)
 
-            return state._replace(sums=lax.cond(active, collect, lambda: state.sums))
+            sums, turns = lax.cond(active, collect, lambda: (state.sums, jnp.int32(0)))
+            return state._replace(sums=sums), turns
 
         def loss(params, y):
             sums = stage.last(params, y, unit)
@@ -330,10 +357,11 @@ class Loop:
             return others, stage.add_to_end(1, grads, lambda before: add(before, d_last))
 
         others = state.sums, jax.tree.map(jnp.zeros_like, y)
-        (sums, dy), grads = self._add_to_end(1, active, run, y, others, state.grads)
+        (sums, dy), grads, turns = self._add_to_end(1, active, run, y, others, state.grads)
         slot = 0 if self.spec.remat else jnp.where(on_stage & active, slot, -1)
         dy = jax.tree.map(lambda a, dtype: a.astype(dtype), vary_like(dy, stage.here), dtypes)
-        return state._replace(sums=sums, grads=grads, head_dy=write(state.head_dy, dy, slot))
+        state = state._replace(sums=sums, grads=grads, head_dy=write(state.head_dy, dy, slot))
+        return state, turns
 
     @property
     def _d_sums(self) -> Arrays:
@@ -351,12 +379,14 @@ class Loop:
         recalled: Arrays,
         idle_dx: Cotangents,
         state: State,
-    ) -> tuple[State, Any]:
+    ) -> tuple[State, Any, jax.Array]:
         """Cotangents of a unit's input and carry, and the gradients of its weights or what W needs.
 
         Args:
           recalled: the unit's residuals, if they were made again.
           idle_dx: what is sent as dx where no unit runs.
+        Returns:
+          the state; dx; and how many turns the branch of `_leave` had.
         """
         stage, kept = self.stage, self.kept
         assert kept is not None
@@ -395,43 +425,40 @@ class Loop:
         )
         layer_grads = kept.after_backward(state.grads.layers, grads)
         leaving = Unit(leave.unit, segment), Unit(number, segment)
-        grads = self._leave(*leaving, dx, state.grads._replace(layers=layer_grads))
+        grads, turns = self._leave(*leaving, dx, state.grads._replace(layers=layer_grads))
         if recalled is None:
             state = state._replace(kept=buffers)
-        return state._replace(d_carry=d_carry, grads=grads), dx
+        return state._replace(d_carry=d_carry, grads=grads), dx, turns
 
-    def _weights(self, at: Lane, state: State, first: int) -> tuple[State, jax.Array]:
-        """W of the units of this part of a tick; gradients are changed in place. And 0.
+    def _weights(
+        self, at: Lane, state: State, first: int, turns: jax.Array
+    ) -> tuple[State, jax.Array]:
+        """W of the units of this part of a tick; gradients are changed in place.
 
         Args:
-          first: number of the first lane; of the lane 0, beside forwards, the 0 comes when it is done.
+          first: number of the first lane.
+          turns: of the branches before.
+        Returns:
+          the state; and the turns, with those of W.
         """
         kept = self.kept
         assert kept is not None
-        layers, done = state.grads.layers, vary_like(jnp.int32(0), self.stage.here)
+        layers, turns = state.grads.layers, vary_like(turns, self.stage.here)
         if not (kept.has_weights and jax.tree.leaves(layers)):  # all layers may be frozen
-            return state, done
+            return state, turns
         for place in range(at.unit.shape[0]):
             here = jax.tree.map(lambda a, place=place: a[place], at)
 
             def run(here, now):
-                layers, done = now
-                after = kept.weights(state.kept, here.slot, here.group, layers)
-                if first:  # nothing in this tick waits for it
-                    return after, done
-                # 0, whatever the sums are; the compiler cannot know it before. Over parts of an array they
-                # take an exchange, of one number. It comes after all that W computes apart: else some devices
-                # would come to it before the exchanges of a kind of layers, and others after them, and wait.
-                is_stacked = self.stage.stores[0].is_stacked
-                apart = [x for kind in after for x in (kind if self.spec.unroll else [kind])]
-                leaves = filter(None, map(jax.tree.leaves, apart if is_stacked else [after]))
-                is_one = [jnp.sum(min(each, key=jnp.size)) * 0 == 1 for each in leaves]
-                return after, functools.reduce(jnp.logical_or, is_one).astype(jnp.int32)
+                layers, turns = now
+                return kept.weights(state.kept, here.slot, here.group, layers), turns + 1
 
             # Not a loop over places: what is kept would be copied into it.
             with jax.named_scope(scope_of_weights(first + place)):
-                layers, done = _if_runs(self, here.unit >= 0, run, here, (layers, done), adds=True)
-        return state._replace(grads=state.grads._replace(layers=layers)), done
+                layers, turns = _if_runs(
+                    self, here.unit >= 0, run, here, (layers, turns), adds=True
+                )
+        return state._replace(grads=state.grads._replace(layers=layers)), turns
 
 
 def run_segments(loop: Loop, carry: Carry) -> State:
@@ -509,6 +536,15 @@ def _if_runs(
         return vary_like(run(own, state), here)
 
     return lax.fori_loop(0, jnp.asarray(runs, jnp.int32), turn, vary_like(state, here))
+
+
+def _after(turns: jax.Array, values: Tree) -> Arrays:
+    """The values, but only after the branches that had so many turns.
+
+    A compiler keeps this order: it can't know that a count is never below 0.
+    """
+    never = turns < 0
+    return jax.tree.map(lambda a: jnp.where(never, jnp.zeros_like(a), a), values)
 
 
 def _exchange(
