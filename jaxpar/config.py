@@ -345,7 +345,12 @@ class OptimizerConfig:
             )
 
     def __str__(self) -> str:
-        return f"{self.name}, learning rate {self.learning_rate:g} ({self.lr_schedule})"
+        facts = [self.name, f"learning rate {self.learning_rate:g} ({self.lr_schedule})"]
+        if self.momentum:
+            facts.append(f"momentum {self.momentum:g}")
+        if self.weight_decay:
+            facts.append(f"weight decay {self.weight_decay:g}")
+        return ", ".join(facts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,7 +359,8 @@ class TrainConfig:
 
     Attributes:
       num_steps: Optimizer steps to train.
-      clip_norm: Limit of the global gradient norm, for gradient clipping. 0 turns clipping off.
+      clip_norm: Limit of the global gradient norm, for gradient clipping. 0 turns clipping off. By default 1
+        for an OptimizerConfig, and no clipping for your own optimizer.
       nonfinite: Response to a loss or gradient norm that is NaN or infinite. stop saves the state before that
         step and ends the run. skip leaves out the update, resets the recurrent state and continues with the
         next batch. NaN or infinite parameters always end the run.
@@ -381,7 +387,7 @@ class TrainConfig:
     """
 
     num_steps: int = 800
-    clip_norm: float = 1.0
+    clip_norm: float | None = None
     nonfinite: Literal["stop", "skip"] = "stop"
     max_skipped: int = 10
     seed: int = 0

@@ -154,7 +154,7 @@ class Plain:
 
     def two_updates(self, params):
         """The losses of two optimizer steps, and the parameters after them."""
-        clip = optax.clip_by_global_norm(TrainConfig().clip_norm)
+        clip = optax.clip_by_global_norm(1.0)  # the default of an OptimizerConfig
         optimizer = optax.chain(clip, self.task.make_optimizer(2))
 
         @jax.jit

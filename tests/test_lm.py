@@ -20,6 +20,7 @@ from jaxpar.tasks.lm.streams import IGNORE
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.tasks.lm.vocabulary import Vocabulary
 from jaxpar.training.evaluate import evaluate
+from jaxpar.training.summary import summarize
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5
@@ -200,13 +201,14 @@ def test_what_identifies_the_text_and_what_is_kept_of_it(text, tmp_path):
 def test_the_table_before_a_run(text):
     told = dict(LM(corpus=str(text)).resolve().describe())
     assert told == {
-        "corpus": f"{text}, words: 1,400 train, 70 valid, 70 test",
+        "data": f"{text}, words: 1,400 train, 70 valid, 70 test",
         "vocabulary": "11 + 373 padding",
         "batch": "16 rows x 32 steps = 512 tokens",
     }
     told = dict(LM(corpus=str(text), num_buckets=3).describe())
     assert told["vocabulary"] == "11"
     assert told["batch"] == "16 rows x 32 steps or less, in buckets"
+    told = dict(summarize(Setup.of(LM(corpus=str(text), num_buckets=3), "dp1")))
     assert told["batches"].splitlines()[0] == "length  sequences  batches  padding"
 
 

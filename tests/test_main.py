@@ -60,7 +60,7 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
         r"layers +2 \(0 \| 1\)",
         r"each stage +stores 1/2 of embedding, head",
         r"work +stage 0: ~50%, stage 1: ~50%",
-        r"corpus +.*text\d+, words: 1,400 train, 70 valid, 70 test",
+        r"data +.*text\d+, words: 1,400 train, 70 valid, 70 test",
         rf"vocabulary +11 \+ {VOCAB_MULTIPLE - 11} padding",
         r"lstm\.w_h +2x8x4x8 +layers/stage, input, gates, hidden/tensor +1x8x4x4 +512 B",
         r"parameters, .*; per device: parameters .*, optimizer state .*, recurrent state ",

@@ -49,8 +49,8 @@ def test_an_unused_config_is_neither_reported_nor_refuses_a_run(kind, told, text
     task = kind(corpus=str(text), optimizer=UNUSED, **SMALL)
     assert train(task, tmp_path) == told
     rows = dict(summarize(Setup.of(task, "dp1", TrainConfig(num_steps=2))))
-    assert "optimizer" not in rows
-    assert rows["training"] == "2 steps"
+    assert rows["optimizer"] == "your own (scale_by_schedule), 2 steps"
+    assert rows["clipping"] == "gradients are not clipped before your optimizer"
 
 
 @pytest.mark.slow

@@ -652,7 +652,7 @@ def test_a_run_tells_of_itself_unless_it_is_to_be_quiet(tmp_path, capsys):
     run = (Walk(), make_layout(), make_train(tmp_path / "run", num_steps=10))
     result = fit(*run)
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "devices   1 x cpu (cpu)"
+    assert lines[0] == "devices    1 x cpu (cpu)"
     steps = [line.split()[1] for line in lines if line.startswith("step ")]
     assert steps == ["1/10", "5/10", "10/10", "10", "10"]
     assert lines[-1].endswith(
@@ -682,7 +682,10 @@ def test_a_plan_says_what_is_known_of_any_task():
     )
     assert rows["work"].startswith("stage 0: ~17%, stage 1: ~32%")
     assert rows["series"] == "a sine [of one wave]"
-    assert rows["training"] == "1 step"
+    assert rows["optimizer"] == "your own (scale_by_adam, scale), 1 step"
+    assert rows["clipping"] == "gradients are not clipped before your optimizer"
+    assert rows["data"] == "900 steps to train on (SeriesBatches): x float32[8], y float32[8]"
+    assert rows["batch"] == "8 rows x 8 steps, in 2 microbatches of 4 rows"
     console = Console(width=100, file=io.StringIO())
     setup = Setup.of(Walk(), layout)
     ConsoleReport(console).plan(setup, abstract_state(setup))

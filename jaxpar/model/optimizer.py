@@ -9,7 +9,7 @@ from jaxpar.config import OptimizerConfig
 
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """The optimizer for a run of `num_steps` steps; gradients are clipped before it. Its state is float32.
+    """The optimizer for a run of `num_steps` steps. Its state is float32.
 
     So it is for parameters of fewer digits as well.
 

@@ -35,6 +35,8 @@ TASKS = {"lm": ("jaxpar.tasks.lm.task", "LM")}
 # Modules with commands of theirs, each in a table COMMANDS.
 COMMANDS_OF_TASKS = ("jaxpar.tasks.lm.commands",)
 
+CLIP_NORM = 1.0  # for an `OptimizerConfig`, if the settings leave it open
+
 FILE_OF_TASK = "jaxpar_task_"  # how the name of the module of a user's file begins
 
 
@@ -169,7 +171,10 @@ class Task:
         )
 
     def make_optimizer(self, num_steps: int) -> "optax.GradientTransformation":
-        """The optimizer of a run of that many steps; gradients are clipped before it (`train.clip_norm`)."""
+        """The optimizer of a run of that many steps.
+
+        Before an optimizer of your own, gradients are clipped only if `train.clip_norm` is given.
+        """
         from jaxpar.model import optimizer
 
         require(
@@ -246,11 +251,11 @@ class Task:
         return {}
 
     def describe(self) -> list[tuple[str, str]]:
-        """Lines for the table before a run: (what, in words); by default those of sequences."""
-        from jaxpar.data.sequences import SequenceBatches
+        """Lines for the table before a run: (what, in words).
 
-        batches = self.make_batches("train", 0)
-        return [("batches", batches.to_text())] if isinstance(batches, SequenceBatches) else []
+        Lines `data` and `batch` replace those that jaxpar would write.
+        """
+        return []
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the data, as JSON has it: a resumed run must have the same."""
@@ -280,6 +285,18 @@ class Settings(NamedTuple):
     task: Task
     parallel: Parallel
     train: TrainConfig
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The limit of the global gradient norm; None if gradients are not clipped.
+
+        If `train` leaves it open, it depends on the optimizer. The numbers of an `OptimizerConfig` are chosen
+        for clipped gradients. A user's own optimizer gets gradients as they are.
+        """
+        limit = self.train.clip_norm
+        if limit is None and self.task.config_of_optimizer is not None:
+            limit = CLIP_NORM
+        return None if limit == 0 else limit
 
 
 def check_task(task: Any) -> None:

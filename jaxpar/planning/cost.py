@@ -203,7 +203,8 @@ class Step:
         Raises:
           ValueError: they do not fit each other.
         """
-        self.counts, self.parallel, self.train = counts, parallel, train
+        self.counts, self.parallel = counts, parallel
+        self.clip_norm = Settings(counts.facts.task, parallel, train).clip_norm
         self.partition, facts = Partition(counts.facts, parallel), counts.facts
         self.sizes, share = parallel.mesh.sizes, max(parallel.group_shares)
         self.shares_first = self.partition.shares_first
@@ -322,7 +323,10 @@ class Step:
     def _update_seconds(self, machine: Machine) -> float:
         """From gradients to new parameters: norm, clipping, the optimizer, and the bytes that these move."""
         own = self.bytes_of(self.counts.params, self.partition.opt_rules)
-        moved = (4 + 2 * (self.train.clip_norm > 0) + 2 * self.counts.opt_copies) * own
+        copies = 4 + 2 * self.counts.opt_copies
+        if self.clip_norm is not None:
+            copies += 2
+        moved = copies * own
         if self.parallel.update == "host":  # gradients go there, parameters come back
             return (2 * own + moved) / machine.host_bytes_per_second
         return moved / machine.memory_bytes_per_second

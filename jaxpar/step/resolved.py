@@ -74,7 +74,7 @@ class Resolved:
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """Of a run of `train.num_steps`; gradients are clipped before it.
+        """Of a run of `train.num_steps`; before it, gradients are clipped to `settings.clip_norm`.
 
         A task's own optimizer sees each layer's own arrays. One of an `OptimizerConfig` treats each number
         alone, and sees stacks.

@@ -297,8 +297,9 @@ def train_step(setup: Resolved, *_: Any) -> CompiledStep:
     train, parts, mesh, optimizer = setup.train, setup.parts, setup.mesh, setup.optimizer
     loss_and_grad = make_loss_and_grad(setup)
     numbers = {"key": key_data(train.seed), "allowed_skips": np.int32(train.allowed_skips)}
-    if train.clip_norm:
-        numbers["clip_norm"] = np.float32(train.clip_norm)
+    limit = setup.settings.clip_norm
+    if limit is not None:
+        numbers["clip_norm"] = np.float32(limit)
 
     def gradients(state: TrainState, batch: Batch, table: TickTable | None, numbers: Numbers):
         (loss, (carry, sums)), grads = loss_and_grad(state, batch, table, numbers["key"])

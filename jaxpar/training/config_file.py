@@ -85,11 +85,13 @@ def read_toml(path: Path) -> Tables:
 def option_words(settings: Settings, before: Settings) -> list[str]:
     """The options of a command line that change the settings `before` to these, except for the mesh.
 
-    Settings that are None before, such as the size of a vocabulary, are left to the data.
+    Fields of the task that are None before, such as the size of a vocabulary, are left to the data.
     """
     words, known = [], keys_of(before)
+    of_task = {field.name for field in dataclasses.fields(before.task)}
     for key, value in keys_of(settings).items():
-        if value == known[key] or known[key] is None or key.startswith("mesh."):
+        is_left_to_data = key in of_task and known[key] is None
+        if value == known[key] or is_left_to_data or key.startswith("mesh."):
             continue
         option = key.replace("_", "-")
         if isinstance(value, bool):

@@ -165,7 +165,10 @@ class Run:
         skip = (
             f"--train.nonfinite skip with a larger --train.max-skipped (now {config.max_skipped})"
         )
-        clip = f"a smaller --train.clip-norm (now {config.clip_norm:g}; 0 is none)"
+        limit = self.setup.settings.clip_norm
+        clip = "--train.clip-norm 1 (gradients are not clipped now)"
+        if limit is not None:
+            clip = f"a smaller --train.clip-norm (now {limit:g})"
         where, fix = origin, f"{resume} and a lower learning rate, {clip}, or {skip}"
         # Where the model replaces such numbers, the first may be in another row.
         if data and (not origin.rows or {*data.rows} & {*origin.rows}):

@@ -1,14 +1,20 @@
-"""The summary printed before a run: devices, layers, stages and the balance between stages."""
+"""The summary printed before a run: devices, layers, the balance between stages, data, and the optimizer."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jaxpar.base.axes import LAYERS, STAGE, TENSOR
 from jaxpar.base.display import format_count
+from jaxpar.base.parts import PARTS
 from jaxpar.base.stage_names import NamedPlacement
+from jaxpar.data.batches import Batches
+from jaxpar.data.order import DrawnBatches
+from jaxpar.data.sequences import SequenceBatches
 from jaxpar.model.outer import owner
 from jaxpar.partition.partition import Partition
 from jaxpar.partition.storage import Storage
@@ -19,25 +25,30 @@ from jaxpar.step.setup import Setup
 # A placement is worth a warning if its ticks take so much longer than those of the best one.
 TOLERATED_IMBALANCE = 1.1
 
+_MOST_ARRAYS = 4  # of a batch, that are named
+# Functions of optax that only put others together; the parts are in their closures.
+_OF_PARTS = ("chain", "with_extra_args_support", "inject_hyperparams")
+
 Rows = Iterator[tuple[str, str]]  # of a table: a name, and its value in words
 
 
 def summarize(setup: Setup) -> Rows:
-    """Devices, mesh, layers, the task's own facts, and the optimizer."""
-    task, parallel, train = setup.settings
+    """Devices, mesh, layers, data, the task's own facts, the batch, the optimizer, and clipping."""
+    parallel = setup.parallel
     yield from _describe_mesh(setup)
     yield from _describe_layers(setup.partition)
     yield from describe_outer_modules(setup.storage)
     yield from setup.storage.describe()
     yield from describe_balance(setup.partition)
     yield from _describe_tensor(setup.storage)
-    yield from task.describe()
+    yield from _describe_data(setup)
     if not parallel.has_equal_shares:
         yield "shares", " : ".join(map(str, parallel.group_shares))
     if parallel.speeds:
         yield "speeds", " : ".join(f"{speed:g}" for speed in parallel.speeds)
-    steps, optimizer = format_count(train.num_steps, "step"), task.config_of_optimizer
-    yield ("training", steps) if optimizer is None else ("optimizer", f"{optimizer}, {steps}")
+    steps = format_count(setup.train.num_steps, "step")
+    yield "optimizer", f"{_describe_optimizer(setup)}, {steps}"
+    yield "clipping", _describe_clipping(setup)
 
 
 def _describe_mesh(setup: Setup) -> Rows:
@@ -166,3 +177,107 @@ def _describe_tensor(storage: Storage) -> Rows:
         cure = "name dims of weights (jaxpar.nn.named_param)"
         cure = cure if is_own else "choose dims by jaxpar.suggest_rules"
         yield "warning", f"{fact}; {cure}, or use tensor=1"
+
+
+# ---- data ----
+
+
+def _describe_data(setup: Setup) -> Rows:
+    """Data and batch, in the task's own words if it has some, and its other lines."""
+    batches = setup.task.make_batches("train", 0)
+    data, batch, lines = _data_of(setup, batches), _batch_of(setup), []
+    for name, text in setup.task.describe():
+        if name == "data":
+            data = text
+        elif name == "batch":
+            batch = text
+        else:
+            lines.append((name, text))
+    yield "data", data
+    yield from lines
+    yield "batch", batch + _microbatches_of(setup)
+    if isinstance(batches, SequenceBatches):
+        yield "batches", batches.to_text()
+
+
+def _data_of(setup: Setup, batches: Batches) -> str:
+    """How much there is to train on, the class that reads it, and the user's arrays in a batch."""
+    kind = type(batches).__name__
+    if isinstance(batches, DrawnBatches):
+        unit = "rows" if batches.index_dims == 1 else "steps"
+        amount = f"{batches.length:,} {unit} to train on ({kind})"
+    elif batches.num_windows is None:
+        amount = f"a stream ({kind})"
+    else:
+        amount = f"{batches.num_windows:,} batches to train on ({kind})"
+    arrays = []
+    for name, array in named_leaves(setup.facts.batch):
+        if name in PARTS:
+            continue  # such as weight and starts, which jaxpar adds
+        shape = list(array.shape[1:])
+        arrays.append(f"{name} {array.dtype}{shape or ''}".lstrip())
+    if len(arrays) > _MOST_ARRAYS:
+        arrays[_MOST_ARRAYS:] = [f"and {len(arrays) - _MOST_ARRAYS} more"]
+    return f"{amount}: {', '.join(arrays)}"
+
+
+def _batch_of(setup: Setup) -> str:
+    """Rows of a batch, and their time steps."""
+    facts = setup.facts
+    batch = format_count(facts.batch_size, "row")
+    if not facts.time_major or facts.num_steps is None:
+        return batch
+    steps = format_count(facts.num_steps, "step")
+    return f"{batch} x {steps}{' or fewer' if setup.task.variable_length else ''}"
+
+
+def _microbatches_of(setup: Setup) -> str:
+    num_microbatches = setup.parallel.pipeline.num_microbatches
+    if num_microbatches == 1:
+        return ""
+    rows = format_count(setup.facts.batch_size // num_microbatches, "row")
+    return f", in {num_microbatches} microbatches of {rows}"
+
+
+# ---- the optimizer ----
+
+
+def _describe_optimizer(setup: Setup) -> str:
+    """Name and main numbers; of a user's own optimizer what can be told."""
+    config = setup.task.config_of_optimizer
+    if config is not None:
+        return str(config)
+    update = setup.task.make_optimizer(setup.train.num_steps).update
+    makers = [name for name in _makers_of(update) if name != "identity"]
+    return f"your own ({', '.join(makers)})" if makers else "your own"
+
+
+def _makers_of(update: Callable[..., Any]) -> list[str]:
+    """The functions that made an optimizer, in the order in which they change a gradient.
+
+    optax.chain(optax.scale_by_adam(), optax.scale(-1e-3))   ->   scale_by_adam, scale
+    """
+    name = getattr(update, "__qualname__", type(update).__name__).partition(".")[0]
+    is_of_optax = getattr(update, "__module__", "").partition(".")[0] == "optax"
+    if not is_of_optax or name not in _OF_PARTS:
+        return [name]
+    makers = []
+    for cell in update.__closure__ or ():
+        parts = cell.cell_contents
+        if isinstance(parts, optax.GradientTransformation):
+            parts = [parts.update]
+        elif not isinstance(parts, tuple):
+            parts = [parts]
+        for part in parts:
+            if callable(part):
+                makers += _makers_of(part)
+    return makers
+
+
+def _describe_clipping(setup: Setup) -> str:
+    limit = setup.settings.clip_norm
+    if limit is not None:
+        return f"gradients are clipped to norm {limit:g}"
+    if setup.task.has_own_optimizer:
+        return "gradients are not clipped before your optimizer"
+    return "gradients are not clipped"

@@ -45,7 +45,8 @@ def adopt(
       layers: where the blocks are, such as "blocks" or "backbone.layers"; see `Task.layers`.
       batches: (split, seed) -> batches, as `Task.make_batches`; or arrays [N, ...] by name, whose last tenth
         is not trained on: half of it is for valid, half for test.
-      optimizer: of optax, for gradients that are clipped (`TrainConfig.clip_norm`); or an `OptimizerConfig`.
+      optimizer: of optax, for gradients that are clipped only if `TrainConfig.clip_norm` is given; or an
+        `OptimizerConfig`, for gradients that are clipped to norm 1 by default.
       batch_size: rows of a batch, where `batches` are arrays.
       predict: (model, batch) -> predictions; see `Task.predict`.
       rules: what splits parameters: names of dims to axes ({"heads": "tensor"}), and dims of parameters by

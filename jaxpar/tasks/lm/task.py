@@ -245,10 +245,9 @@ class LM(Options):
         if self.reads_lines:
             how = ", lines packed" if self.packed else " or less, in buckets"
         return [
-            ("corpus", f"{corpus.name}, {corpus.level}s: {splits}"),
+            ("data", f"{corpus.name}, {corpus.level}s: {splits}"),
             ("vocabulary", f"{words:,}" + f" + {padding} padding" * bool(padding)),
             ("batch", f"{self.batch_size} rows x {self.seq_len} steps{how}"),
-            *super().describe(),
         ]
 
     def fingerprint(self) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""Gradients are clipped for an `OptimizerConfig`; for a user's own optimizer only if a limit is given."""
+
+import dataclasses
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from lib.regression import Net, Regression, X, fit, loss, make_task
+
+import jaxpar
+from jaxpar import OptimizerConfig, Parallel, TrainConfig, planning
+from jaxpar.model.task import Settings
+from jaxpar.training.config_file import default_settings, option_words, read_config, to_toml
+
+
+class Plain(jaxpar.Task):
+    def make_batches(self, split, seed=None):
+        return jaxpar.ArrayBatches({"x": X}, 16, seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Configured(Plain):
+    optimizer: OptimizerConfig = OptimizerConfig("sgd")
+
+
+LIMITS = [
+    (Configured(), None, 1.0),
+    (Configured(), 0.0, None),
+    (Configured(), 0.25, 0.25),
+    (Regression(), None, None),
+    (Regression(), 0.0, None),
+    (Regression(), 0.25, 0.25),
+    (make_task(optax.sgd(0.1)), None, None),
+    (make_task(OptimizerConfig()), None, 1.0),
+    (Plain(), None, None),
+]
+
+
+@pytest.mark.parametrize(("task", "given", "limit"), LIMITS)
+def test_only_a_config_is_clipped_unless_a_limit_is_given(task, given, limit):
+    assert Settings(task, Parallel(), TrainConfig(clip_norm=given)).clip_norm == limit
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_a_limit_that_is_no_limit_is_refused(wrong):
+    with pytest.raises(ValueError, match="clip_norm"):
+        TrainConfig(clip_norm=wrong)
+
+
+def test_an_own_optimizer_trains_as_in_a_loop_of_its_user(tmp_path):
+    model, expected = Net(nnx.Rngs(0)), []
+    task = make_task(optax.sgd(0.002))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.002), wrt=nnx.Param)
+    for step in range(3):
+        batch = task.make_batches("train", 0).batch(step)
+        value, grads = nnx.value_and_grad(lambda model, batch: loss(model, batch).loss / 16)(
+            model, batch
+        )
+        optimizer.update(model, grads)
+        expected.append(value)
+    result = fit(task, tmp_path / "own", 3, "dp2pp2")
+    np.testing.assert_allclose(result.losses, expected, rtol=1e-5)  # sums in another order
+    clipped = fit(task, tmp_path / "clipped", 3, train={"clip_norm": 1.0})
+    assert clipped.losses[1] > 1.1 * expected[1]
+
+
+def test_an_estimate_counts_the_copies_of_clipped_gradients():
+    own, config = make_task(optax.sgd(0.1)), make_task(OptimizerConfig("sgd", warmup_steps=0))
+    for task, default, other in ((own, 0.0, 1.0), (config, 1.0, 0.0)):
+        found = []
+        for train in (TrainConfig(), TrainConfig(clip_norm=default), TrainConfig(clip_norm=other)):
+            found.append(planning.estimate_step(task, "dp2", train).parts["update"])
+        assert found[0] == found[1] != found[2]
+
+
+def test_a_limit_that_is_left_open_stays_open_in_a_file(tmp_path):
+    path = tmp_path / "config.toml"
+    lm = default_settings(jaxpar.lm.LM)
+    for given in (None, 0.0, 0.25):
+        settings = lm._replace(train=TrainConfig(clip_norm=given))
+        path.write_text(to_toml(settings))
+        assert read_config(path).train.clip_norm == given
+        words = [] if given is None else ["--train.clip-norm", str(given)]
+        assert option_words(settings, lm) == words
