@@ -175,11 +175,13 @@ def test_the_task_is_stored_as_text(tmp_path, small):
         checkpoints.save(at_step(state, 3))
     stored = json.loads((tmp_path / "3" / "checkpoint.json").read_text())
     assert stored["task"] == "Toy"
-    assert stored["fields"] == {
-        "num_layers": 2, "hidden_size": 16, "embed_size": 16, "vocab_size": 64, "num_words": None,
-        "layer": "lstm", "num_heads": None, "tie_embedding": False,
-    }  # fmt: skip
-    assert stored["optimizer"] == dataclasses.asdict(setup[0].optimizer)
+    optimizer = dataclasses.asdict(setup[0].optimizer)
+    fields = dataclasses.asdict(setup[0]) | {
+        f"optimizer.{key}": optimizer[key] for key in optimizer
+    }
+    del fields["optimizer"]
+    assert stored["fields"] == {**fields, "train.clip_norm": 1.0, "train.seed": 0}
+    assert stored["optimizer"] == optimizer
 
 
 def test_the_newest_are_kept(tmp_path, small):
@@ -442,12 +444,15 @@ SGD = OptimizerConfig("sgd", 0.01, warmup_steps=2, momentum=0.5)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layers": 3}, "num_layers=2, but the task has num_layers=3\nFix: set num_layers=2"),
-        ({"hidden_size": 32}, "hidden_size=16, but the task has hidden_size=32"),
-        ({"embed_size": 8}, "embed_size=16, but the task has embed_size=8"),
-        ({"vocab_size": 128}, "vocab_size=64, but the task has vocab_size=128"),
-        ({"num_words": 60}, "num_words=None, but the task has num_words=60"),
-        ({"tie_embedding": True}, "tie_embedding=False, but the task has tie_embedding=True"),
+        (
+            {"num_layers": 3},
+            r"must be float32\[.*\], got .*; settings have changed: num_layers was 2, is 3\n"
+            "Fix: set num_layers as before, or",
+        ),
+        ({"hidden_size": 32}, "hidden_size was 16, is 32"),
+        ({"embed_size": 8}, "embed_size was 16, is 8"),
+        ({"vocab_size": 128}, "vocab_size was 64, is 128"),
+        ({"tie_embedding": True}, "tie_embedding was False, is True"),
         (
             {"optimizer": OptimizerConfig("adamw", 0.02)},
             r"another optimizer: expected name='adamw', got name='adam'\n",
@@ -456,7 +461,10 @@ SGD = OptimizerConfig("sgd", 0.01, warmup_steps=2, momentum=0.5)
             {"optimizer": SGD},
             r"another optimizer: expected name='sgd', got name='adam'\n",
         ),
-        ({"batch_size": 4}, r"carry/lstm/\w+ must be float32\[2, 4, 16\], got float32\[2, 8, 16\]"),
+        (
+            {"batch_size": 4},
+            r"carry/lstm/\w+ must be float32\[2, 4, 16\], got float32\[2, 8, 16\].*batch_size was 8, is 4\n",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(stored, change, message):
@@ -464,12 +472,18 @@ def test_what_does_not_fit_is_named(stored, change, message):
         restore(stored, make_setup(task=dataclasses.replace(SMALL, **change)))
 
 
-def test_what_makes_no_other_arrays_may_differ(stored):
+def test_what_makes_no_other_arrays_may_differ_and_is_named(stored, caplog):
     optimizer = OptimizerConfig(learning_rate=0.5, lr_schedule="constant", warmup_steps=0)
     changes = {"dropout": 0.5, "dtype": "bfloat16", "corpus": "elsewhere", "optimizer": optimizer}
+    changes["num_words"] = 60
     restored = restore(stored, make_setup(task=dataclasses.replace(SMALL, **changes)))
     setup = make_setup(task=SMALL)
     assert_bit_equal(canonical(restored, *setup), canonical(init_state(*setup), *setup))
+    for change in (
+        "num_words was None, is 60", "dropout was 0.1, is 0.5", "dtype was float32, is bfloat16",
+        "optimizer.lr_schedule was cosine, is constant",
+    ):  # fmt: skip
+        assert change in caplog.text
 
 
 class Other(Toy):

@@ -23,6 +23,7 @@ from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.partition.by_layer import by_layer, from_layers
 from jaxpar.step.functions import init_state, make_train_step
+from jaxpar.step.optimizer_numbers import first_numbers
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state, audit
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
@@ -207,6 +208,17 @@ def test_own_optimizers_see_each_layer_s_arrays_in_pools(name, mesh):
 
 
 # ---- named arrays ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Injected(Unequal):
+    def make_optimizer(self, num_steps):
+        return optax.inject_hyperparams(optax.adam)(0.5)
+
+
+def test_numbers_that_an_optimizer_is_given_are_known_beside_pools():
+    numbers = first_numbers(setup_of(Injected(), parallel_of((1, 2, 1))))
+    assert numbers["hyperparams/learning_rate"] == 0.5
 
 
 @pytest.mark.slow

@@ -624,11 +624,9 @@ def test_the_lines_of_a_task_of_ones_own_have_its_names(whole_walk):
     folder = RunFolder(whole_walk.out_dir)
     line = folder.metrics()[1]
     assert list(line) == [
-        "split", "step", "loss", "grad_norm", "learning_rate", "seconds", "steps_per_second", "rmse",
-        "mean_error",
+        "split", "step", "loss", "grad_norm", "seconds", "steps_per_second", "rmse", "mean_error",
     ]  # fmt: skip
     assert line["rmse"] == line["loss"] ** 0.5
-    assert line["learning_rate"] is None
     assert list(folder.metrics()[-1]) == ["split", "step", "loss", "rmse", "mean_error"]
     assert evaluate_run(folder, MeshConfig(data=2, devices=(3, 4)))[1].loss == pytest.approx(
         whole_walk.evaluations["test"].loss, rel=RELATIVE_ERROR

@@ -46,8 +46,8 @@ class Task:
 
     Its fields are options of the command line. A task must have `make_model` and `make_batches`, and either
     `make_optimizer` or a field `optimizer: OptimizerConfig`, unless your own loop updates its parameters
-    (`value_and_grad`). The rest has defaults. A field with `metadata={"free": True}` may change between two
-    runs of one checkpoint, because it changes no array's shape or meaning.
+    (`value_and_grad`). The rest has defaults. A run can be resumed with other values of fields that change
+    neither arrays nor batches. A field with `metadata={"free": True}` may change batches as well.
 
     Attributes:
       unit: Unit that `Sums.weight` counts, in the plural: "tokens".
@@ -188,7 +188,8 @@ class Task:
     def learning_rate(self, num_steps: int) -> "optax.Schedule | None":
         """Step -> learning rate, as it is reported; None if there is no single number.
 
-        A task with its own `make_optimizer` has none, unless it overrides this method too.
+        A task with its own `make_optimizer` gives None, unless it overrides this method too. For None, the
+        rate that `optax.inject_hyperparams` keeps is reported, if there is one.
         """
         from jaxpar.model import optimizer
 

@@ -52,11 +52,12 @@ from jaxpar.base.checks import fact_of, fits, require
 from jaxpar.base.files import check_file, checksum, read_json, remove_folder, sizes_of, write_file
 from jaxpar.base.types import Arrays, Json, Shapes
 from jaxpar.hosts.agree import Rendezvous, SharedError
-from jaxpar.model.task import Task
 from jaxpar.partition.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.sharding import named_leaves
+from jaxpar.step.optimizer_numbers import as_texts, first_numbers, with_given_numbers
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state, check_room
+from jaxpar.training.changes import changed_keys, describe_settings, in_words
 from jaxpar.training.nonfinite import check_parameters
 
 if TYPE_CHECKING:  # it takes a fifth of a second, and most commands do not need it
@@ -69,6 +70,7 @@ _DESCRIBED = {
     "task": str,
     "fields": dict,
     "optimizer": dict,
+    "numbers": dict[str, str] | None,  # an earlier version has not written them
     "run": str | None,
     "step": int,
     "losses": dict[str, str],
@@ -78,7 +80,6 @@ _DESCRIBED = {
     "checksums": dict[str, str],
 }
 _HASH = "hash"  # of a table, in it
-FREE = "free"  # in the metadata of a task's field: it may differ between two runs with one state
 _ELSEWHERE = "or use another out_dir"
 _DESCRIPTION = "checkpoint.json"
 # Orbax's names; in a bucket it does not read what is not committed.
@@ -154,7 +155,7 @@ class Checkpoints:
         check_parameters(self._setup, state)
         self.saved_step = step
         arrays = unflatten_dict(by_layer(state, self._setup.storage), sep="/")
-        described = _describe(self._setup.task) | {
+        described = _describe(self._setup) | {
             "run": self._run,
             "step": step,
             "losses": {str(each): repr(loss) for each, loss in self.losses.items()},
@@ -190,8 +191,10 @@ class Checkpoints:
     ) -> TrainState:
         """The state of a checkpoint, on the mesh of the setup, in its placement and layout.
 
-        Every process reads the shards of its own devices. Mesh, placement, microbatches, `fsdp`,
-        `update`, learning rate and the task's free fields may differ from those of the run that wrote it.
+        Every process reads the shards of its own devices. Mesh, placement, microbatches, `fsdp`, `update` and
+        all settings that leave the arrays as they are may differ from those of the run that wrote it. A
+        warning names the settings that do. Numbers that the optimizer is given, such as the rate of
+        `optax.inject_hyperparams`, are those of this setup; see `with_given_numbers`.
 
         Args:
           step: step of the checkpoint; None takes the latest, or with `best` the one with the lowest of
@@ -211,18 +214,30 @@ class Checkpoints:
             target = dataclasses.replace(target, opt_state=())
         check_room(target, self._setup.mesh)
         abstract = abstract_by_layer(target, self._setup.storage)
-        before, now = self.described(self.saved_step), _describe(self._setup.task)
+        before, now = self.described(self.saved_step), _describe(self._setup)
         _check_task(path, before, now)
         with reading_in_words(path):
             stored = _stored_arrays(path)
         if not with_optimizer:
             stored = {n: own for n, own in stored.items() if not n.startswith("opt_state/")}
-        _check_arrays(path, stored, abstract, (before["optimizer"], now["optimizer"]))
+        _check_arrays(path, stored, abstract, before, now)
         context = orbax.Context()
         context.pytree.loading.partial_load = True  # only what `abstract` names
         with reading_in_words(path), context:
             loaded = orbax.load(str(path), unflatten_dict(abstract, sep="/"))
-        return from_layers(target, self._setup.storage, dict(named_leaves(loaded, "/")))
+        state = from_layers(target, self._setup.storage, dict(named_leaves(loaded, "/")))
+        changes = []
+        changed = changed_keys(before["fields"], now["fields"])
+        if changed:
+            changes.append(in_words(changed, before["fields"], now["fields"]))
+        if with_optimizer:
+            given = first_numbers(self._setup)
+            opt_state, numbers = with_given_numbers(state.opt_state, before.get("numbers"), given)
+            state = dataclasses.replace(state, opt_state=opt_state)
+            changes += [str(number) for number in numbers]
+        if changes and jax.process_index() == 0:
+            _log.warning("%s was saved with other settings: %s", path, "; ".join(changes))
+        return state
 
     def stored(self) -> tuple[int, dict[str, TensorStore]]:
         """The variables of the newest whole checkpoint's model, opened to be read in parts.
@@ -732,18 +747,14 @@ def reading_in_words(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged: {reason}\nFix: restore it from a backup") from error
 
 
-def _describe(task: Task) -> Json:
-    """The fields and the optimizer of a task, as JSON has them."""
-    fields = {
-        field.name: getattr(task, field.name)
-        for field in dataclasses.fields(task)
-        if not field.metadata.get(FREE) and field.name != "optimizer"
-    }
-    optimizer = task.config_of_optimizer
+def _describe(setup: Setup) -> Json:
+    """The task, the settings and the optimizer of a setup, as JSON has them."""
+    optimizer = setup.task.config_of_optimizer
     described = {
-        "task": type(task).__name__,
-        "fields": fields,
+        "task": type(setup.task).__name__,
+        "fields": describe_settings(setup),
         "optimizer": vars(optimizer) if dataclasses.is_dataclass(optimizer) else {},
+        "numbers": as_texts(first_numbers(setup)),
     }
     return json.loads(json.dumps(described, default=repr))
 
@@ -754,36 +765,34 @@ def _check_task(path: Path, before: Json, now: Json) -> None:
         before["task"] == now["task"],
         f"{path} must be of the task {now['task']}, got {before['task']}\nFix: use a run of this task",
     )
-    for name, value in now["fields"].items():
-        was = before["fields"].get(name, value)
-        if was != value:
-            raise ValueError(
-                f"{path} was saved with {name}={was!r}, but the task has {name}={value!r}\n"
-                f"Fix: set {name}={was!r}, {_ELSEWHERE}"
-            )
 
 
-def _check_arrays(path: Path, before: Shapes, now: Shapes, optimizers: tuple[Json, Json]) -> None:
-    """Raises a ValueError if a checkpoint lacks an array of a state; names the setting that differs.
+def _check_arrays(path: Path, stored: Shapes, needed: Shapes, before: Json, now: Json) -> None:
+    """Raises a ValueError if a checkpoint lacks an array of a state; names the settings that differ.
 
     Args:
-      before, now: arrays by their names, with shapes and types.
-      optimizers: settings of the optimizer, before and now.
+      stored, needed: arrays by their names, with shapes and types.
+      before, now: as of `_describe`.
     """
-    stored, needed = (
+    has, wants = (
         {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
-        for arrays in (before, now)
+        for arrays in (stored, needed)
     )
-    differ = [name for name in {**needed, **stored} if needed.get(name) != stored.get(name)]
+    differ = [name for name in {**wants, **has} if wants.get(name) != has.get(name)]
     of_model = [name for name in differ if name.startswith(("params/", "frozen/"))]
-    was, is_now = (each.get("name") for each in optimizers)
+    was, is_now = (described["optimizer"].get("name") for described in (before, now))
     require(
         bool(of_model) or None in (was, is_now) or was == is_now,
         f"{path} is of another optimizer: expected name={is_now!r}, got name={was!r}\n"
         f"Fix: set it as it was, {_ELSEWHERE}",
     )
+    changed = changed_keys(before["fields"], now["fields"])
+    why, fix = "", "set model, optimizer, frozen parameters and batch_size as they were"
+    if changed:
+        why = f"; settings have changed: {in_words(changed, before['fields'], now['fields'])}"
+        fix = f"set {' and '.join(changed)} as before"
     for name in of_model or differ:
         raise ValueError(
-            f"{path}: {name} must be {needed.get(name, 'absent')}, got {stored.get(name, 'nothing')}\n"
-            f"Fix: set model, optimizer, frozen parameters and batch_size as they were, {_ELSEWHERE}"
+            f"{path}: {name} must be {wants.get(name, 'absent')}, got {has.get(name, 'nothing')}{why}\n"
+            f"Fix: {fix}, {_ELSEWHERE}"
         )

@@ -6,7 +6,6 @@ checksum of the batch that a resumed run reads next.
 """
 
 import contextlib
-import dataclasses
 import json
 import logging
 
@@ -23,6 +22,7 @@ from jaxpar.data.iterator import IteratorBatches
 from jaxpar.hosts.agree import DifferentError, Rendezvous, differences
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import check_batch_shape
+from jaxpar.training.changes import describe_settings, free_keys
 from jaxpar.training.evaluate import CheckedBatches
 
 _MODULUS = 2**64
@@ -31,38 +31,42 @@ _log = logging.getLogger(__name__)
 
 
 def describe_data(setup: Setup) -> Json:
-    """The identity of a task's data.
+    """The identity of a task's data, and the settings of the run.
 
-    `batches` depend on the task's fields and the seed, and may be compared if `settings` are equal.
+    `batches` may be compared if `settings` are equal: a checksum of the seed and of the fields that are free
+    to change batches.
 
     Raises:
       ValueError: a split has no batch, or one of another shape than the layout expects; or batch 0 has other
         rows when it is read in parts, or a value that the task does not accept.
     """
     task = setup.task
-    names = (field.name for field in dataclasses.fields(task) if field.name != "optimizer")
-    fields = {name: repr(getattr(task, name)) for name in names}
-    batches = {}
+    fields, free = describe_settings(setup), free_keys(setup)
+    batches, num_batches = {}, {}
     for split in SPLITS:
         try:
-            batches[split] = _read_twice(setup, split)
+            source = task.make_batches(split, *([setup.train.seed] if split == "train" else []))
+            batches[split] = _read_twice(setup, source)
         except ValueError as error:
             fact, _, remedy = str(error).partition("\nFix: ")
             remedy = remedy or "change these data"
             raise ValueError(f"split {split!r}: {fact}\nFix: {remedy}") from error
+        num_windows = source.num_windows
+        num_batches[split] = "a stream" if num_windows is None else int(num_windows)
     described = {
         "data": task.fingerprint(),
         "files": {name: checksum(text.encode()) for name, text in task.files().items()},
-        "settings": checksum(json.dumps([fields, setup.train.seed], sort_keys=True).encode()),
+        "settings": checksum(json.dumps({key: fields[key] for key in free}).encode()),
         "batches": batches,
+        "num_batches": num_batches,
+        "fields": fields,
+        "free": free,
     }
     return json.loads(json.dumps(described))
 
 
-def _read_twice(setup: Setup, split: str) -> str:
+def _read_twice(setup: Setup, source: Batches) -> str:
     """The checksum of batch 0, which is read as a whole and in halves."""
-    task = setup.task
-    source = task.make_batches(split, *([setup.train.seed] if split == "train" else []))
     what = f"the batch of {type(source).__name__}"
     check_takes(source.batch, ("step", "rows"), what, "write batch(self, step, rows=slice(None))")
     batches, B = CheckedBatches(setup, source), source.batch_size

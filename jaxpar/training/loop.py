@@ -18,6 +18,7 @@ from jaxpar.hosts.agree import in_process_0
 from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.model.task import Task
 from jaxpar.step.functions import make_train_step
+from jaxpar.step.optimizer_numbers import learning_rate
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, evaluated, release
 from jaxpar.step.step import Metrics, batch_sharding
@@ -203,9 +204,10 @@ class Run:
         self._clock, self._units = time.perf_counter(), 0.0
 
     def _learning_rate(self) -> float | None:
-        """The learning rate of the last step, if the task gives one."""
+        """The learning rate of the last step; None if neither the task nor the optimizer's state has one."""
         if self._rate is None:
-            return None
+            rate = learning_rate(self.state.opt_state)
+            return None if rate is None else float(rate)
         with jax.numpy_dtype_promotion("standard"):  # one of the user's may mix integers and floats
             return np.asarray(self._rate(np.int32(self.step - 1))).item()
 

@@ -28,7 +28,7 @@ class Progress:
       loss: loss of the batch of this step.
       metrics: metrics that the task computes from the sums of that batch, by name.
       grad_norm: norm of the gradients before clipping.
-      learning_rate: learning rate of this step; None if the task does not give one.
+      learning_rate: learning rate of this step; None if it is not known.
       unit: unit of the speed, such as "tokens".
       units_per_second: speed since the last line; None for the first step of a process, whose time includes
         compiling.
@@ -59,10 +59,15 @@ class Progress:
 
     def to_json(self) -> Json:
         """A line of metrics.jsonl."""
-        names = ("step", "loss", "grad_norm", "learning_rate", "seconds")
-        known = {"split": "train", **{name: getattr(self, name) for name in names}}
-        known |= {f"{self.unit}_per_second": self.units_per_second}
-        return _line(known | ({} if self.mfu is None else {"mfu": self.mfu}), self.metrics)
+        known: Json = {"split": "train", "step": self.step, "loss": self.loss}
+        known["grad_norm"] = self.grad_norm
+        if self.learning_rate is not None:
+            known["learning_rate"] = self.learning_rate
+        known["seconds"] = self.seconds
+        known[f"{self.unit}_per_second"] = self.units_per_second
+        if self.mfu is not None:
+            known["mfu"] = self.mfu
+        return _line(known, self.metrics)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,6 +54,7 @@ from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
 from jaxpar.model.task import Settings, spec_of
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, evaluated
+from jaxpar.training.changes import changed_keys, checked_keys, in_words
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.config_file import read_config, read_toml, to_toml
 
@@ -61,9 +62,16 @@ ROOT = Path("runs")  # here runs without an `out_dir` get numbers
 CONFIG, DATA, TASK = "config.toml", "data.json", "task.py"
 _OWN = (CONFIG, DATA, TASK, "metrics.jsonl", "checkpoints", "profile")
 REMEDY = "restore it from a backup"
-# The values of data.json, and those that depend on the settings.
-_TYPES = {"run": str, "data": dict, "files": dict[str, str], "settings": str, "batches": dict}
-_OF_SETTINGS = ("settings", "batches")
+# The values of data.json. An earlier version has not written those that may be None.
+_TYPES = {
+    "run": str,
+    "data": dict,
+    "files": dict[str, str],
+    "settings": str,
+    "batches": dict,
+    "num_batches": dict | None,
+    "fields": dict | None,
+}
 _NAMED = 3  # most differences in a message
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _SEEN_SECONDS = 5.0  # until all machines must see a file
@@ -283,16 +291,40 @@ class RunFolder:
     def check_data(self, data: Json) -> bool:
         """Whether batches are cut as when the run began; checks that its data and files are the same.
 
+        The seed and free fields may change batches. Other fields may change if batches are as they were.
+
         Args:
           data: as of `describe_data`.
         Raises:
           OSError, ValueError: as of `data`.
-          ValueError: the data have changed.
+          ValueError: the data have changed, or nobody can tell because batches are cut otherwise.
         """
         known = self.data()
-        is_cut_alike = known["settings"] == data["settings"]
-        names = [name for name in data if is_cut_alike or name not in _OF_SETTINGS]
-        was, now = ({name: each[name] for name in names} for each in (known, data))
+        before = known.get("fields") or {}
+        settings = data["fields"]
+        changed = changed_keys(before, settings)
+        checked = checked_keys(changed, data["free"])
+        cuts = [key for key in changed if key in data["free"]]
+        words = in_words([*cuts, *checked], before, settings)
+        if cuts and checked:
+            raise ValueError(
+                f"the run in {self} is resumed with other batches, so jaxpar cannot check that {checked[0]} "
+                f"leaves its data as they were: {words}\n"
+                f"Fix: change {checked[0]} alone, or the others alone, or start another run"
+            )
+        is_cut_alike = not cuts
+        names = ["data", "files"]
+        if is_cut_alike:
+            names += ["batches", "num_batches"]
+        was, now = {}, {}
+        for name in names:
+            if known.get(name) is not None:
+                was[name], now[name] = known[name], data[name]
+        if was != now and words:
+            raise ValueError(
+                f"the data of the run in {self} have changed, and so have settings: {words}\n"
+                f"Fix: set them as they were, restore the data, or start another run"
+            )
         require(
             was == now,
             f"the data of the run in {self} have changed: {_changes(was, now)}\n"
