@@ -2,6 +2,10 @@
 
 import dataclasses
 import functools
+import re
+import signal
+import subprocess
+import sys
 from typing import ClassVar
 
 import jax
@@ -13,11 +17,12 @@ from lib.laws import slow
 
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.hosts.stopping import Stop
 from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm.drawing import Draw
+from jaxpar.tasks.lm.drawing import COLDEST, HOTTEST, Draw
 from jaxpar.tasks.lm.loaded import TextRun, sample
-from jaxpar.tasks.lm.sampling import sample_tokens
+from jaxpar.tasks.lm.sampling import CALL_STEPS, StoppedSample, sample_tokens
 from jaxpar.tasks.lm.task import LM
 from jaxpar.tasks.lm.vocabulary import EOS
 from jaxpar.training.fit import fit
@@ -26,6 +31,7 @@ from jaxpar.training.run_folder import RunFolder
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 WORDS = {"the", "cat", "sat", "on", "mat", "a", "dog", "ran", "to", "<unk>"}
+NUM_WORDS = 11  # with <eos>
 
 
 def loaded(run, **changes):
@@ -37,7 +43,7 @@ def loaded(run, **changes):
 def drawn(run, prompt, state=None, length=3, **numbers):
     """The tokens that follow one prompt."""
     draw, state = Draw.of(**numbers), run.state if state is None else state
-    return sample_tokens(run.setup, state, [prompt], draw, length)[0]
+    return sample_tokens(run.setup, state, [prompt], draw, length).tokens[0]
 
 
 def likeliest(run, state):
@@ -80,6 +86,35 @@ def test_only_words_are_drawn(run):
     assert set(text.split()) == WORDS
 
 
+LIMITS = {
+    "no limit": {},
+    "top_k": {"top_k": 3},
+    "top_k of more than the words": {"top_k": 300},
+    "top_p": {"top_p": 0.9999999},
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_padding_is_drawn_at_no_temperature(run, limit):
+    prompt, numbers = np.array([0, 4], np.int32), LIMITS[limit]
+    greedy = drawn(run, prompt, length=300, temperature=0)
+    cold = drawn(run, prompt, length=300, temperature=COLDEST, **numbers)
+    np.testing.assert_array_equal(cold, greedy)
+    for temperature in (1.0, 1e30, HOTTEST):
+        tokens = drawn(run, prompt, length=300, temperature=temperature, **numbers)
+        assert tokens.max() < NUM_WORDS
+        if limit == "no limit":
+            assert set(tokens) == set(range(NUM_WORDS))
+
+
+def test_padding_is_drawn_on_no_stage(run):
+    # Each stage has a part of the vocabulary; the last one has the padding.
+    mesh = MeshConfig(data=1, stage=2, devices=(0, 1))
+    text = sample(run.out_dir, length=300, mesh=mesh, temperature=HOTTEST)
+    assert set(text.split()) == WORDS
+    assert text == sample(run.out_dir, length=300, temperature=HOTTEST)
+
+
 @pytest.mark.slow
 def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(run):
     # Large random weights, so that the likeliest token depends on all that came before.
@@ -103,11 +138,25 @@ def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(r
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": float("nan")}, "temperature=nan must be finite"),
-        ({"temperature": float("inf")}, "temperature=inf must be finite"),
-        ({"temperature": -1.0}, r"temperature=-1\.0 must be finite, and not negative"),
+        ({"temperature": -1.0}, r"temperature=-1\.0 must be 0, or from 1\.2e-38 to 3\.4e\+38"),
         ({"length": 0}, r"length=0 is too small"),
         ({"length": -3}, r"length=-3 is too small"),
+        ({"temperature": 1e39}, r"temperature=1e\+39 must be 0, or from .*\nFix: use 1, or 0"),
+        ({"temperature": 1e-39}, r"temperature=1e-39 must be 0, or from"),
+        ({"temperature": float("inf")}, r"temperature=inf must be 0, or from"),
+        ({"temperature": float("nan")}, r"temperature=nan must be 0, or from"),
+        ({"temperature": 10**400}, r"temperature=10+ must be 0, or from"),
+        ({"temperature": 1j}, r"temperature=1j \(complex\): must be a number"),
+        ({"length": 10**20}, r"length=10+ is too large\.\nFix: use 2147483646 or less"),
+        ({"length": 2**31}, r"length=2147483648 is too large\.\nFix: use 2147483646 or less"),
+        ({"length": 1.0}, r"length=1\.0 \(float\): must be a whole number"),
+        ({"top_p": float("nan")}, r"top_p=nan is not a probability"),
+        ({"top_p": 10**400}, r"top_p=10+ is not a probability"),
+        ({"top_p": "half"}, r"top_p='half' \(str\): must be a number"),
+        ({"top_k": 1.5}, r"top_k=1\.5 \(float\): must be a whole number"),
+        ({"seed": 2**31}, r"seed=2147483648 is too large\.\nFix: use less than 2147483648"),
+        ({"seed": 2**63}, r"seed=\d+ is too large"),
+        ({"seed": -(2**63)}, r"seed=-\d+ is too small"),
         ({"end": "the cat"}, r"end='the cat' is 2 tokens of the run's vocabulary\nFix: use one"),
         ({"top_k": -1}, r"top_k=-1 is too small"),
         ({"top_p": 0.0}, r"top_p=0\.0 is not a probability above 0\.\nFix: use 1"),
@@ -118,6 +167,82 @@ def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(r
 def test_numbers_and_words_that_cannot_be_are_refused(run, options, message):
     with pytest.raises(ValueError, match=message):
         sample(run.out_dir, **options)
+
+
+@pytest.mark.parametrize("number", [2**31, 2**63, 10**400])
+def test_more_words_than_there_are_is_all_of_them(number):
+    assert Draw.of(top_k=number) == Draw.of(top_k=2**31 - 1)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, np.float16(1), 3])
+def test_temperatures_are_numbers_of_any_type(temperature):
+    assert Draw.of(temperature=temperature).temperature == np.float32(temperature)
+
+
+# ---- a signal while it samples ----
+
+
+def test_a_text_is_the_same_in_however_many_calls_it_is_drawn(run):
+    text = loaded(run)
+    prompts = [" ".join(["the"] * (CALL_STEPS + 3)), "a"]
+    length = 2 * CALL_STEPS + 5
+    whole = text.sample(prompts, length=length, seed=1)
+    parts = text.sample(prompts, length=CALL_STEPS, seed=1)
+    for one, part in zip(whole, parts, strict=True):
+        assert one.startswith(part)
+    assert text.sample(prompts[0], length=length, seed=1) == whole[0]
+
+
+def test_a_sample_that_is_stopped_has_the_texts_so_far(run, monkeypatch):
+    text = loaded(run)
+    prompts = ["the cat", "a"]
+    whole = text.sample(prompts, length=100)
+    answers = iter([False, True])
+
+    def now(stop):
+        stop.reason = signal.SIGTERM
+        return next(answers)
+
+    monkeypatch.setattr(Stop, "now", now)
+    num_drawn = CALL_STEPS - 2  # two steps read the longer prompt
+    with pytest.raises(StoppedSample, match=f"stopped after {num_drawn} of 100 tokens") as stopped:
+        text.sample(prompts, length=100)
+    for one, so_far in zip(whole, stopped.value.texts, strict=True):
+        assert one.startswith(so_far)
+    assert len(text.vocabulary.encode(stopped.value.texts[0])) == 2 + num_drawn
+
+
+SAMPLING = """
+import sys
+from jaxpar.cli.main import main
+from jaxpar.hosts.stopping import Stop
+
+class ToldStop(Stop):
+    def now(self):
+        print("sampling", flush=True)
+        return super().now()
+
+import jaxpar.tasks.lm.sampling
+jaxpar.tasks.lm.sampling.Stop = ToldStop
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_long_sample_hears_a_signal(run, number):
+    command = ["sample", str(run.out_dir), "--length", "2000000000"]
+    with subprocess.Popen(
+        [sys.executable, "-c", SAMPLING, *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        for _ in range(3):
+            assert process.stdout.readline() == "sampling\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert re.fullmatch(r"stopped after \d+ of 2000000000 tokens\n", err)
+    assert set(out.split()) - {"sampling"} <= WORDS
+    assert len(out.splitlines()[-1].split()) > 1
 
 
 def test_prompts_that_cannot_be_are_refused(run):
@@ -145,7 +270,9 @@ def test_a_run_is_loaded_by_its_folder(run):
     assert isinstance(found, jaxpar.lm.TextRun)
     assert (found.step, found.setup.task.num_words) == (2, 11)
     assert set(found.vocabulary.words) >= WORDS
-    jax.tree.map(np.testing.assert_array_equal, found.params, run.state.params)
+    values = jax.tree.leaves(found.params)
+    for value, expected in zip(values, jax.tree.leaves(run.state.params), strict=True):
+        np.testing.assert_array_equal(value, expected)
     assert found.evaluate("valid") == run.evaluations["valid"]
     assert found.sample("the cat", length=5, seed=3) == sample(
         run.out_dir, "the cat", length=5, seed=3
@@ -274,7 +401,7 @@ def test_texts_part_at_a_draw_whose_best_scores_are_within_rounding(
     assert stages.partition.shares_first
     states = [larger(init_state(setup, seed=1), 2) for setup in (one, stages)]
     found, other = (
-        sample_tokens(setup, state, prompts, draw, 120)
+        sample_tokens(setup, state, prompts, draw, 120).tokens
         for setup, state in zip((one, stages), states, strict=True)
     )
     assert len(np.unique(found)) > 3

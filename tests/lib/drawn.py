@@ -45,7 +45,7 @@ def assert_drawn_by_definition(setup, state, draw, lengths):
     """For prompts of so many tokens: what follows each of them is what the model's definition draws."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(11, size=n, dtype=np.int32) for n in lengths]
-    found = sample_tokens(setup, state, prompts, draw, 7)
+    found = sample_tokens(setup, state, prompts, draw, 7).tokens
     parts = (setup.storage.in_stacks(part) for part in (state.params, state.frozen))
     model = nnx.merge(*jax.device_get(nnx.split(setup.storage.merge(*parts))))
     for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):

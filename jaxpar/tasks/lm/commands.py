@@ -1,6 +1,7 @@
 """The commands of the language model task."""
 
 import dataclasses
+import sys
 
 from jaxpar.base.checks import require
 from jaxpar.base.files import read_text
@@ -11,6 +12,8 @@ from jaxpar.cli.command import Command, TrainedOptions
 @dataclasses.dataclass(frozen=True)
 class Sample(TrainedOptions):
     """Generate text with a trained language model, on one device or on the devices of --mesh.
+
+    Ctrl-C stops it; the text so far is printed.
 
     Attributes:
       prompt: Start of the text. All its words must be in the vocabulary of the run.
@@ -33,8 +36,9 @@ class Sample(TrainedOptions):
     seed: int = 0
 
     def run(self) -> int:
-        """The exit code, 0."""
+        """The exit code: 0, or 128 and the number of the signal that stopped it."""
         from jaxpar.tasks.lm.loaded import sample
+        from jaxpar.tasks.lm.sampling import StoppedSample
 
         prompts = [self.prompt]
         if self.prompts is not None:
@@ -44,7 +48,14 @@ class Sample(TrainedOptions):
             require(bool(prompts), f"{self.prompts} has no prompts\nFix: write one in each line.")
         names = ("length", "temperature", "top_k", "top_p", "end", "seed", "mesh", "best")
         options = {name: getattr(self, name) for name in names}
-        for text in sample(self.run_dir, prompts, **options):
+        try:
+            texts = sample(self.run_dir, prompts, **options)
+        except StoppedSample as stopped:
+            for text in stopped.texts:
+                print(text)
+            print(stopped, file=sys.stderr)
+            return 128 + stopped.signal
+        for text in texts:
             print(text)
         return 0
 

@@ -7,7 +7,6 @@ Legend of the dim suffixes: T time, B rows, V vocabulary.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -25,6 +24,8 @@ from jaxpar.data.order import check_at_least
 
 TOKEN = "token"  # what is drawn, as `predict` gives it
 NOWHERE = -1  # no token that a line begins after
+# The temperatures above 0 that float32 holds with all of its digits.
+COLDEST, HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class Draw(NamedTuple):
@@ -62,20 +63,38 @@ class Draw(NamedTuple):
         """
         check_at_least(0, seed=seed, top_k=top_k)
         require(seed < 2**31, f"seed={seed} is too large.\nFix: use less than {2**31}.")
-        require_instance("temperature", temperature, int | float | np.number, "a number")
-        fact = f"temperature={temperature} must be finite, and not negative."
-        require(math.isfinite(temperature) and temperature >= 0, f"{fact}\nFix: use 1, or 0.")
+        real = int | float | np.integer | np.floating
+        require_instance("temperature", temperature, real, "a number")
+        if not isinstance(temperature, int):  # a float16 cannot be compared with the limits
+            temperature = float(temperature)
+        fact = f"temperature={temperature} must be 0, or from {COLDEST:.2g} to {HOTTEST:.2g}."
+        is_valid = temperature == 0 or COLDEST <= temperature <= HOTTEST
+        require(is_valid, f"{fact}\nFix: use 1, or 0 for the likeliest token.")
+        require_instance("top_p", top_p, real, "a number")
         fact = f"top_p={top_p} is not a probability above 0."
         require(0 < top_p <= 1, f"{fact}\nFix: use 1 for all words.")
+        top_k = min(top_k, 2**31 - 1)  # no vocabulary has more words
         own = np.int32(seed), np.float32(temperature), np.int32(top_k), np.float32(top_p)
         return cls(*own, np.int32(NOWHERE if separator is None else separator), np.int32(0))
 
 
-def draw_tokens(logits_TBV: jax.Array, draw: Draw, at: LayerContext) -> jax.Array:
-    """A token for every place, int32 [T, B]."""
+def draw_tokens(
+    logits_TBV: jax.Array, draw: Draw, at: LayerContext, *, num_words: int
+) -> jax.Array:
+    """A token for every place, int32 [T, B].
+
+    Args:
+      num_words: ids from here on are padding, which is never drawn.
+    """
     logits_TBV = at.layout(logits_TBV, None, BATCH, None)
     T, B, V = logits_TBV.shape
-    scores_TBV = logits_TBV / jnp.where(draw.temperature > 0, draw.temperature, 1.0)
+    is_word_11V = (jnp.arange(V) < num_words)[None, None]
+    logits_TBV = jnp.where(is_word_11V, logits_TBV, -jnp.inf)
+    # The best word has 0, so that no temperature makes the scores of several words infinite.
+    below_TBV = logits_TBV - jnp.max(logits_TBV, axis=-1, keepdims=True)
+    scores_TBV = below_TBV / jnp.where(draw.temperature > 0, draw.temperature, 1.0)
+    # The compiler may multiply by 1 / temperature, which can be 0: minus infinity becomes NaN.
+    scores_TBV = jnp.where(is_word_11V, scores_TBV, -jnp.inf)
     is_limited = (draw.top_k > 0) | (draw.top_p < 1)
     limit = functools.partial(_limited, draw=draw)
     scores_TBV = lax.cond(is_limited, limit, lambda scores: scores, scores_TBV)

@@ -19,7 +19,7 @@ from jaxpar.data.batches import Batches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.model.task import spec_of
 from jaxpar.tasks.lm.drawing import Draw
-from jaxpar.tasks.lm.sampling import sample_tokens
+from jaxpar.tasks.lm.sampling import StoppedSample, sample_tokens
 from jaxpar.tasks.lm.task import LM, VOCABULARY
 from jaxpar.tasks.lm.vocabulary import UNK, Vocabulary
 from jaxpar.tasks.lm.weights import WORDS, to_torch
@@ -125,11 +125,15 @@ class TextRun(LoadedRun):
         require(end is None or len(ends) == 1, f"{fact}\nFix: use one, such as '<eos>'")
         draw = Draw.of(seed, temperature, top_k, top_p, separator)
         known = [self._read(each) for each in prompts]
-        found = sample_tokens(self.setup, self.state, known, draw, length)
+        sampled = sample_tokens(self.setup, self.state, known, draw, length)
         texts = []
-        for tokens, new in zip(known, found, strict=True):
+        for tokens, new in zip(known, sampled.tokens, strict=True):
             new = new[: np.flatnonzero(np.append(np.isin(new, ends), True))[0]]
             texts.append(self.vocabulary.decode(np.concatenate([tokens, new])[1:]))
+        if sampled.signal is not None:
+            fewest = min(map(len, sampled.tokens))
+            told = f"stopped after {fewest} of {length} tokens"
+            raise StoppedSample(told, sampled.signal, texts)
         return texts[0] if isinstance(prompt, str) else texts
 
     def _read(self, prompt: str) -> np.ndarray:
@@ -165,6 +169,7 @@ def sample(
       ValueError: the run is of another task, a word is outside the vocabulary, a number is out of range, or
         layers of the model need all of a text at once.
       FileNotFoundError: no run, or no checkpoint in it.
+      KeyboardInterrupt: SIGINT or SIGTERM has ended it; its attribute `texts` is a list of the texts so far.
 
     Example:
       task = jaxpar.lm.LM(num_layers=2, hidden_size=16, embed_size=16, corpus="text.txt", seq_len=8)

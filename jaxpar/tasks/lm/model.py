@@ -121,7 +121,8 @@ class LanguageModel(nnx.Module):
     def predict(self, y_TBH: jax.Array, batch: Batch, at: LayerContext) -> dict[str, jax.Array]:
         """The log-likelihood of each target, in nats: float32 [T, B]; or a token that is drawn."""
         if batch.draw is not None:
-            return {TOKEN: draw_tokens(self.logits(y_TBH), batch.draw, at)}
+            logits_TBV = self.logits(y_TBH)
+            return {TOKEN: draw_tokens(logits_TBV, batch.draw, at, num_words=self.num_words)}
         y_TBH, most = self._normed(y_TBH), loss.logits_at_once(at)
         targets_TB = jnp.asarray(batch.targets_BT)
         found_TB = loss.linear_log_likelihood(y_TBH, *self._head(), targets_TB, max_logits=most)
@@ -134,7 +135,8 @@ class LanguageModel(nnx.Module):
         logits_TBV = self._logits_part(self._normed(y_TBH))
         targets_TB = jnp.asarray(batch.targets_BT)
         if batch.draw is not None:
-            return {TOKEN: draw_tokens(whole_logits(logits_TBV), batch.draw, at)}
+            logits_TBV = whole_logits(logits_TBV)
+            return {TOKEN: draw_tokens(logits_TBV, batch.draw, at, num_words=self.num_words)}
         return {LOG_LIKELIHOOD: loss.log_likelihood(logits_TBV, targets_TB, manual_axis=STAGE)}
 
     def _normed(self, y: jax.Array) -> jax.Array:

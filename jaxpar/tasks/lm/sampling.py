@@ -8,7 +8,8 @@ Legend of the dim suffixes: T time, B rows.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.base.checks import require
 from jaxpar.base.compiler import compiler_options
 from jaxpar.base.stage_names import NamedPlacement
+from jaxpar.base.types import Arrays
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.data.order import check_at_least
+from jaxpar.hosts.stopping import Interrupted, Stop
 from jaxpar.nn.lstm import has_kernels
 from jaxpar.partition.by_layer import by_layer, from_layers
 from jaxpar.partition.partition import Partition
@@ -34,6 +38,32 @@ from jaxpar.tasks.lm.task import LM
 from jaxpar.tasks.lm.vocabulary import check_tokens
 
 TO_DRAW = -1  # an input that is what was drawn before it
+CALL_STEPS = 32  # of a call of the program, which cannot be stopped while it runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """Tokens that were drawn.
+
+    Attributes:
+      tokens: int32 [length] for each prompt; fewer if a signal came.
+      signal: SIGINT or SIGTERM, which ended the sample before its last token; None if nothing did.
+    """
+
+    tokens: list[np.ndarray]
+    signal: signal.Signals | None
+
+
+class StoppedSample(Interrupted):
+    """A signal has ended a sample.
+
+    Attributes:
+      texts: those so far, one for each prompt.
+    """
+
+    def __init__(self, told: str, signal: signal.Signals, texts: list[str]):
+        super().__init__(told, signal)
+        self.texts = texts
 
 
 class _Samples:
@@ -50,15 +80,17 @@ def _sampling(cls: type) -> type:
 
 def sample_tokens(
     setup: Setup, state: TrainState, prompts: Sequence[np.ndarray], draw: Draw, length: int
-) -> np.ndarray:
-    """The tokens that follow each prompt, int32 [prompts, length], on the mesh of the setup.
+) -> Sampled:
+    """Draws the tokens that follow each prompt, on the mesh of the setup.
+
+    The first SIGINT or SIGTERM stops it; what was drawn before is returned.
 
     Args:
       setup, state: of a trained model.
       prompts: token ids [tokens], at least one each.
     Raises:
       ValueError: a token is outside the vocabulary, a prompt is empty, or the model's layers need the whole
-        text at once.
+        text at once; or `length` is out of range.
     """
     task = setup.task
     assert isinstance(task, LM)
@@ -66,18 +98,21 @@ def sample_tokens(
     for prompt in prompts:
         check_at_least(1, num_tokens=len(prompt))
         check_tokens(prompt, task.num_words or task.known_vocab_size)
+    longest = max(map(len, prompts))
+    most = 2**31 - 1 - longest  # places of tokens are int32
+    require(length <= most, f"length={length} is too large.\nFix: use {most} or less.")
     if setup.facts.whole_window:
         raise ValueError(
             f"layer {setup.facts.whole_window[0]} reads the whole window at once, but text is generated "
             f"token by token.\nFix: use layers that carry state from step to step."
         )
     data = setup.parallel.mesh.data
-    rows, num_steps = -(-len(prompts) // data) * data, max(map(len, prompts)) + length - 1
+    rows = -(-len(prompts) // data) * data
     fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
     fields |= {"batch_size": rows, "seq_len": 1, "num_buckets": 0, "bucket_multiple": 1}
     sampling = _sampling(type(task))(**fields | {"packed": int(draw.separator) != NOWHERE})
     sampler = setup.cached(_setup_of, sampling, _parallel_of(setup.partition))
-    given_TB = np.full((num_steps, rows), TO_DRAW, np.int32)
+    given_TB = np.full((longest, rows), TO_DRAW, np.int32)
     for row in range(rows):
         prompt = prompts[min(row, len(prompts) - 1)]
         given_TB[: len(prompt), row] = prompt
@@ -86,11 +121,48 @@ def sample_tokens(
     wanted = {"params": target.params, "frozen": target.frozen}
     placed = from_layers(wanted, sampler.storage, by_layer(layers, setup.storage))
     placed = jax.device_put(placed, jax.tree.map(lambda a: a.sharding, wanted))
-    sample = sampler.cached(_make_sampler, num_steps)
-    drawn_TB = sample(placed["params"], placed["frozen"], zero_carry(sampler), given_TB, draw)
-    found_TB = np.asarray(drawn_TB.addressable_data(0))
-    rows = enumerate(prompts)
-    return np.stack([found_TB[len(prompt) - 1 :, row][:length] for row, prompt in rows])
+    take_steps = sampler.cached(_make_sampler)
+    take_steps = functools.partial(take_steps, placed["params"], placed["frozen"])
+    num_steps = longest + length - 1
+    drawn_TB, stopped_by = _draw(take_steps, zero_carry(sampler), given_TB, draw, num_steps)
+    tokens = []
+    for row, prompt in enumerate(prompts):
+        start = len(prompt) - 1  # before, the prompt is read
+        tokens.append(drawn_TB[start : start + length, row])
+    return Sampled(tokens, stopped_by)
+
+
+def _draw(
+    take_steps: Callable[..., tuple[Arrays, jax.Array]],
+    carry: Arrays,
+    given_TB: np.ndarray,
+    draw: Draw,
+    num_steps: int,
+) -> tuple[np.ndarray, signal.Signals | None]:
+    """What is drawn in each step, int32 [T, B], and the signal that ended it before the last one.
+
+    Args:
+      take_steps: as of `_make_sampler`, with parameters.
+      given_TB: the tokens of the prompts; nothing is given after them.
+    """
+    num_given, rows = given_TB.shape
+    last_B = np.zeros(rows, np.int32)
+    drawn = [np.zeros((0, rows), np.int32)]
+    with Stop() as stop:
+        for start in range(0, num_steps, CALL_STEPS):
+            if stop.now():
+                assert isinstance(stop.reason, signal.Signals)
+                return np.concatenate(drawn), stop.reason
+            stop_at = min(start + CALL_STEPS, num_steps)
+            inputs_TB = np.full((CALL_STEPS, rows), TO_DRAW, np.int32)
+            if start < num_given:
+                prompts_TB = given_TB[start:stop_at]
+                inputs_TB[: len(prompts_TB)] = prompts_TB
+            place, count = np.int32(start), np.int32(stop_at - start)
+            carry, drawn_TB = take_steps(carry, last_B, inputs_TB, place, count, draw)
+            drawn.append(np.asarray(drawn_TB.addressable_data(0))[:count])
+            last_B = drawn[-1][-1]
+    return np.concatenate(drawn), None
 
 
 def _setup_of(setup: Setup, task: LM, parallel: Parallel) -> Setup:
@@ -111,16 +183,21 @@ def _parallel_of(partition: Partition) -> Parallel:
     )
 
 
-def _make_sampler(setup: Setup, num_steps: int) -> jax.stages.Compiled:
-    """(params, frozen, carry, given tokens [T, B], draw) -> those that are drawn, [T, B], on every device."""
+def _make_sampler(setup: Setup) -> jax.stages.Compiled:
+    """A program that takes up to `CALL_STEPS` steps.
+
+    (params, frozen, carry, token before [B], given tokens [T, B], place of the first, number of steps, draw)
+    -> (carry, tokens that are drawn [T, B], on every device).
+    """
     forward = make_forward(setup.parts, setup.mesh, predicts=True)
     table, task = full_table(setup.partition, backward=False), setup.task
     assert isinstance(task, LM)
 
-    def run(params, frozen, carry, given_TB, draw):
-        def step(carried, inputs):
-            carry, drawn_B = carried
-            place, given_B = inputs
+    def run(params, frozen, carry, last_B, given_TB, first_place, num_steps, draw):
+        def step(number, carried):
+            carry, drawn_B, drawn_TB = carried
+            place = first_place + number
+            given_B = lax.dynamic_index_in_dim(given_TB, number, keepdims=False)
             inputs_B1 = jnp.where(given_B == TO_DRAW, drawn_B, given_B)[:, None]
             parts = {"starts": place == 0, "draw": draw._replace(place=place)}
             if task.packed:
@@ -128,17 +205,28 @@ def _make_sampler(setup: Setup, num_steps: int) -> jax.stages.Compiled:
                 parts["lengths"] = jnp.ones_like(drawn_B)
             batch = Batch(inputs_B1, jnp.zeros_like(inputs_B1), **parts)
             carry, outputs = forward(params, frozen, carry, batch, None, table)
-            return (carry, outputs[TOKEN][0]), outputs[TOKEN][0]
+            drawn_B = outputs[TOKEN][0]
+            drawn_TB = lax.dynamic_update_index_in_dim(drawn_TB, drawn_B, number, 0)
+            return carry, drawn_B, drawn_TB
 
-        places = jnp.arange(num_steps, dtype=jnp.int32)
-        return lax.scan(step, (carry, given_TB[0]), (places, given_TB))[1]
+        start = carry, last_B, jnp.zeros_like(given_TB)
+        carry, _, drawn_TB = lax.fori_loop(0, num_steps, step, start)
+        return carry, drawn_TB
 
     kernels = has_kernels(setup.facts.model, setup.mesh)
     options = compiler_options(setup.mesh, has_kernels=kernels)
     everywhere, state = NamedSharding(setup.mesh, P()), abstract_state(setup)
-    given_TB = jax.ShapeDtypeStruct((num_steps, setup.facts.batch_size), jnp.int32)
-    jitted = jax.jit(run, compiler_options=options, out_shardings=everywhere)
-    program = jitted.lower(state.params, state.frozen, state.carry, given_TB, Draw.of()).compile()
+    carry_sharding = jax.tree.map(lambda leaf: leaf.sharding, state.carry)
+    shardings = carry_sharding, everywhere
+    jitted = jax.jit(run, compiler_options=options, out_shardings=shardings)
+    rows = setup.facts.batch_size
+    last_B = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    given_TB = jax.ShapeDtypeStruct((CALL_STEPS, rows), jnp.int32)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = jitted.lower(
+        state.params, state.frozen, state.carry, last_B, given_TB, number, number, Draw.of()
+    )
+    program = lowered.compile()
     if setup.parallel.splits_units:
         check_program(program)
     return program
