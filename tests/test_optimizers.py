@@ -14,7 +14,18 @@ from flax import nnx
 from lib.laws import on_devices, slow
 from optax import contrib
 
-from jaxpar import Parallel, SeriesBatches, Stack, Sums, Task, nn
+from jaxpar import (
+    ArrayBatches,
+    Parallel,
+    SeriesBatches,
+    Stack,
+    Sums,
+    Task,
+    TrainConfig,
+    adopt,
+    mean,
+    nn,
+)
 from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.step import per_layer as module
 from jaxpar.step.functions import init_state, make_train_step
@@ -381,8 +392,134 @@ def test_a_step_hands_its_loss_on(update):
     assert float(plateau.best_value) in found
 
 
-def test_an_optimizer_that_calls_the_loss_is_refused():
-    Own.made["lbfgs"] = optax.lbfgs()
-    message = r"optimizer of task lbfgs needs 'value_fn', but .*\nFix: .* your own loop"
-    with pytest.raises(ValueError, match=message):
-        abstract_state(setup_of("lbfgs", "dp1"))
+# ---- optimizers whose update takes other arguments ----
+
+
+class Blocks(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = jnp.tanh(block(x))
+        return x
+
+
+def square(model, batch):
+    errors = jnp.square(model(batch["x"]) - batch["y"]).sum(-1)
+    return mean(errors, batch["weight"])
+
+
+def adopted(optimizer):
+    x, y = np.random.default_rng(0).normal(size=(2, 64, 8)).astype(np.float32)
+    return adopt(
+        Blocks, square, "blocks", optimizer=optimizer,
+        batches=lambda split, seed=None: ArrayBatches({"x": x, "y": y}, 16, seed),
+    )  # fmt: skip
+
+
+def losses_on(mesh, optimizer, num_steps=4):
+    task, train = adopted(optimizer), TrainConfig(clip_norm=0.0)
+    state, step = init_state(task, mesh, train), make_train_step(task, mesh, train)
+    batches, found = task.make_batches("train", 0), []
+    for number in range(num_steps):
+        state, metrics = step(state, batches.batch(number))
+        found.append(float(metrics.loss))
+    return found
+
+
+def losses_of_optax(optimizer, takes, num_steps=4):
+    """Of a plain loop, whose optimizer is given these arguments."""
+    with nnx.use_eager_sharding(False):
+        graphdef, params = nnx.split(Blocks(nnx.Rngs(0)))
+
+    @jax.jit
+    def value_and_grad(params, batch):
+        def loss(params):
+            total, weight = square(nnx.merge(graphdef, params), batch)[:2]
+            return total / weight
+
+        return jax.value_and_grad(loss)(params)
+
+    batches, found = adopted(optimizer).make_batches("train", 0), []
+    with jax.numpy_dtype_promotion("standard"):
+        state = optimizer.init(params)
+        for number in range(num_steps):
+            value, grad = value_and_grad(params, batches.batch(number))
+            given = {"value": value, "grad": grad}
+            extra = {name: given[name] for name in takes}
+            updates, state = optimizer.update(grad, state, params, **extra)
+            params = optax.apply_updates(params, updates)
+            found.append(float(value))
+    return found
+
+
+def sam(**options):
+    adversary = optax.chain(contrib.normalize(), optax.sgd(0.05))
+    return contrib.sam(optax.sgd(0.05), adversary, **options)
+
+
+def of_matrices(params):
+    return jax.tree.map(lambda a: a.ndim > 1, params)
+
+
+def labels(params):
+    return jax.tree.map(lambda a: "matrix" if a.ndim > 1 else "vector", params)
+
+
+# Each with the arguments that it is given in a plain loop.
+TAKING = {
+    "sam": (sam(), ()),
+    "sam, every third": (sam(sync_period=3, reset_state=False), ()),
+    "sam in a chain": (optax.chain(optax.clip(1.0), sam()), ()),
+    "sam of some": (optax.masked(sam(), of_matrices), ()),
+    "sam in a group": (optax.partition({"matrix": sam(), "vector": optax.sgd(0.1)}, labels), ()),
+    "polyak": (optax.polyak_sgd(0.1), ("value",)),
+    "plateau": (
+        optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(0.5, patience=1)), ("value",),
+    ),
+}  # fmt: skip
+OF_LOSS = optax.GradientTransformationExtraArgs(
+    lambda params: (), lambda updates, state, params, *, value: (updates, state)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [*((name, "dp1") for name in TAKING), ("sam", "dp2pp2"), ("polyak", "dp2pp2")]
+)
+def test_an_optimizer_is_given_what_it_takes(name, mesh):
+    optimizer, takes = TAKING[name]
+    expected = losses_of_optax(optimizer, takes)
+    np.testing.assert_allclose(losses_on(mesh, optimizer), expected, rtol=1e-5)
+
+
+def test_a_loss_alone_is_taken():
+    assert len(losses_on("dp1", optax.chain(OF_LOSS, optax.sgd(0.1)), 2)) == 2
+
+
+NEEDS = r"needs '?{}'?, but a step has only the loss \(value\) .*\nFix: .* your own loop"
+REFUSED = {
+    "lbfgs": (optax.lbfgs(), NEEDS.format("value_fn")),
+    "backtracking": (
+        optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(3)), NEEDS.format("value_fn"),
+    ),
+    "sam of a function": (sam(opaque_mode=True), NEEDS.format("grad_fn")),
+    "sophia": (contrib.sophia(0.1), NEEDS.format("obj_fn")),
+    "an argument of its own": (
+        optax.GradientTransformationExtraArgs(
+            lambda params: (), lambda updates, state, params, *, accuracy: (updates, state)
+        ),
+        NEEDS.format("accuracy"),
+    ),
+    "one part needs what another doesn't take": (
+        optax.chain(sam(), contrib.momo()), "has a part that needs 'value', and one that does not take it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_cannot_run_is_refused(name):
+    optimizer, message = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"optimizer of task adopted {message}") as raised:
+        abstract_state(Setup.of(adopted(optimizer), "dp1"))
+    assert str(raised.value).count("\n") == 1

@@ -11,6 +11,7 @@ programs: inside of one, JAX 0.10.1 cannot place them in host memory on CPU.
 """
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -41,29 +42,49 @@ def clip_scale(norm: jax.Array, clip_norm: jax.Array | float | None) -> jax.Arra
 
 
 def given_loss(optimizer: optax.GradientTransformation, what: str) -> optax.GradientTransformation:
-    """An optimizer whose `update` takes the loss as one more argument, for those that want it (`value`).
+    """An optimizer whose `update` takes the loss as one more argument, for those that want it.
+
+    Optax names the loss `value` and the gradient `grad`. Each is given to an optimizer that takes it.
 
     Args:
       what: it is, in messages.
+    Raises:
+      ValueError: by `update`, if the optimizer needs other arguments.
     """
     inner = optax.with_extra_args_support(optimizer)
 
     def update(
         updates: Params, state: OptState, params: Params = None, value: Any = None
     ) -> tuple[Params, OptState]:
-        try:
-            return inner.update(updates, state, params, value=value, grad=updates)
-        except TypeError as error:
-            if "required keyword-only argument" not in str(error):
-                raise
-            wanted = str(error).rpartition(": ")[2]
-            refused = ValueError(
-                f"{what} needs {wanted}, but a step has only the loss (value) and its gradient (grad).\n"
-                f"Fix: use one without a line search, or write your own loop with value_and_grad."
-            )
-            raise refused.with_traceback(error.__traceback__) from None
+        given = {"value": value, "grad": updates}
+        while True:
+            try:
+                return inner.update(updates, state, params, **given)
+            except (TypeError, ValueError) as error:
+                not_taken = _NOT_TAKEN.search(str(error))
+                if not_taken and not_taken[1] in given:  # as of contrib.sam, also within a chain
+                    del given[not_taken[1]]
+                    continue
+                needed = _NEEDED.search(str(error))
+                if needed is None:
+                    raise
+                raise _needs(what, needed[1] or needed[2]) from error
 
     return optax.GradientTransformation(inner.init, update)
+
+
+# In errors of functions that are called with other arguments than they take.
+_NOT_TAKEN = re.compile(r"got an unexpected keyword argument '(\w+)'")
+_NEEDED = re.compile(r"missing \d+ required keyword-only arguments?: (.*)|^(\w+) must be provided")
+
+
+def _needs(what: str, name: str) -> ValueError:
+    """The error for an optimizer that needs an argument which it cannot have."""
+    fact = f"{what} needs {name}, but a step has only the loss (value) and its gradient (grad)."
+    if name in ("'value'", "'grad'"):  # left out, for another part
+        fact = f"{what} has a part that needs {name}, and one that does not take it."
+    remedy = "use another optimizer, or write your own loop with value_and_grad"
+    return ValueError(f"{fact}\nFix: {remedy}.")
 
 
 def update(
