@@ -1,6 +1,8 @@
 """Parameters of a Flax model that jaxpar adopts have the names of its user, and it comes back as it was."""
 
 import dataclasses
+import re
+import shutil
 from typing import ClassVar
 
 import jax
@@ -22,7 +24,14 @@ from jaxpar.sharding import array_of, user_name
 from jaxpar.step.setup import Setup
 from jaxpar.training.nonfinite import check_parameters, find_origin
 from jaxpar.training.summary import summarize
-from jaxpar.training.weights import find_weights, in_ranges, model_of, outgoing, write_weights
+from jaxpar.training.weights import (
+    find_weights,
+    in_ranges,
+    model_of,
+    open_files,
+    outgoing,
+    write_weights,
+)
 
 BATCH = Words().make_batches("train", 0).batch(0)
 RTOL = 1e-5
@@ -213,6 +222,76 @@ def test_what_plain_flax_has_saved_comes_in(name, form, tmp_path):
     block = "blocks.norm.scale" if name == "stacked" else "blocks.0-3.norm.scale"
     assert ("taken", block, "4x8" if name == "stacked" else "8", "") in weights.to_rows()
     assert_equal(stored(setup, weights.state()), arrays_of(trained))
+
+
+def flipped(content, rng):
+    changed = bytearray(content)
+    changed[rng.integers(len(changed))] ^= 1 << int(rng.integers(8))
+    return bytes(changed)
+
+
+DAMAGES = {
+    "empty": lambda content, rng: b"",
+    "no UTF-8": lambda content, rng: b"\xff\xfe{}",
+    "no entries": lambda content, rng: b"{}",
+    "nested": lambda content, rng: b"[" * 100_000,
+    "cut": lambda content, rng: content[: rng.integers(len(content))],
+    "a bit": flipped,
+}
+
+
+def read_or_refuse(folder):
+    """The tensors of a checkpoint, or the error for them."""
+    try:
+        weights = open_files(folder)
+        return {name: tensor.whole() for name, tensor in weights.tensors.items()}
+    except (ValueError, OSError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_of_a_checkpoint_of_orbax_is_told_or_changes_nothing(damage, tmp_path):
+    whole, rng = tmp_path / "whole", np.random.default_rng(0)
+    save(nnx.state(plain("list")), whole)
+    expected = read_or_refuse(whole)
+    names = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
+    refused = set()
+    for name in names:
+        content = DAMAGES[damage]((whole / name).read_bytes(), rng)
+        folder = tmp_path / "damaged"
+        shutil.copytree(whole, folder)
+        (folder / name).write_bytes(content)
+        found = read_or_refuse(folder)
+        if isinstance(found, str):
+            assert re.search(r"is damaged: .*\nFix: restore it from a backup", found), name
+            assert str(folder) in found
+            refused.add(name.name)
+        else:
+            assert found.keys() <= expected.keys()  # no hash guards the names of arrays
+            assert_equal(found, {array: expected[array] for array in found})
+        shutil.rmtree(folder)
+    if damage != "a bit":
+        assert {"_METADATA", "manifest.ocdbt"} <= refused
+
+
+@pytest.mark.parametrize(
+    ("content", "fact"),
+    [
+        ("{}", "KeyError: 'tree_metadata'"),
+        ('{"tree_metadata": null}', "AttributeError: .*"),
+        ('{"tree_metadata": [3]}', "AttributeError: .*"),
+        ('{"tree_metadata": {"a": 3}}', "TypeError: .*"),
+        ('{"tree_metadata": {"a": {}}}', "KeyError: 'key_metadata'"),
+        ("{", "it is not JSON, or nested too deeply, or no JSON object"),
+        ("\x80", "it is not JSON, or nested too deeply, or no JSON object"),
+    ],
+)
+def test_damaged_metadata_of_orbax_are_named(content, fact, tmp_path):
+    (tmp_path / "_METADATA").write_text(content, encoding="latin1")
+    setup = Setup.of(Words(model="list"), "dp1")
+    message = rf"{tmp_path}/_METADATA is damaged: {fact}\nFix: restore it from a backup"
+    with pytest.raises(ValueError, match=message):
+        find_weights(setup, Start(str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["list", "stacked"])

@@ -389,17 +389,21 @@ def open_files(path: Path) -> Weights:
 
 def _open_orbax(folder: Path) -> Weights:
     """The arrays of a checkpoint of Orbax, by their paths in it."""
-    described, paths = read_json((folder / _ORBAX).read_bytes()), dict[str, str]()
-    for entry in described["tree_metadata"].values():
-        keys = [str(step["key"]) for step in entry["key_metadata"]]
-        if not entry["value_metadata"]["skip_deserialize"]:
-            paths[".".join(keys).removesuffix(".value")] = ".".join(keys)
+    path = folder / _ORBAX
+    content = read_file(path, "the metadata", "restore it from a backup")
+    paths = dict[str, str]()
+    with reading_in_words(path):
+        described = read_json(content)
+        for entry in described["tree_metadata"].values():
+            keys = [str(step["key"]) for step in entry["key_metadata"]]
+            if not entry["value_metadata"]["skip_deserialize"]:
+                paths[".".join(keys).removesuffix(".value")] = ".".join(keys)
+        driver = "zarr3" if described.get("use_zarr3", False) else "zarr"
     with reading_in_words(folder):
-        driver = "zarr3" if described["use_zarr3"] else "zarr"
         arrays = open_arrays(folder, paths, driver)
     tensors = dict[str, Tensor]()
     for name, array in arrays.items():
-        tensors[name] = Tensor(_rows_in(array[None]))
+        tensors[name] = Tensor(_rows_in(array[None], folder))
     return Weights(str(folder), tensors, {})
 
 
@@ -495,7 +499,7 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
             continue
         array = array if kind_of(leaf) else array[None]
         for row, own in enumerate(names_of_rows(name, leaf, rows_of)):
-            tensors[own] = Tensor(_rows_in(array), row)
+            tensors[own] = Tensor(_rows_in(array, folder.path), row)
 
     def join(rows: Sequence[Tensor]) -> Tensor:
         shape, dtype = (len(rows), *rows[0].shape), rows[0].dtype
@@ -506,14 +510,14 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
     return Weights(f"{folder} after step {step}", tensors, texts)
 
 
-def _rows_in(array: "TensorStore") -> Rows:
-    """The rows of a stored array, to be read in parts."""
-    dtype = np.dtype(array.dtype.numpy_dtype)
-    return Rows(array.shape, dtype, functools.partial(_read_rows, array))
+def _rows_in(array: "TensorStore", folder: Path) -> Rows:
+    """The rows of an array that is stored in a folder, to be read in parts."""
 
+    def read(rows: Sequence[int], index: tuple[Tree, ...]) -> np.ndarray:
+        with reading_in_words(folder):
+            return array.oindex[rows, *index].read().result()
 
-def _read_rows(array: "TensorStore", rows: Sequence[int], index: tuple[Tree, ...]) -> np.ndarray:
-    return array.oindex[rows, *index].read().result()
+    return Rows(array.shape, np.dtype(array.dtype.numpy_dtype), read)
 
 
 # ---- matching them with a model ----
