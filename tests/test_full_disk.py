@@ -250,11 +250,16 @@ def test_a_small_disk_keeps_its_newest_checkpoint(num_processes, text, tmp_path)
         capture_output=True, text=True, timeout=END_SECONDS, env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
     )  # fmt: skip
     assert ended.returncode == 2, ended.stderr
-    said = re.findall(
-        r"error: checkpoint \S+disk/run/checkpoints/\d+ could not be written: (.*)\nFix: .*the newest is of "
-        r"step (\d+)",
-        ended.stderr,
-    )
+    said = []
+    for process in range(num_processes):
+        prefix = f"[{process}] " if num_processes > 1 else ""
+        lines = [line for line in ended.stderr.splitlines(keepends=True) if line.startswith(prefix)]
+        own = "".join(line.removeprefix(prefix) for line in lines)
+        said += re.findall(
+            r"error: checkpoint \S+disk/run/checkpoints/\d+ could not be written: (.*)\nFix: .*the newest is "
+            r"of step (\d+)",
+            own,
+        )
     assert len(said) == num_processes, ended.stderr
     assert not re.search(MORE_THAN_WORDS, ended.stderr), ended.stderr
     assert all("No space left on device" in reason for reason, _ in said)
