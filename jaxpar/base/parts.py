@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jaxpar.base.checks import require, require_instance
+
 SPLITS = ("train", "valid", "test")  # of the data
 STARTS = "starts"  # the part that tells whether the recurrent state is reset
 RESETS = "resets"  # in which rows and at which time steps it does within a window
@@ -77,6 +79,26 @@ def check_parts(batch: object, of: str) -> None:
         if (leaf := part_of(batch, name)) is not None:
             dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
             check_part(name, np.ndim(leaf), dtype, f"batch[{name!r}] {of}")
+
+
+def check_batches(batches: Any, task: str) -> None:
+    """Checks the numbers of batches, which a user may have made.
+
+    Args:
+      task: name of the task that makes them.
+    Raises:
+      ValueError: these are no batches, or a number of them is not whole.
+    """
+    name = type(batches).__name__
+    require(
+        hasattr(batches, "batch"),
+        f"make_batches of task {task} returns a {name}.\n"
+        f"Fix: return batches, such as jaxpar.ArrayBatches(arrays, batch_size, seed).",
+    )
+    for member in ("batch_size", "num_windows"):
+        number = getattr(batches, member, None)
+        if number is not None:
+            require_instance(f"{name}.{member}", number, int | np.integer, "a whole number")
 
 
 def check_metrics(names: Iterable[str], unit: str, what: str) -> None:

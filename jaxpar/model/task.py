@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.files import read_file
 from jaxpar.base.loading import LOADED
+from jaxpar.base.parts import check_batches
 from jaxpar.base.paths import local_path
 from jaxpar.config import Parallel, TrainConfig
 
@@ -221,11 +222,7 @@ class Task:
     def example_batch(self) -> Any:
         """A batch of training on the host; others have its shapes, or fewer steps (`variable_length`)."""
         batches = self.make_batches("train", 0)
-        require(
-            hasattr(batches, "batch"),
-            f"make_batches of task {self.name} returns a {type(batches).__name__}.\n"
-            f"Fix: return batches, such as jaxpar.ArrayBatches(arrays, batch_size, seed).",
-        )
+        check_batches(batches, self.name)
         return batches.batch(getattr(batches, "longest", 0))
 
     def resolve(self) -> "Task":

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxpar.base.checks import require
-from jaxpar.base.parts import LOSS, SPLITS, WEIGHT, check_metrics, part_of, starts_of
+from jaxpar.base.parts import LOSS, SPLITS, WEIGHT, check_batches, check_metrics, part_of, starts_of
 from jaxpar.base.types import Arrays, Batch
 from jaxpar.config import Parallel
 from jaxpar.data.batches import Batches, place_batch, windows
@@ -169,6 +169,7 @@ class CheckedBatches:
     """The batches of a task; jaxpar and the task check each one before it goes onto a mesh."""
 
     def __init__(self, setup: Setup, batches: Batches):
+        check_batches(batches, setup.task.name)
         self._setup, self._batches = setup, batches
         self.batch_size = batches.batch_size
         _check_edges(setup, getattr(batches, "edges", ()))
