@@ -7,7 +7,10 @@ import pytest
 from flax import nnx
 
 from jaxpar import ArrayBatches, adopt, mean
+from jaxpar.model.model import checked_outputs
+from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state
 from jaxpar.training.evaluate import CheckedBatches
 
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
@@ -67,3 +70,72 @@ def test_whole_numbers_of_numpy_are_taken():
     numbers = {"num_windows": np.int64(4), "batch_size": np.int32(16)}
     setup = setup_of(lambda split, seed: batches_with(**numbers))
     assert CheckedBatches(setup, batches_with(**numbers)).batch(0)["x"].shape == (16, 8)
+
+
+# ---- their names ----
+
+
+def numbered_arrays(split, seed):
+    return ArrayBatches({"x": X, 3: X}, 16, seed)
+
+
+def numbered_below(split, seed):
+    return ArrayBatches({"x": X, "static": {"y": X, 3: X}}, 16, seed)
+
+
+def numbered_stream(split, seed):
+    batches = ArrayBatches({"x": X}, 16, seed)
+    batches.batch = lambda step, rows=slice(None): {"x": X[:16], "more": [{"y": X, 3: X[:16]}]}
+    return batches
+
+
+def numbers_only(split, seed):
+    return ArrayBatches({3: X}, 16, seed)  # they get a weight, which has a text for a name
+
+
+@pytest.mark.parametrize("make", [numbered_arrays, numbered_below, numbered_stream, numbers_only])
+def test_a_number_among_names_of_arrays_is_named(make):
+    message = (
+        r"^the batch of task adopted has an array named 3, of type int, but other names are texts\."
+    )
+    with pytest.raises(ValueError, match=rf"{message}\nFix: use a text, such as '3'\.$"):
+        _ = setup_of(make).facts
+
+
+def test_a_number_among_names_of_a_later_batch_is_named():
+    task = adopt(Net, loss, "blocks", batches={"x": X}, batch_size=16, optimizer=optax.sgd(0.05))
+    state, step = init_state(task, "dp1"), make_train_step(task, "dp1")
+    batch = task.make_batches("train", 0).batch(0)
+    with pytest.raises(ValueError, match="batch for task adopted has an array named 3"):
+        step(state, batch | {3: X[:16]})
+
+
+class Named(Net):
+    names = ("y", 3)
+
+    def __call__(self, x):
+        y = super().__call__(x)
+        return dict.fromkeys(self.names, y)
+
+
+class Numbered(Named):
+    names = (0, 3)
+
+
+def named_loss(model, batch):
+    y = model(batch["x"])[3]
+    return mean(jnp.square(y).sum(-1), batch["weight"])
+
+
+def test_a_number_among_names_of_predictions_is_named():
+    options = {"batches": {"x": X}, "batch_size": 16, "optimizer": optax.sgd(0.05)}
+    with pytest.raises(
+        ValueError, match="the predict of task adopted has an array named 3, of type"
+    ):
+        abstract_state(Setup.of(adopt(Named, named_loss, "blocks", **options), "dp1"))
+    abstract_state(Setup.of(adopt(Numbered, named_loss, "blocks", **options), "dp1"))
+
+
+def test_a_number_among_names_of_outputs_is_named():
+    with pytest.raises(ValueError, match="`predict` of Own has an array named 3, of type int"):
+        checked_outputs({"y": jnp.zeros(2), 3: jnp.zeros(2)}, "Own")

@@ -81,6 +81,30 @@ def check_parts(batch: object, of: str) -> None:
             check_part(name, np.ndim(leaf), dtype, f"batch[{name!r}] {of}")
 
 
+def check_keys(tree: object, what: str) -> None:
+    """Checks that JAX can sort the names of arrays: it has no order for numbers and texts together.
+
+    Args:
+      tree: dicts, lists and tuples of arrays.
+      what: the tree in words, such as "the batch of task Own".
+    Raises:
+      ValueError: a dict has a text as a name, and something else as another one.
+    """
+    if isinstance(tree, Mapping):
+        others = [key for key in tree if not isinstance(key, str)]
+        if others and len(others) < len(tree):
+            raise ValueError(
+                f"{what} has an array named {others[0]!r}, of type {type(others[0]).__name__}, "
+                f"but other names are texts.\n"
+                f"Fix: use a text, such as {str(others[0])!r}."
+            )
+        for value in tree.values():
+            check_keys(value, what)
+    elif isinstance(tree, tuple | list):
+        for value in tree:
+            check_keys(value, what)
+
+
 def check_batches(batches: Any, task: str) -> None:
     """Checks the numbers of batches, which a user may have made.
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxpar.base.at import LayerContext
 from jaxpar.base.checks import require
+from jaxpar.base.parts import check_keys
 from jaxpar.base.trees import has_time
 from jaxpar.base.types import Activations, Batch, Carry, Dims, Module, Number, Outputs, Tree, Value
 
@@ -129,6 +130,7 @@ def checked_outputs(outputs: Outputs, model: str) -> dict[str, jax.Array]:
             f"`predict` of {model} returns {describe_value(wrong[0])}{' in its dict' * is_dict}.\n"
             f"Fix: return a dict of arrays by name."
         )
+    check_keys(outputs, f"`predict` of {model}")
     return {name: jnp.asarray(own) for name, own in outputs.items()}
 
 

@@ -17,7 +17,7 @@ from jaxpar.base.checks import check_names, check_takes, require
 from jaxpar.base.display import format_names
 from jaxpar.base.keys import new_key
 from jaxpar.base.padding import Padding
-from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
+from jaxpar.base.parts import STARTS, check_keys, check_metrics, check_parts, part_of
 from jaxpar.base.trees import (
     check_floats,
     check_same,
@@ -464,6 +464,7 @@ def _example_of(task: Task) -> Batch:
     _check_method(f"task {task.name}", task, "make_batches", "split", "seed")
     check_names(f"task {task.name}", task, Task)
     batch = task.example_batch()
+    check_keys(batch, f"the batch of task {task.name}")
     for path, leaf in jax.tree.leaves_with_path(batch):
         dtype = getattr(leaf, "dtype", None)
         dtype = np.asarray(leaf).dtype if dtype is None else dtype

@@ -16,7 +16,7 @@ from jaxpar.base.checks import require, require_instance
 from jaxpar.base.compiler import compiler_options
 from jaxpar.base.jax_private import compile_once, num_programs
 from jaxpar.base.keys import key_data, key_of, new_key
-from jaxpar.base.parts import RATE, part_of
+from jaxpar.base.parts import RATE, check_keys, part_of
 from jaxpar.base.trees import has_time
 from jaxpar.base.types import Arrays, Batch, Carry, Function, Tree
 from jaxpar.data.batches import check_numbers, owned
@@ -236,6 +236,7 @@ def check_arrays(facts: ModelFacts, batch: Batch) -> None:
         return describe_value(tree) + f" of {', '.join(names)}" * any(names)
 
     example = facts.batch
+    check_keys(batch, f"the batch for task {facts.task.name}")
     if jax.tree.structure(batch) != jax.tree.structure(example):
         raise ValueError(
             f"the batch is {describe(batch)}, those of task {facts.task.name} are {describe(example)}.\n"

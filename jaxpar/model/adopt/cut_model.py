@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxpar.base.checks import require
 from jaxpar.base.display import format_names
+from jaxpar.base.parts import check_keys
 from jaxpar.base.trees import has_time, shape_of, time_steps, uneven
 from jaxpar.base.types import Batch, Leaves, Module, Shapes, Tree
 from jaxpar.model.adopt.drawing import Drawing
@@ -157,10 +158,13 @@ class CutModel:
         tracing = TRACING.get()
         assert tracing is not None
         if what == "predict" and self.has_own_predict:
-            return self.task.predict(model, batch)
-        out = self.task.loss(model, batch)
-        self._calls_model = tracing.output is not None
-        return tracing.output if what == "predict" else out
+            out = self.task.predict(model, batch)
+        else:
+            loss = self.task.loss(model, batch)
+            self._calls_model = tracing.output is not None
+            out = tracing.output if what == "predict" else loss
+        check_keys(out, f"the {what} of task {self.task.name}")
+        return out
 
     @property
     def has_own_predict(self) -> bool:
