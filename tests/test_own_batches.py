@@ -139,3 +139,37 @@ def test_a_number_among_names_of_predictions_is_named():
 def test_a_number_among_names_of_outputs_is_named():
     with pytest.raises(ValueError, match="`predict` of Own has an array named 3, of type int"):
         checked_outputs({"y": jnp.zeros(2), 3: jnp.zeros(2)}, "Own")
+
+
+# ---- their types ----
+
+
+# Arrays whose types JAX doesn't have, and what to give.
+NOT_OF_JAX = [
+    (X.astype(np.longdouble), r"is an array of \w+\.\nFix: give its \.astype\(np\.float32\)\."),
+    (X.astype(np.clongdouble), r"is an array of \w+\.\nFix: give its \.astype\(np\.complex64\)\."),
+    (X.astype(str), r"is an array of <U\d+\.\nFix: give numbers"),
+]
+has_long_doubles = np.dtype(np.longdouble).itemsize > 8
+
+
+@pytest.mark.skipif(not has_long_doubles, reason="long doubles have 64 bits here")
+@pytest.mark.parametrize(("array", "message"), NOT_OF_JAX)
+def test_types_that_jax_does_not_have_are_named(array, message):
+    with pytest.raises(ValueError, match=rf"^batch\['y'\] of task adopted {message}"):
+        _ = setup_of(lambda split, seed: ArrayBatches({"x": X, "y": array}, 16, seed)).facts
+
+
+@pytest.mark.skipif(not has_long_doubles, reason="long doubles have 64 bits here")
+@pytest.mark.parametrize(("array", "message"), NOT_OF_JAX)
+def test_types_of_a_later_batch_are_named(array, message):
+    task = adopt(Net, loss, "blocks", batches={"x": X}, batch_size=16, optimizer=optax.sgd(0.05))
+    state, step = init_state(task, "dp1"), make_train_step(task, "dp1")
+    batch = task.make_batches("train", 0).batch(0)
+    with pytest.raises(ValueError, match=rf"^batch\['x'\] for task adopted {message}"):
+        step(state, batch | {"x": array[:16]})
+
+
+def test_doubles_are_taken_as_floats():
+    setup = setup_of(lambda split, seed: ArrayBatches({"x": X.astype(np.float64)}, 16, seed))
+    assert setup.facts.batch["x"].dtype == np.float32

@@ -78,6 +78,34 @@ def owned(tree: Arrays) -> Arrays:
     return jax.tree.map_with_path(copy, tree)
 
 
+def check_types(batch: Batch, of: str) -> None:
+    """Checks that JAX has arrays of the types of a batch.
+
+    Args:
+      of: whose batch it is, such as "of task Own".
+    Raises:
+      ValueError: an array holds something else than numbers, or floats of more than 64 bits.
+    """
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        dtype = getattr(leaf, "dtype", None)
+        dtype = np.asarray(leaf).dtype if dtype is None else dtype
+        kind = getattr(dtype, "kind", None)
+        what, fix = f"an array of {dtype}", None
+        if hasattr(leaf, "to_numpy"):
+            what, fix = f"a {type(leaf).__name__}", "give its .to_numpy(np.float32)"
+        elif fields := getattr(dtype, "names", None):
+            fix = f"give an array of numbers, such as array[{fields[0]!r}]"
+        elif kind in {*"OSUMm"}:  # objects, texts, dates
+            fix = "give numbers (.astype(np.float32)), and classes and words as int32 ids"
+        elif kind == "f" and dtype.itemsize > 8:  # long doubles
+            fix = "give its .astype(np.float32)"
+        elif kind == "c" and dtype.itemsize > 16:
+            fix = "give its .astype(np.complex64)"
+        if fix:
+            name = f"batch{jax.tree_util.keystr(path)} {of}"
+            raise ValueError(f"{name} is {what}.\nFix: {fix}.")
+
+
 def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Batch:
     """The batch of a step as global arrays on a mesh; each process reads only its own rows.
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxpar.base.at import LayerContext, Processor, anywhere
@@ -28,7 +27,7 @@ from jaxpar.base.trees import (
     whole_bytes,
 )
 from jaxpar.base.types import Activations, Arrays, Batch, Function, Module, Params, Shapes
-from jaxpar.data.batches import check_numbers, owned
+from jaxpar.data.batches import check_numbers, check_types, owned
 from jaxpar.data.order import DrawnBatches
 from jaxpar.model.adopt.adopted import adopted
 from jaxpar.model.adopt.cut_model import CutModel
@@ -465,19 +464,7 @@ def _example_of(task: Task) -> Batch:
     check_names(f"task {task.name}", task, Task)
     batch = task.example_batch()
     check_keys(batch, f"the batch of task {task.name}")
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        dtype = getattr(leaf, "dtype", None)
-        dtype = np.asarray(leaf).dtype if dtype is None else dtype
-        what, fix = f"an array of {dtype}", None
-        if hasattr(leaf, "to_numpy"):
-            what, fix = f"a {type(leaf).__name__}", "give its .to_numpy(np.float32)"
-        elif fields := getattr(dtype, "names", None):
-            fix = f"give an array of numbers, such as array[{fields[0]!r}]"
-        elif getattr(dtype, "kind", None) in {*"OSUMm"}:  # objects, texts, dates
-            fix = "give numbers (.astype(np.float32)), and classes and words as int32 ids"
-        if fix:
-            name = f"batch{jax.tree_util.keystr(path)} of task {task.name}"
-            raise ValueError(f"{name} is {what}.\nFix: {fix}.")
+    check_types(batch, f"of task {task.name}")
     batch = owned(batch)
     check_numbers(batch)
     check_parts(batch, f"of task {task.name}")

@@ -19,7 +19,7 @@ from jaxpar.base.keys import key_data, key_of, new_key
 from jaxpar.base.parts import RATE, check_keys, part_of
 from jaxpar.base.trees import has_time
 from jaxpar.base.types import Arrays, Batch, Carry, Function, Tree
-from jaxpar.data.batches import check_numbers, owned
+from jaxpar.data.batches import check_numbers, check_types, owned
 from jaxpar.mesh import release_freed_memory
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.model import Sums, describe_value, mean_loss
@@ -242,6 +242,7 @@ def check_arrays(facts: ModelFacts, batch: Batch) -> None:
             f"the batch is {describe(batch)}, those of task {facts.task.name} are {describe(example)}.\n"
             f"Fix: give all of these arrays. For `predict`, unknown targets can be zeros."
         )
+    check_types(batch, f"for task {facts.task.name}")
 
 
 class _GradientStep(CompiledStep):
