@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxpar.base.parts import LENGTHS as LENGTHS_OF_ROWS
 from jaxpar.data.array import HELD, ArrayBatches
 from jaxpar.data.batches import place_batch
+from jaxpar.data.iterator import IteratorBatches
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.shuffle import Shuffle
 from jaxpar.data.streams import SeriesBatches
@@ -416,3 +417,32 @@ def test_masked_values_are_refused_and_arrays_without_them_are_taken():
 
     with pytest.raises(ValueError, match=r"batch\['x'\] has 2 masked values"):
         place_batch(Own(), 0, sharding)
+
+
+class OfFile:
+    """As a variable of NetCDF gives missing values."""
+
+    shape, ndim, dtype = (20,), 1, np.dtype(np.float32)
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, rows):
+        return np.ma.masked_greater(np.arange(20, dtype=np.float32)[rows], 17)
+
+
+MASKED = np.ma.masked_greater(np.arange(20), 17)
+READERS = {
+    "rows in a list": lambda: ArrayBatches({"x": [MASKED, MASKED]}, 1),
+    "a file": lambda: ArrayBatches({"x": OfFile()}, 4).batch(4),
+    "a stream": lambda: IteratorBatches(lambda: iter([{"x": MASKED}]), 20).batch(0),
+    "lengths": lambda: PackedBatches({"x": np.arange(171)}, MASKED, 2, 4),
+    "starts": lambda: PackedBatches({"x": np.arange(30)}, [1] * 20, 2, 4, starts=MASKED),
+    "tokens": lambda: TokenStreams(MASKED, 2, 3),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_masked_values_are_refused_wherever_they_are_read(name):
+    with pytest.raises(ValueError, match=r"has [24] masked values, which would count as data"):
+        READERS[name]()

@@ -17,7 +17,7 @@ import numpy as np
 from jaxpar.base.checks import require
 from jaxpar.base.parts import WEIGHT, check_parts
 from jaxpar.data.batches import EndOfStreamError
-from jaxpar.data.order import check_at_least, flat, map_arrays
+from jaxpar.data.order import check_at_least, flat, map_arrays, require_unmasked
 
 _USE = "give a function that opens the stream from its beginning, such as lambda: read(seed)."
 
@@ -162,7 +162,9 @@ class IteratorBatches:
             f"batch {number} of the stream is a {type(batch).__name__}.\n"
             f'Fix: give a dict of arrays, such as {{"x": x, "label": label}}.',
         )
-        arrays = map_arrays(lambda _, leaf: np.array(leaf), {str(n): a for n, a in batch.items()})
+        batch = {str(name): array for name, array in batch.items()}
+        map_arrays(lambda name, a: require_unmasked(f"batch[{name!r}] of the stream", a), batch)
+        arrays = map_arrays(lambda _, a: np.array(a), batch)
         for name, array in flat(arrays).items():
             fact = f"batch[{name!r}] of the stream has the type {array.dtype}."
             is_valid = array.dtype.kind not in "OSUM"

@@ -75,7 +75,7 @@ class DrawnBatches:
         With time, a batch also has `lengths`.
         """
         at, inside, marks = self.indices(step, rows)
-        batch = map_arrays(lambda name, array: _read(array, at), self.arrays)
+        batch = map_arrays(lambda name, array: _read(name, array, at), self.arrays)
         weight = np.asarray(batch.get(WEIGHT, inside), np.float32)
         counts = inside.reshape(*inside.shape, *[1] * (weight.ndim - inside.ndim))
         if RESETS in marks and RESETS in batch:  # sequences begin within sequences
@@ -106,13 +106,17 @@ class DrawnBatches:
         return np.random.default_rng([self.seed, epoch, *more])
 
 
-def _read(array: Any, at: np.ndarray) -> np.ndarray:
-    """Rows of an array; those of a file (HDF5, Zarr) in slices of neighbors."""
+def _read(name: str, array: Any, at: np.ndarray) -> np.ndarray:
+    """Rows of an array; those of a file (HDF5, NetCDF, Zarr) in slices of neighbors."""
     if isinstance(array, np.ndarray | jax.Array):
         return np.asarray(array[at])
     rows, order = np.unique(at % len(array), return_inverse=True)
     ends = np.flatnonzero(np.diff(rows) > 1) + 1
-    parts = [np.asarray(array[part[0] : part[-1] + 1]) for part in np.split(rows, ends)]
+    parts = []
+    for neighbors in np.split(rows, ends):
+        part = array[neighbors[0] : neighbors[-1] + 1]
+        require_unmasked(f"arrays[{name!r}]", part)  # NetCDF masks values that are missing
+        parts.append(np.asarray(part))
     return np.concatenate(parts)[order.reshape(at.shape)]
 
 
@@ -178,8 +182,11 @@ def _as_array(name: str, array: Any) -> Any:
 
 
 def require_unmasked(name: str, array: Any) -> None:
-    """Raises for an array of `numpy.ma` with masked values: to JAX they would be data."""
-    num_masked = int(np.ma.count_masked(array)) if isinstance(array, np.ma.MaskedArray) else 0
+    """Raises for an array of `numpy.ma` with masked values, or a list of such: to JAX they would be data."""
+    num_masked = 0
+    for part in array if isinstance(array, list | tuple) else [array]:
+        if isinstance(part, np.ma.MaskedArray):
+            num_masked += int(np.ma.count_masked(part))
     require(
         not num_masked,
         f"{name} has {num_masked} masked values, which would count as data.\n"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxpar.base.checks import require
-from jaxpar.data.order import DrawnBatches
+from jaxpar.data.order import DrawnBatches, require_unmasked
 
 
 class SequenceBatches(DrawnBatches):
@@ -39,6 +39,7 @@ class SequenceBatches(DrawnBatches):
             require(
                 lengths_S.sum() == self.length, f"{total}.\nFix: give lengths that add up to it."
             )
+        require_unmasked("starts", starts)
         self.starts_S = starts_S = np.asarray(starts)
         fact = f"{len(starts_S)} starts for {len(lengths_S)} lengths."
         require(len(starts_S) == len(lengths_S), f"{fact}\nFix: give one start for each length.")
@@ -62,6 +63,7 @@ def check_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     Raises:
       ValueError: they are no whole numbers, one is negative, or all are 0.
     """
+    require_unmasked("lengths", lengths)
     lengths_S = np.asarray(lengths)
     fact = f"lengths of shape {lengths_S.shape} and type {lengths_S.dtype}."
     is_valid = lengths_S.ndim == 1 and np.issubdtype(lengths_S.dtype, np.integer)

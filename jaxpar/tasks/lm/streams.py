@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxpar.base.parts import STARTS
 from jaxpar.data.bucketed import BucketedBatches
-from jaxpar.data.order import BatchIndices, DrawnBatches
+from jaxpar.data.order import BatchIndices, DrawnBatches, require_unmasked
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
 from jaxpar.tasks.lm.vocabulary import check_tokens
@@ -173,6 +173,7 @@ def check_text(tokens: np.ndarray) -> np.ndarray:
     Raises:
       ValueError: says what they are, or names the first that is negative.
     """
+    require_unmasked("tokens", tokens)
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         fact = f"tokens of shape {tokens.shape} and type {tokens.dtype} are not text."
