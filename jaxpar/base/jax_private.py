@@ -2,6 +2,7 @@
 
 import collections
 import hashlib
+import weakref
 from typing import Any
 
 # The address and the numbers that JAX reads from Slurm, Open MPI and Kubernetes. jaxpar needs them before
@@ -16,6 +17,11 @@ from jax._src.core import NamedAxisEffect as NamedAxisEffect
 # The client of the coordinator's key-value store, in which processes compare options and data.
 # When it goes: exchange the texts by `jax.experimental.multihost_utils`, which compiles a program for that.
 from jax._src.distributed import global_state as global_state
+
+# What `forget_traces` lets go. When one goes: leave it out there, if tests/test_setup.py still passes.
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+from jax._src.numpy.einsum import _einsum
+from jax._src.pjit import _infer_params_cached
 from jax.stages import Compiled
 
 
@@ -59,3 +65,18 @@ def call_once(jitted: Any, *args: Any) -> Any:
     """Calls a function of `jax.jit`, after `compile_once`."""
     compile_once(jitted, *args)
     return jitted(*args)
+
+
+def forget_traces() -> None:
+    """Frees what JAX keeps of finished traces, though nothing can use it again.
+
+    Compiled programs stay, the user's and jaxpar's.
+
+    - Each call of `jnp.einsum` makes a function of its own, which a table of JAX keeps.
+    - Each derivative of `jax.shard_map` makes finalizers. One waits for the end of a tracer, and holds the
+      trace that holds this tracer. Its only task is to free a part of that trace.
+    """
+    _infer_params_cached.evict_weakref(_einsum)
+    for finalizer, call in [*weakref.finalize._registry.items()]:  # pyright: ignore[reportAttributeAccessIssue]
+        if getattr(call.func, "__func__", None) is DynamicJaxprTrace.finalize_const:
+            finalizer.detach()

@@ -8,7 +8,7 @@ always made again.
 
 import math
 from collections.abc import Callable, Container, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, Var
@@ -62,10 +62,19 @@ class Residuals:
           free: numbers of the arguments' arrays that will be there as well.
           results: numbers of the results' arrays that will.
         """
-        closed, shapes = jax.make_jaxpr(forward, return_shape=True)(weights, *arguments)
+        structures = tuple[Any, ...]()
+
+        def run(*args: Arrays) -> Leaves:
+            # Not the trees: JAX keeps those of results, and that of a backward pass holds its program.
+            nonlocal structures
+            trees = forward(*args)
+            structures = tuple(map(jax.tree.structure, trees))
+            return jax.tree.leaves(trees)
+
+        closed = jax.make_jaxpr(run)(weights, *arguments)
         whole = inlined(closed)
         self._jaxpr, self._consts = jaxpr, _ = whole.jaxpr, whole.consts
-        self._structures = structures = tuple(map(jax.tree.structure, shapes))
+        self._structures = structures
         sizes = [structure.num_leaves for structure in structures[:2]]
         self._outs, leaves, self._wanted = cut(jaxpr.outvars, *sizes)
         own, given = cut(jaxpr.invars, len(jax.tree.leaves(weights)))

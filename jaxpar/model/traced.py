@@ -29,6 +29,7 @@ from jaxpar.base.trees import (
 from jaxpar.base.types import Activations, Arrays, Batch, Function, Module, Params, Shapes
 from jaxpar.data.batches import check_numbers, check_types, owned
 from jaxpar.data.order import DrawnBatches
+from jaxpar.model.abstract import abstract
 from jaxpar.model.adopt.adopted import adopted
 from jaxpar.model.adopt.cut_model import CutModel
 from jaxpar.model.adopt.variables import is_frozen
@@ -114,7 +115,7 @@ class TracedModel:
         if self.cut_model is None:
             self.model = module_of(f"the model of task {task.name}, a", self.make)[0]
         else:
-            self.model = nnx.eval_shape(lambda: self.make(0))
+            self.model = abstract(lambda: self.make(0))
         _check_model(task, self.model)
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
         _check_frozen(task, self.model)
@@ -290,7 +291,7 @@ class TracedModel:
         """The first layer of each kind, of shapes."""
         stack = self.model.layers
         numbers = [self.kind_of.index(kind) for kind in range(len(self.kinds))]
-        return [nnx.eval_shape(lambda stack, n=n: stack.layer(n), stack) for n in numbers]
+        return [abstract(lambda stack, n=n: stack.layer(n), stack) for n in numbers]
 
     @functools.cached_property
     @in_bound(own_axes)
@@ -413,7 +414,7 @@ class TracedModel:
             carry, _ = shapes_and_program(f"layer {name}", begin, layer)
             check_floats(f"layer {name}: its initial_carry", carry, WHY_FLOATS)
             twice = 2 * self.batch_size  # a number that it may be fixed to is the batch's
-            more = nnx.eval_shape(lambda layer: layer.initial_carry(twice), layer)
+            more = abstract(lambda layer: layer.initial_carry(twice), layer)
             check_rows_of_carry(name, more, twice)
 
         def call(layer, carry, x, batch, **draws):

@@ -11,6 +11,7 @@ from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Module, Shapes
+from jaxpar.model.abstract import abstract
 from jaxpar.model.model import overrides
 from jaxpar.model.outer import ENDS, STACK, name_dims, owner
 from jaxpar.model.task import Task
@@ -44,7 +45,7 @@ class Packing:
 
     @functools.cached_property
     def _shapes(self) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-        return self.facts.split(nnx.eval_shape(lambda: self.make(0)))
+        return self.facts.split(abstract(lambda: self.make(0)))
 
     @property
     def graphdef(self) -> nnx.GraphDef:

@@ -31,6 +31,7 @@ from jaxpar.base.types import (
     Shapes,
     Specs,
 )
+from jaxpar.model.abstract import abstract
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.model import Sums, checked_outputs, checked_sums, overrides, run_layer
 from jaxpar.model.outer import (
@@ -76,7 +77,7 @@ class Parts:
 
     def abstract_model(self) -> Module:
         """The model of shapes, its layers in the slots of stacks."""
-        return nnx.eval_shape(self.storage.merge, self.storage.params, self.storage.frozen)
+        return abstract(self.storage.merge, self.storage.params, self.storage.frozen)
 
     def drawn(self, params: nnx.State, frozen: nnx.State, key: jax.Array) -> nnx.State:
         """The parameters with what the model draws of them for a step; see `Model.draw`."""

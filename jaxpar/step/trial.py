@@ -138,15 +138,19 @@ class Trial:
         name, number = facts.kinds[kind], facts.kind_of.index(kind)
         maker, like = facts.model.layers.maker(number), facts.traces.layers[kind][1][2]
 
+        graphdef: Any = None
+
         @functools.partial(quick_jit, self.parts)
         def draw():
+            nonlocal graphdef  # not a result: JAX keeps the trees of results, with all that is in them
             layer = made(maker, 0)
+            graphdef, state = nnx.split(layer)
             begins = hasattr(layer, "initial_carry")
-            return nnx.split(layer), layer.initial_carry(self.num_rows) if begins else ()
+            return state, layer.initial_carry(self.num_rows) if begins else ()
 
         def layer(variables, carry, x, batch, at):
             def run(_, __, *args):
-                return nnx.merge(*variables)(*args)
+                return nnx.merge(graphdef, variables)(*args)
 
             at = at._replace(layer=jnp.int32(number))
             after, y, *sums = self.parts.run_padded(run, like, (), (), carry, x, at)

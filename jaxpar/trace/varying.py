@@ -368,7 +368,10 @@ class _Custom:
     """
 
     def __init__(self, eqn: JaxprEqn, values: Leaves, run_program: RunProgram):
-        self.eqn, self.values, self._run_program = eqn, values, run_program
+        self.eqn, self._run_program = eqn, run_program
+        # Not the values: JAX keeps the functions of a derivative, and they would keep the trace.
+        types = map(jax.typeof, values)
+        self._axes = frozenset[str]().union(*(own.manual_axis_type.varying for own in types))
         floats = (n for n, v in enumerate(eqn.invars) if is_float(v))
         self.given = [n for n in floats if n >= eqn.params.get("num_consts", 0)]
         self.made = [n for n, v in enumerate(eqn.outvars) if is_float(v)]
@@ -376,8 +379,8 @@ class _Custom:
     def run(self, *args: jax.Array) -> Leaves:
         """All that it returns, without its derivative."""
         if "call_jaxpr" not in self.eqn.params:
-            return _bind(self.eqn, vary_like(args, self.values))
-        return vary_like(self._run_program(self.eqn.params["call_jaxpr"], *args), self.values)
+            return _bind(self.eqn, self._varying(args))
+        return self._varying(self._run_program(self.eqn.params["call_jaxpr"], *args))
 
     def floats(self, *args: jax.Array) -> Leaves:
         """What it returns that has a gradient."""
@@ -397,15 +400,18 @@ class _Custom:
     def retraced(self, function: Function, *args: Arrays) -> Arrays:
         """What a function of its derivative returns."""
         outs = _retraced(function, lambda closed, given: self._run_program(closed, *given), *args)
-        return vary_like(outs, self.values)
+        return self._varying(outs)
 
-    def call(self, function: Function) -> Leaves:
+    def call(self, function: Function, values: Leaves) -> Leaves:
         """All that it returns, with the derivative that a function of the same has."""
-        args = vary_like(self.values, self.values)
+        args = self._varying(values)
         floats = dict(zip(self.made, function(*args), strict=True))
         if len(floats) == len(self.eqn.outvars):
             return [*floats.values()]
         return [floats.get(n, a) for n, a in enumerate(self.run(*args))]
+
+    def _varying(self, tree: Arrays) -> Arrays:
+        return jax.tree.map(lambda leaf: vary_over(leaf, self._axes), tree)
 
 
 def _custom_jvp(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
@@ -420,12 +426,13 @@ def _custom_jvp(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leave
     def rule(args: Sequence[jax.Array], d_args: Cotangents) -> tuple[Leaves, Leaves]:
         return custom.retraced(derivative, [*args], [d_args[n] for n in custom.given])
 
-    return custom.call(function)
+    return custom.call(function, values)
 
 
 def _custom_vjp(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
     custom = _Custom(eqn, values, run_program)
     function, of_vjp = jax.custom_vjp(custom.floats), list[Tree]()
+    num_values = len(values)
 
     def run_forward(args: Leaves) -> tuple[Leaves, Leaves]:
         run, floats = custom.of_floats(args)
@@ -443,10 +450,10 @@ def _custom_vjp(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leave
     def backward(leaves: Leaves, d_outs: Cotangents) -> Cotangents:
         d_floats = custom.retraced(run_backward, leaves, d_outs)
         known = dict(zip(custom.given, d_floats, strict=True))
-        return tuple(known.get(n) for n in range(len(values)))
+        return tuple(known.get(n) for n in range(num_values))
 
     function.defvjp(forward, backward)
-    return custom.call(function)
+    return custom.call(function, values)
 
 
 OTHERS = ""  # in place of the name of a primitive

@@ -19,6 +19,7 @@ from jaxpar.base.checks import check_names, fact_of, require, require_instance, 
 from jaxpar.base.compiler import use_compile_cache
 from jaxpar.base.display import Shown
 from jaxpar.base.files import checksum
+from jaxpar.base.jax_private import forget_traces
 from jaxpar.base.loading import guard_remedy
 from jaxpar.base.types import Module
 from jaxpar.config import Parallel, TrainConfig
@@ -212,6 +213,7 @@ def fit(
     callbacks = Callbacks(told)
 
     with callbacks, contextlib.ExitStack() as stack:
+        stack.callback(forget_traces)
         callbacks.call(Report.plan, setup, prepared.target)
         if prepared.weights is not None:
             callbacks.call(Report.start, prepared.weights)

@@ -53,6 +53,7 @@ from jaxpar.base.paths import local_path
 from jaxpar.base.types import Json, Module, Tree
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.mesh import release_freed_memory
+from jaxpar.model.abstract import abstract
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.tracing import made
 from jaxpar.model.weights import Rows, Tensor, Weights
@@ -487,7 +488,7 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
     if task.adopts:
         model = ModelFacts.of(task, setup.facts.platform).model
     else:
-        model = nnx.eval_shape(lambda: made(task.make_model, 0))
+        model = abstract(lambda: made(task.make_model, 0))
     stack, tensors = model.layers, dict[str, Tensor]()
     rows_of = dict(zip(stack.kinds, stack.slots.rows, strict=True))
     leaves = named_leaves(nnx.state(model))

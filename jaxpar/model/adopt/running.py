@@ -92,11 +92,14 @@ def run_part(place: Place, carry: Leaves, x: Sequence[jax.Array], at: LayerConte
 
 def _run(place: Place, closed: ClosedJaxpr, others: Leaves, keys: Leaves) -> Leaves:
     """A program of parameters, keys, and other inputs."""
+    modules = (
+        place.modules
+    )  # not all of it: JAX may keep the function below, and the parameters with it
 
     def call_module(
         eqn: JaxprEqn, values: Leaves, run_program: varying.RunProgram
     ) -> Sequence[jax.Array]:
-        module, call = place.modules.get(eqn.params["name"]), eqn.params["call"]
+        module, call = modules.get(eqn.params["name"]), eqn.params["call"]
         if module is None:
             return varying.call(eqn, values, run_program)
         return [call(module, values[len(values) - len(call.places) :])]
