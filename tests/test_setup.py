@@ -26,7 +26,7 @@ from jaxpar.tasks.lm.corpus import load_corpus
 pytestmark = pytest.mark.fresh
 
 SMALL = Regress(kinds=("gru", "gru"), batch_size=8, seq_len=4)
-RUNS = 2  # of one task in one process, after the first ones
+RUNS = 20  # of one task in one process, after the first ones
 NOISE = 60  # objects that Python and JAX keep of each: names of files, lines of logs
 
 
@@ -166,6 +166,7 @@ def loss(model, batch):
     return jaxpar.mean(error.sum((1, 2)), batch["weight"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("form", "mesh"), [(adopted, "dp2"), (in_the_layer_form, "pp2")])
 def test_runs_one_after_the_other_leave_nothing_in_memory(form, mesh, tmp_path):
     data = []
