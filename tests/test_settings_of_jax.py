@@ -162,3 +162,27 @@ def test_another_program_is_told(run, change, told, caplog):
         RunFolder(run).check_program({**program_facts(), **change})
     assert len(caplog.messages) == bool(told)
     assert re.search(told, "".join(caplog.messages))
+
+
+DEBUGGING = {
+    "jax_disable_jit is on": jax.disable_jit,
+    "jax_check_tracer_leaks is on": jax.checking_leaks,
+    "jax_transfer_guard_host_to_device='disallow'": lambda: jax.transfer_guard("disallow"),
+    "jax_transfer_guard_device_to_host='disallow_explicit'": (
+        lambda: jax.transfer_guard_device_to_host("disallow_explicit")
+    ),
+}
+
+
+@pytest.mark.parametrize("fact", DEBUGGING)
+def test_settings_for_debugging_that_forbid_a_run_are_named(fact, tmp_path):
+    train = TrainConfig(num_steps=1, out_dir=str(tmp_path / "run"))
+    with DEBUGGING[fact](), pytest.raises(ValueError, match=f"^{re.escape(fact)}, but .*\nFix: "):
+        jaxpar.fit(Regress(("dense",), batch_size=4), "dp1", train, quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_transfers_that_are_allowed_or_logged_are_no_error():
+    for level in ("allow", "log"):
+        with jax.transfer_guard(level):
+            Setup.of(Regress(("gru",)), "dp1")

@@ -14,6 +14,7 @@ from jaxpar.base.at import LayerContext, Processor, anywhere
 from jaxpar.base.axes import MESH_AXES
 from jaxpar.base.checks import check_names, check_takes, require
 from jaxpar.base.display import format_names
+from jaxpar.base.jax_settings import check_settings_of_jax
 from jaxpar.base.keys import new_key
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS, check_keys, check_metrics, check_parts, part_of
@@ -138,8 +139,9 @@ class TracedModel:
         Args:
           platform: None is that of JAX's default devices.
         Raises:
-          ValueError: as of the constructor.
+          ValueError: as of the constructor; or a setting of JAX forbids it.
         """
+        check_settings_of_jax()
         return cls(task, platform or jax.default_backend())
 
     def make(self, seed: int | jax.Array) -> Module:
