@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -222,7 +223,8 @@ def test_what_would_depend_on_the_mesh_is_refused_by_name(options, mesh, units, 
 
 
 def test_backward_passes_of_jaxpar_need_no_trial():
-    assert custom_backward._functions(ModelFacts.of(MODEL)) == {}
+    programs = custom_backward._programs_of_parts(ModelFacts.of(MODEL))
+    assert custom_backward._functions(programs) == {}
 
 
 @pytest.mark.slow
@@ -252,3 +254,51 @@ def test_a_shorter_batch_counts_what_it_has():
         (loss, _), grads = value_and_grad(*settings)(init_state(*settings), batch)
         found.append(by_layer(grads, settings) | {"loss": np.asarray(loss)})
     assert_close(*found)
+
+
+CALLBACKS = {
+    "pure_callback": lambda x: jax.pure_callback(np.sin, x, x),
+    "experimental.io_callback": lambda x: jax.experimental.io_callback(np.sin, x, x),
+}
+
+
+class CallsPython(nnx.Module):
+    def __init__(self, call, rngs):
+        self.call, self.blocks = call, nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x) + self.call(jax.lax.stop_gradient(x))
+        return x
+
+
+def calling_python(call):
+    def loss(model, batch):
+        return jaxpar.mean(jnp.square(model(batch["x"])).sum(-1), batch["weight"])
+
+    x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    make = functools.partial(CallsPython, call)
+    return jaxpar.adopt(make, loss, "blocks", batches={"x": x}, batch_size=16)
+
+
+def first_gradient(task, parallel):
+    setup = Setup.of(task, parallel)
+    return value_and_grad(setup)(init_state(setup), task.make_batches("train", 0).batch(0))
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize(
+    "parallel", ["dp2", "pp2", jaxpar.Parallel("dp1", jaxpar.PipelineConfig(num_microbatches=2))]
+)
+def test_a_block_that_calls_python_is_refused_where_jax_cannot_compile_it(name, parallel):
+    fact = rf"layer linear\d? \(test_custom_backward.py, line \d+\) calls Python by jax.{name}"
+    with pytest.raises(ValueError, match=rf"^{fact}, but (.*\n)*Fix: "):
+        first_gradient(calling_python(CALLBACKS[name]), parallel)
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "tp2"])
+def test_a_block_that_calls_python_has_the_same_loss_elsewhere(mesh):
+    task, plain = calling_python(CALLBACKS["pure_callback"]), calling_python(jnp.sin)
+    (loss, _), _ = first_gradient(task, mesh)
+    (expected, _), _ = first_gradient(plain, "dp1")
+    np.testing.assert_allclose(loss, expected, rtol=RELATIVE_ERROR)

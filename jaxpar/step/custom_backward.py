@@ -9,6 +9,8 @@ A step that runs in units begins each with the gradient of the mean loss, if the
 the batch alone. Otherwise it begins with that of the sum: then these functions must be linear.
 
 Both are tried before a run, on few rows, with gradients of several sizes.
+
+Functions that Python runs are not tried: JAX compiles them for no mesh on which these checks matter.
 """
 
 import functools
@@ -39,6 +41,9 @@ SCALES, SCALES_OF_FLOAT16 = (2.0**-20, 2.0**-10, 1.0, 2.0**10, 2.0**20), (2.0**-
 # a sign does, rounding may change a few numbers. The mistakes change most of them.
 TOLERANCE = 0.1
 
+# What JAX runs as Python, by the names of the primitives and of the public functions.
+_CALLBACKS = {"io_callback": "experimental.io_callback", "pure_callback": "pure_callback"}
+
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 
 
@@ -49,7 +54,7 @@ def check_custom_backward(parts: Parts) -> None:
 
     Raises:
       ValueError: gradients of a part would depend on the mesh; it names the functions. Or the weight of
-        `last` has a gradient, which a step that runs in units leaves out.
+        `last` has a gradient, which a step that runs in units leaves out. Or a part calls Python.
     """
     facts, parallel = parts.facts, parts.partition.parallel
     own_sizes = [parallel.mesh.sizes[axis] for axis in facts.task.axes]
@@ -60,7 +65,9 @@ def check_custom_backward(parts: Parts) -> None:
     done = "backward", begins_with_sum, parallel.num_chunks
     if done in facts.checked:
         return
-    functions = _functions(facts)
+    programs = _programs_of_parts(facts)
+    _check_callbacks(programs)
+    functions = _functions(programs)
     if functions or begins_with_sum:
         together = math.lcm(*facts.rows_together.values())
         trial = Trial(parts, min(2 * together, facts.batch_size), parallel.num_chunks)
@@ -71,9 +78,23 @@ def check_custom_backward(parts: Parts) -> None:
     facts.checked.add(done)
 
 
-def _functions(facts: ModelFacts) -> dict[str, str]:
+def _check_callbacks(programs: dict[str, Jaxpr]) -> None:
+    """Raises a ValueError if a part of the model calls Python; `jax.debug.print` may."""
+    for what, program in programs.items():
+        for eqn in equations_in(program):
+            if eqn.primitive.name not in _CALLBACKS:
+                continue
+            name, line = _CALLBACKS[eqn.primitive.name], source_line_of_equation(eqn)
+            place = f" ({line})" if line else ""
+            raise ValueError(
+                f"{what}{place} calls Python by jax.{name}, but the layout splits a batch.\n"
+                f"JAX can't compile such a call with data parallelism, stages or microbatches.\n"
+                f"Fix: compute it with jax.numpy, or use one device and no microbatches (dp1)."
+            )
+
+
+def _functions(programs: dict[str, Jaxpr]) -> dict[str, str]:
     """By the part of the model, the functions with a backward pass of their own, in words; not jaxpar's."""
-    programs = _traced_parts(facts) if facts.cut_model is None else _cut_parts(facts.cut_model)
     found = {}
     for what, program in programs.items():
         eqns = equations_in(program)
@@ -83,8 +104,10 @@ def _functions(facts: ModelFacts) -> dict[str, str]:
     return found
 
 
-def _traced_parts(facts: ModelFacts) -> dict[str, Jaxpr]:
-    """The programs of the parts of a model in the layer form."""
+def _programs_of_parts(facts: ModelFacts) -> dict[str, Jaxpr]:
+    """The programs of the user's code, by the parts of the model."""
+    if facts.cut_model is not None:
+        return _cut_parts(facts.cut_model)
     programs = {}
     for what, (run, args) in facts.parts.items():
         trace = functools.partial(jax.make_jaxpr(run), *args)
