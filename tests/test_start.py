@@ -209,9 +209,9 @@ def test_numbers_of_16_bits_are_asked_for(tmp_path):
 
 
 def test_other_types_are_told(tmp_path):
-    tensors = {"a": weights.Outgoing((1,), np.dtype(np.complex64), lambda: None)}
+    tensors = {"a": weights.Outgoing((1,), np.dtype(np.complex128), lambda: None)}
     with pytest.raises(
-        ValueError, match="a has the type complex64, which safetensors files cannot"
+        ValueError, match="a has the type complex128, which safetensors files cannot"
     ):
         write_weights(tmp_path / "a", tensors, {})
 

@@ -362,9 +362,6 @@ CRAFTED = {
     "deep": (b'{"a": ' * 100_000, b"", "is not a whole safetensors file"),
     "huge": ({"embedding.weight": tensor("F32", 10**19, 4)}, b"", "overflow computing buffer size"),
     "metadata": ({"__metadata__": {"words": 3}}, b"", "is not a whole safetensors file"),
-    "complex": (
-        {"embedding.weight": tensor("C64", 1, 1, size=8)}, bytes(8), "has the type C64, which NumPy",
-    ),
 }  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 All devices of a mesh run one program, in which what goes from stage to stage has one shape. So where layers
 pass on arrays of unequal shapes, all features of a row lie one after the other, followed by zeros up to the
-widest: x [t, b, 16, 16, 8] and y [t, b, 4, 4, 64] both go as [t, b, 2048].
+widest: x [t, b, 16, 16, 8] and y [t, b, 4, 4, 64] both go as [t, b, 2048]. A block has real numbers: complex
+ones lie in it as their real parts, followed by their imaginary parts.
 """
 
 import math
@@ -10,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jaxpar.base.types import Activations, Function, Shapes
 
@@ -43,7 +46,7 @@ class Padding:
                     )
         self.width = max(map(self._width_of, shapes))
         with jax.numpy_dtype_promotion("standard"):
-            self.dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(list(shapes))))
+            self.dtype = jnp.result_type(*map(_dtype_of_parts, jax.tree.leaves(list(shapes))))
 
     def pad(self, x: Activations, layout: Function) -> Activations:
         """x as a block.
@@ -54,14 +57,16 @@ class Padding:
         """
         if not self.width:
             return x
-        leaves, n = jax.tree.leaves(x), self.num_dims
-        flat = [_whole(a, layout).reshape(*a.shape[:n], -1).astype(self.dtype) for a in leaves]
-        block = jnp.concatenate(flat, axis=-1)
+        flat, n = list[jax.Array](), self.num_dims
+        for leaf in jax.tree.leaves(x):
+            rows = _whole(leaf, layout).reshape(*leaf.shape[:n], -1)
+            flat += [rows.real, rows.imag] if _is_complex(rows) else [rows]
+        block = jnp.concatenate([rows.astype(self.dtype) for rows in flat], axis=-1)
         rest = self.width - block.shape[-1]
         return _whole(jnp.pad(block, [(0, 0)] * n + [(0, rest)]), layout)
 
     def unpad(self, block: Activations, like: Shapes, layout: Function) -> Activations:
-        """What `pad` made a block of, in the block's dtype.
+        """What `pad` made a block of, in the block's dtype, or of complex numbers of that.
 
         Args:
           like: shapes of what it is, of batches of any size.
@@ -69,16 +74,41 @@ class Padding:
         if not self.width:
             return block
         leaves, structure = jax.tree.flatten(like)
-        found, end, lead = [], 0, block.shape[: self.num_dims]
+        lead = block.shape[: self.num_dims]
         block = _whole(block, layout)
+        start = 0
+
+        def take(dims: Sequence[int]) -> jax.Array:
+            """The next numbers of the block."""
+            nonlocal start
+            numbers = block[..., start : start + math.prod(dims)]
+            start += math.prod(dims)
+            return _whole(numbers.reshape(*lead, *dims), layout)
+
+        arrays = []
         for leaf in leaves:
-            rest = leaf.shape[self.num_dims :]
-            start, end = end, end + math.prod(rest)
-            found.append(_whole(block[..., start:end].reshape(*lead, *rest), layout))
-        return jax.tree.unflatten(structure, found)
+            dims = leaf.shape[self.num_dims :]
+            array = take(dims)
+            if _is_complex(leaf):
+                array = lax.complex(array, take(dims))
+            arrays.append(array)
+        return jax.tree.unflatten(structure, arrays)
 
     def _width_of(self, tree: Shapes) -> int:
-        return sum(math.prod(leaf.shape[self.num_dims :]) for leaf in jax.tree.leaves(tree))
+        width = 0
+        for leaf in jax.tree.leaves(tree):
+            num_parts = 2 if _is_complex(leaf) else 1
+            width += num_parts * math.prod(leaf.shape[self.num_dims :])
+        return width
+
+
+def _is_complex(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+
+
+def _dtype_of_parts(leaf: jax.ShapeDtypeStruct) -> np.dtype:
+    """The dtype of the real and the imaginary parts of complex numbers; that of real ones is their own."""
+    return jnp.finfo(leaf.dtype).dtype if _is_complex(leaf) else leaf.dtype
 
 
 def _same(a: Shapes, b: Shapes) -> bool:

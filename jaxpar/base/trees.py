@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.parts import STATIC, part_of, with_part
-from jaxpar.base.types import Arrays, Batch, Shapes, Specs, Value
+from jaxpar.base.types import Arrays, Batch, DType, Shapes, Specs, Value
 
 
 def add(totals: Arrays, parts: Arrays) -> Arrays:
@@ -54,13 +54,18 @@ def uneven(batch: Batch) -> str:
     return f"arrays of a batch have {each}; put arrays without time under {STATIC!r}"
 
 
+def wide(dtype: DType) -> jnp.dtype:
+    """What real or complex numbers of a dtype are added up in: float32 at least."""
+    return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
+
+
 def in_float32(tree: Arrays) -> Arrays:
     """A tree with its floating-point arrays of fewer digits as float32; others as they are."""
 
     def of(a: jax.Array) -> jax.Array:
         dtype = jax.typeof(a).dtype
-        is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-        return a.astype(jnp.float32) if is_short else a
+        is_short = jnp.issubdtype(dtype, jnp.inexact) and wide(dtype) != dtype
+        return a.astype(wide(dtype)) if is_short else a
 
     return jax.tree.map(of, tree)
 
@@ -77,10 +82,10 @@ def shape_of(leaf: Value) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
 
 
-def check_floats(what: str, tree: Shapes, why: str = "", of: type = jnp.floating) -> None:
-    """Raises a ValueError if a tree has an array that is not `of` floating-point numbers; `why` it must."""
+def check_floats(what: str, tree: Shapes, why: str = "") -> None:
+    """Raises a ValueError if an array of a tree is not of real or complex numbers; `why` it must."""
     for path, leaf in jax.tree.leaves_with_path(tree):
-        if not jnp.issubdtype(leaf.dtype, of):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
                 f"{what}{_name_of(path)} is {leaf.dtype}{list(leaf.shape)}\n"
                 f"Fix: make it floating-point numbers{why}."

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from jaxpar.base.trees import add, check_floats, check_same, vary_like
+from jaxpar.base.trees import add, check_floats, check_same, vary_like, wide
 from jaxpar.base.types import Arrays, Carry, Cotangents, DType, Leaves, Params, Value
 from jaxpar.internal.in_place_scan import scan_in_place
-from jaxpar.internal.products import contract, sum_of_outer_products, transposable, wide
+from jaxpar.internal.products import contract, sum_of_outer_products, transposable
 from jaxpar.internal.residuals import Residuals, Source
 from jaxpar.internal.step_program import Product, Step, StepProgram, read_step, values_of
 from jaxpar.trace.jaxprs import Equations, aval_of, cut, is_float
@@ -62,8 +62,8 @@ def hoisted_scan(
     first = jax.tree.map(lambda a: a[0], xs)
     program, given, (after_shape, y_shape) = read_step(step, params, carry, first)
     check_same("the carry that a step returns", after_shape, "the one that it takes", carry)
-    check_floats("the carry of a step", after_shape, of=jnp.inexact)
-    check_floats("the output of a step", y_shape, of=jnp.inexact)
+    check_floats("the carry of a step", after_shape)
+    check_floats("the output of a step", y_shape)
     found: Arrays = _scan(program, unroll, given, jax.tree.leaves(carry), jax.tree.leaves(xs))
     after, ys = found
     after = jax.tree.unflatten(jax.tree.structure(carry), after)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.base.trees import wide
 from jaxpar.base.types import DType, Precision
 
 
@@ -48,11 +49,6 @@ def sum_of_outer_products(
     over, blocks = range(first - num_blocks), range(first - num_blocks, first)
     both = (over, over), precision, wide(x_TBI.dtype), (blocks, blocks)
     return dot(transposable(x_TBI), dy_TBO, *both)
-
-
-def wide(dtype: DType) -> jnp.dtype:
-    """What products of a dtype are added up in: float32 at least."""
-    return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
 
 
 def dot(

@@ -226,12 +226,14 @@ def _in(state: Params) -> Callable[..., bool]:
 
 
 def _total(function: Function) -> Function:
-    """(inputs, *others) -> the sum of all floats that a function of these gives."""
+    """(inputs, *others) -> a real sum of all floats that a function of these gives."""
 
     def total(inputs, *others):
         out = map(jnp.asarray, jax.tree.leaves(function(*inputs, *others)))
-        floats = (leaf for leaf in out if jnp.issubdtype(leaf.dtype, jnp.floating))
-        return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in floats)
+        floats = [leaf for leaf in out if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        sums = [jnp.sum(jnp.real(leaf).astype(jnp.float32)) for leaf in floats]
+        sums += [jnp.sum(jnp.imag(leaf)) for leaf in floats if jnp.iscomplexobj(leaf)]
+        return sum(sums)
 
     return total
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.base.at import LayerContext, draw_rows
+from jaxpar.base.trees import wide
 
 
 def dropout(x: jax.Array, rate: float, at: LayerContext, *, number: int = 0) -> jax.Array:
@@ -33,5 +34,5 @@ def dropout(x: jax.Array, rate: float, at: LayerContext, *, number: int = 0) -> 
         return jax.random.bernoulli(key, 1.0 - rate, shape)
 
     is_kept = draw_rows(key, at, keep, x.shape)
-    scaled = (x.astype(jnp.float32) / (1.0 - rate)).astype(x.dtype)
+    scaled = (x.astype(wide(x.dtype)) / (1.0 - rate)).astype(x.dtype)
     return jnp.where(is_kept, scaled, jnp.zeros((), x.dtype))

@@ -22,8 +22,8 @@ from jax import lax
 from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import BATCH, HIDDEN, INPUT
 from jaxpar.base.checks import require
+from jaxpar.base.trees import wide
 from jaxpar.base.types import Carry, Dims
-from jaxpar.internal.products import wide
 from jaxpar.nn.hidden import Recurrence
 from jaxpar.nn.linear import matmul
 from jaxpar.nn.param import Initializer, kernel_param

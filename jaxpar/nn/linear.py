@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar.base.trees import vary_like
+from jaxpar.base.trees import vary_like, wide
 from jaxpar.base.types import DType, Precision
-from jaxpar.internal.products import contract, dot, sum_of_outer_products, wide
+from jaxpar.internal.products import contract, dot, sum_of_outer_products
 from jaxpar.nn.param import Initializer, kernel_param, named_param
 
 

@@ -26,9 +26,8 @@ from jax import lax
 from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import GATES, HEADS, INPUT
 from jaxpar.base.checks import require
-from jaxpar.base.trees import vary_like
+from jaxpar.base.trees import vary_like, wide
 from jaxpar.base.types import Arrays, Carry, DType, LayerOutput
-from jaxpar.internal.products import wide
 from jaxpar.nn.hidden import Recurrence
 from jaxpar.nn.linear import matmul
 from jaxpar.nn.param import Initializer, kernel_param

@@ -129,7 +129,11 @@ class Pipeline(Spec):
         def run_backward(saved, cotangents):
             grads, begun = saved
             scale = jax.tree.leaves(cotangents[0])[0] / begun  # 1 if it is what `d_loss` said
-            return (jax.tree.map(lambda g, dtype: (g * scale).astype(dtype), grads, dtypes),)
+
+            def scaled(grad, dtype):
+                return (grad * scale.astype(grad.dtype)).astype(dtype)
+
+            return (jax.tree.map(scaled, grads, dtypes),)
 
         run.defvjp(run_forward, run_backward)
         return run(params)
@@ -327,7 +331,7 @@ class Pipeline(Spec):
         num_rows = sizes[DATA] * table.max_microbatches * self.microbatch_rows
         num_rows *= math.prod(sizes[axis] for axis in self.row_axes)
         for leaf in jax.tree.leaves(carry):
-            assert jnp.issubdtype(leaf.dtype, jnp.floating)
+            assert jnp.issubdtype(leaf.dtype, jnp.inexact)
             _expect("dim 1 of a carry", leaf.shape[1], num_rows, "give it the rows of the batch")
         for leaf, timed in timed_leaves(batch):
             rows = leaf.shape[self.rows_dim * timed] if jnp.ndim(leaf) else num_rows

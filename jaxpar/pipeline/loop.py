@@ -66,7 +66,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.base.axes import STAGE
-from jaxpar.base.trees import add, vary_like
+from jaxpar.base.trees import add, vary_like, wide
 from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Function, Index, Outputs, Tree
 from jaxpar.pipeline.buffers import write
 from jaxpar.pipeline.kept import Inputs, Residuals
@@ -500,9 +500,8 @@ def run_segments(loop: Loop, carry: Carry) -> State:
 
 
 def _no_gradient(param: jax.Array) -> jax.Array:
-    """Zeros of the parameter's type, or of float32 if that is wider: units add their gradients to them."""
-    dtype = jnp.promote_types(param.dtype, jnp.float32)
-    return vary_like(jnp.zeros(param.shape, dtype), param)
+    """Zeros of the parameter's type, or float32 if that is wider: units add their gradients to them."""
+    return vary_like(jnp.zeros(param.shape, wide(param.dtype)), param)
 
 
 def _totals(state: State) -> dict[str, Arrays]:

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxpar.base.at import LayerContext, Processor
 from jaxpar.base.axes import DATA, STAGE, TENSOR
-from jaxpar.base.trees import add, has_time, time_steps, vary_like, zeros
+from jaxpar.base.trees import add, has_time, in_float32, time_steps, vary_like, zeros
 from jaxpar.base.types import (
     Activations,
     Arrays,
@@ -184,10 +184,10 @@ class Stage:
     def over_stages(self, y: Activations) -> Arrays:
         """The sum of all stages' y.
 
-        In float32, for the parts of dy are summed (the transpose of `vary_like`) before they are rounded; and
-        XLA's CPU compiler aborts on a sum of bfloat16.
+        In float32 at least, for the parts of dy are summed (the transpose of `vary_like`) before they are
+        rounded; and XLA's CPU compiler aborts on a sum of bfloat16.
         """
-        return lax.psum(jax.tree.map(lambda a: a.astype(jnp.float32), y), STAGE)
+        return lax.psum(in_float32(y), STAGE)
 
     def last(self, params: Params, y: Activations, unit: Unit) -> Arrays:
         """The sums of a unit, or its rows."""
@@ -202,7 +202,7 @@ class Stage:
         # A loop in `last` may begin with an array like y, and add what depends on the batch.
         params, frozen, y = vary_like((*own, zeros(self.x_shape)), self.group)
         is_shared = self.spec.head == "sharded"
-        y = jax.tree.map(lambda a: a.astype(jnp.float32), y) if is_shared else y
+        y = in_float32(y) if is_shared else y
         return self.spec.last(params, frozen, y, self.at(unit, on_all=True))
 
     @property

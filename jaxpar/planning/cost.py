@@ -32,7 +32,7 @@ from jaxpar.step.forward import step_schedule
 from jaxpar.step.setup import Setup
 from jaxpar.trace.counts import Amount
 
-FLOAT = 4  # bytes of a float32, in which gradients and sums are accumulated
+FLOAT = 4  # bytes of a float32: gradients and sums are accumulated in it, or in a wider type
 LEAST_BYTES = 1000  # of a collective that is counted: sums of the loss and norms are not
 
 
@@ -365,7 +365,7 @@ class Step:
             if array.kind is None and array.name not in apart and self.partition.runs_in_units:
                 over |= {STAGE} - own
             axes = tuple(axis for axis, size in self.sizes.items() if axis in over and size > 1)
-            sums[axes] += self._elements(array, rules) * FLOAT
+            sums[axes] += self._elements(array, rules) * max(array.itemsize, FLOAT)
         yield from (Sent("all-reduce", axes, size, 1) for axes, size in sums.items() if axes)
         is_split = parallel.fsdp or parallel.update == "sharded"
         if self.sizes[DATA] > 1 and is_split and not self.partition.gathers_layers:
@@ -389,7 +389,8 @@ class Step:
                 one = self._elements(array, self.partition.rules) / layers
                 yield Sent("all-gather", (DATA,), one * array.itemsize, passes * runs * self.units)
                 if array in self.counts.params:
-                    yield Sent("reduce-scatter", (DATA,), one * FLOAT, runs * self.units)
+                    size = one * max(array.itemsize, FLOAT)
+                    yield Sent("reduce-scatter", (DATA,), size, runs * self.units)
 
     def _over_stages(self) -> Iterator[Sent]:
         """What goes from stage to stage in a tick, and what all of them exchange for shared ends."""
@@ -401,7 +402,8 @@ class Step:
         yield Sent("collective-permute", along, x, ways * self.num_ticks)
         shared = 2 * self.units * self.shares_first
         shared += (self.num_ticks + self.units) * self.shares_head
-        as_float = x / np.dtype(self.counts.dtype).itemsize * FLOAT
+        itemsize = np.dtype(self.counts.dtype).itemsize
+        as_float = x / itemsize * max(itemsize, FLOAT)
         yield Sent("all-reduce", along, as_float, shared)
 
     def _over_tensor(self) -> Iterator[Sent]:

@@ -25,11 +25,12 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from jaxpar.base.jax_private import call_once
+from jaxpar.base.trees import wide
 from jaxpar.base.types import Arrays, Cotangents, Params
 from jaxpar.model.adopt.cut_model import CutModel
 from jaxpar.model.facts import ModelFacts
 from jaxpar.step.parts import Parts
-from jaxpar.step.trial import Part, Tree, Trial, quick_jit
+from jaxpar.step.trial import Part, Tree, Trial, normal, quick_jit
 from jaxpar.trace.bound import bound
 from jaxpar.trace.jaxprs import equations_in
 from jaxpar.trace.source_lines import source_line_of_equation
@@ -212,14 +213,14 @@ def _gradients(
 
     out, _ = jax.eval_shape(quick_jit(trial.parts, run), floats)
     rng = np.random.default_rng(0)
-    g = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), out[0])
+    g = jax.tree.map(functools.partial(normal, rng), out[0])
     g = g, np.float32(1)
     is_short = any(a.dtype == jnp.float16 for a in jax.tree.leaves((floats, g)))
     quick, found, weight = quick_jit(trial.parts, gradients), [], 0.0
     for scale in SCALES_OF_FLOAT16 if is_short else SCALES:
         scaled = jax.tree.map(lambda a, scale=scale: (a * scale).astype(a.dtype), g)
         own, weight = jax.device_get(call_once(quick, floats, scaled))
-        found.append([np.float32(a) / scale for a in own])
+        found.append([np.asarray(a, wide(a.dtype)) / scale for a in own])
     return found, bool(weight) and part.what != trial.parts.facts.ends[1]
 
 
@@ -227,7 +228,7 @@ def _floats(part: Part, inputs: Tree) -> tuple[list[Any], Callable[[list[Any]], 
     """The floating-point arrays that a part takes, and a function of such: (variables, inputs)."""
     given = part.variables, {name: own for name, own in inputs.items() if name != "batch"}
     leaves, structure = jax.tree.flatten(given)
-    is_float = [jnp.issubdtype(a.dtype, jnp.floating) for a in leaves]
+    is_float = [jnp.issubdtype(a.dtype, jnp.inexact) for a in leaves]
 
     def whole(floats: list[Any]) -> Arrays:
         own = iter(floats)

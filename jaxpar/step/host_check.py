@@ -13,6 +13,7 @@ from jaxpar.base.types import Arrays, Function, Tree
 from jaxpar.sharding import shardings
 from jaxpar.step.per_layer import without_empty_rows
 from jaxpar.step.resolved import Resolved
+from jaxpar.step.trial import normal
 
 NUM_STEPS = 2  # the second one reads what the first has put into the state
 # Two programs may round in another way, in bfloat16 by a percent; relative to the largest number of an array.
@@ -36,7 +37,7 @@ def updates_pieces_alike(setup: Resolved, params: Tree, opt_rules: Any) -> bool:
     optimize: Function = setup.optimizer.update  # with the loss, as of `given_loss`
 
     def draw() -> Arrays:
-        whole = jax.tree.unflatten(structure, [_random(rng, leaf) for leaf in leaves])
+        whole = jax.tree.unflatten(structure, [normal(rng, leaf) for leaf in leaves])
         whole = without_empty_rows(whole, setup.partition.rows_of)
         return [*map(np.asarray, jax.tree.leaves(whole))]
 
@@ -60,13 +61,6 @@ def updates_pieces_alike(setup: Resolved, params: Tree, opt_rules: Any) -> bool:
                 if not _near(np.asarray(updates)[at], np.asarray(piece)):
                     return False
     return True
-
-
-def _random(rng: np.random.Generator, leaf: Any) -> np.ndarray:
-    numbers = rng.standard_normal(leaf.shape)
-    if np.issubdtype(leaf.dtype, np.complexfloating):
-        numbers = numbers + 1j * rng.standard_normal(leaf.shape)
-    return numbers.astype(leaf.dtype)
 
 
 def _near(one: np.ndarray, other: np.ndarray) -> bool:

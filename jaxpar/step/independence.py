@@ -252,7 +252,7 @@ class IndependenceCheck(Trial):
             return jax.tree.map_with_path(of, tree[name], *dims)
 
         def other(a: Any) -> Arrays:
-            if jnp.issubdtype(a.dtype, jnp.floating):
+            if jnp.issubdtype(a.dtype, jnp.inexact):
                 return (FAR * self.random(a)).astype(a.dtype)
             return self.rng.choice(np.ravel(a), np.shape(a))
 
@@ -372,7 +372,7 @@ class IndependenceCheck(Trial):
 def _replace(dim: int, array: Any, row: int, by_nan: bool) -> Arrays:
     """With another row in place of one; or NaN if it is of floating-point numbers."""
     rows = np.moveaxis(np.array(array), dim, 0)
-    is_nan = by_nan and jnp.issubdtype(rows.dtype, jnp.floating)
+    is_nan = by_nan and jnp.issubdtype(rows.dtype, jnp.inexact)
     rows[row] = np.nan if is_nan else rows[len(rows) - 1 - row]
     return np.moveaxis(rows, 0, dim)
 
@@ -418,8 +418,9 @@ def _same(a: Any, b: Any) -> bool:
 
 def _near(a: Any, b: Any) -> bool:
     """Whether arrays are the same up to rounding over time."""
-    if not jnp.issubdtype(a.dtype, jnp.floating):
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
         return _same(a, b)
     tolerance = max(OVER_TIME, UNITS * float(jnp.finfo(a.dtype).eps))
-    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    dtype = np.complex64 if np.iscomplexobj(a) else np.float32
+    a, b = np.asarray(a, dtype), np.asarray(b, dtype)
     return np.allclose(a, b, 0, tolerance * np.nanmax(abs(a), initial=0), True)

@@ -269,13 +269,21 @@ class Trial:
         def draw(shape: Any, dim: int) -> np.ndarray:
             kept = {dim, len(shape.shape) - 1}
             means = [size if number in kept else 1 for number, size in enumerate(shape.shape)]
-            return self.random(shape) + self.rng.standard_normal(means).astype(shape.dtype)
+            return self.random(shape) + self.random(jax.ShapeDtypeStruct(means, shape.dtype))
 
         return jax.tree.map(draw, self.x, self.dims["row"]["x"])
 
     def random(self, shape: Any) -> np.ndarray:
         """Normal numbers."""
-        return self.rng.standard_normal(shape.shape).astype(shape.dtype)
+        return normal(self.rng, shape)
+
+
+def normal(rng: np.random.Generator, shape: Any) -> np.ndarray:
+    """Normal numbers of a shape and dtype; both parts of complex numbers."""
+    numbers = rng.standard_normal(shape.shape)
+    if jnp.issubdtype(shape.dtype, jnp.complexfloating):
+        numbers = numbers + 1j * rng.standard_normal(shape.shape)
+    return numbers.astype(shape.dtype)
 
 
 def quick_jit(parts: Parts, function: Function) -> Function:

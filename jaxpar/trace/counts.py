@@ -45,7 +45,8 @@ class Amount(NamedTuple):
     """What a function does, by its shapes alone.
 
     Attributes:
-      flops: floating-point operations of matrix products and convolutions; a multiply-add counts as two.
+      flops: floating-point operations of matrix products and convolutions; a multiply-add counts as two, of
+        complex numbers as eight.
       bytes: the least that is moved between device and memory: what matrix products and convolutions read and
         write, and whatever else is materialized.
       turns: loop iterations that run one after the other.
@@ -178,12 +179,13 @@ def _inside(eqn: core.JaxprEqn, parts: list[Amount]) -> Amount:
 
 def _flops_of(product: core.JaxprEqn) -> float:
     params, shapes = product.params, [aval_of(v).shape for v in product.invars]
-    made = 2.0 * math.prod(aval_of(product.outvars[0]).shape)
+    out = aval_of(product.outvars[0])
+    made = (8.0 if jnp.iscomplexobj(out) else 2.0) * math.prod(out.shape)
     if product.primitive.name == "dot_general":
         contracted = params["dimension_numbers"][0][0]
         return made * math.prod(shapes[0][dim] for dim in contracted)
-    out = shapes[1][params["dimension_numbers"].rhs_spec[0]]
-    return made * math.prod(shapes[1]) / max(out, 1)
+    num_features = shapes[1][params["dimension_numbers"].rhs_spec[0]]
+    return made * math.prod(shapes[1]) / max(num_features, 1)
 
 
 def _bytes(v: Atom) -> float:

@@ -72,4 +72,4 @@ def _is_number(eqn: JaxprEqn, atom: Atom) -> bool:
         return False
     is_scalar = all(not aval_of(v).shape for v in eqn.outvars)
     dtype = aval_of(atom).dtype
-    return jnp.issubdtype(dtype, jnp.floating) or (is_scalar and jnp.issubdtype(dtype, jnp.integer))
+    return jnp.issubdtype(dtype, jnp.inexact) or (is_scalar and jnp.issubdtype(dtype, jnp.integer))

@@ -126,7 +126,7 @@ def _apart(first: float, second: float) -> float:
 def _precision(setup: Setup) -> float:
     """The coarsest that a step computes with."""
     leaves = jax.tree.leaves((setup.facts.params, setup.facts.traces.x, setup.facts.traces.y))
-    floats = [leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    floats = [leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     products = 0.0  # GPUs and TPUs take fewer digits of float32
     config: Any = jax.config
     if setup.facts.platform != "cpu" and config.jax_default_matmul_precision is None:

@@ -88,7 +88,7 @@ _LAYER = re.compile(
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U64": np.uint64,
-    "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+    "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_, "C64": np.complex64,
 }  # fmt: skip
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
@@ -319,6 +319,11 @@ def _pick(stack: jax.Array, row: jax.Array, sharding: NamedSharding) -> jax.Arra
         is_here = (here >= 0) & (here < len(part))
         if mine.dtype == bool:
             return jax.lax.psum((mine & is_here).astype(jnp.uint8), axes).astype(bool)
+        if jnp.iscomplexobj(mine):
+            return jax.lax.complex(sum_of(mine.real, is_here), sum_of(mine.imag, is_here))
+        return sum_of(mine, is_here)
+
+    def sum_of(mine: jax.Array, is_here: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(mine, f"uint{8 * mine.dtype.itemsize}")
         bits = jax.lax.psum(jnp.where(is_here, bits, 0), axes)  # a sum of numbers would lose -0.0
         return jax.lax.bitcast_convert_type(bits, mine.dtype)

@@ -495,6 +495,66 @@ class Bidirectional(RNNs):
         return nnx.Bidirectional(rnn(), rnn())
 
 
+class LRUCell(nnx.RNNCellBase):
+    """A linear recurrence, whose parameters and state are complex (LRU, arXiv:2303.06349)."""
+
+    def __init__(self, width, rngs):
+        self.in_features = self.hidden_features = width
+        angle = jnp.linspace(0.1, 3.0, width)
+        self.decay = nnx.Param(jax.lax.complex(0.8 * jnp.cos(angle), 0.8 * jnp.sin(angle)))
+        shape = width, width
+        self.w_in, self.w_out = (
+            nnx.Param(jax.random.normal(rngs.params(), shape, jnp.complex64) / width**0.5)
+            for _ in range(2)
+        )
+
+    def initialize_carry(self, input_shape, rngs=None):
+        return jnp.zeros((*input_shape[:-1], self.hidden_features), jnp.complex64)
+
+    @property
+    def num_feature_axes(self):
+        return 1
+
+    def __call__(self, h, x):
+        h = self.decay[...] * h + x.astype(h.dtype) @ self.w_in[...]
+        y = h @ self.w_out[...]
+        return h, jnp.tanh(y.real) + 0.1 * jnp.tanh(y.imag)
+
+
+class LRUBlock(RNNBlock):
+    def __init__(self, width, rngs):
+        super().__init__(width, rngs)
+        self.rnn = nnx.RNN(LRUCell(width, rngs), time_major=True)
+
+
+class LRUs(RNNs):
+    def layer(self, rngs):
+        return LRUBlock(WIDTH, rngs)
+
+
+class ComplexBlock(nnx.Module):
+    """A filter over time by a Fourier transform (S4), with complex activations in and out."""
+
+    def __init__(self, width, rngs):
+        key = rngs.params()
+        self.filter = nnx.Param(jax.random.normal(key, (TIME, width), jnp.complex64))
+        self.mix = nnx.Linear(width, width, param_dtype=jnp.complex64, rngs=rngs)
+
+    def __call__(self, z):
+        filtered = jnp.fft.ifft(jnp.fft.fft(z, axis=1) * self.filter[...], axis=1)
+        mixed = self.mix(filtered)
+        return z + mixed / (1 + jnp.abs(mixed)).astype(z.dtype)
+
+
+class ComplexText(Text):
+    """Complex activations go from block to block."""
+
+    block = ComplexBlock
+
+    def run(self, x, tokens):
+        return super().run(x.astype(jnp.complex64), tokens).real
+
+
 # ---- images, and points ----
 
 

@@ -175,6 +175,10 @@ class Join(nnx.Module):
         return carry, nn.dropout(both, 0.2, at)
 
 
+def draw_complex(rngs, *shape):
+    return lax.complex(draw(rngs, *shape), draw(rngs, *shape))
+
+
 class LRU(nnx.Module):
     """A linear recurrence with a complex diagonal (arXiv:2303.06349); its state is complex as well."""
 
@@ -182,12 +186,13 @@ class LRU(nnx.Module):
 
     def __init__(self, *, rngs):
         radius, phase = jnp.linspace(0.4, 0.9, WIDTH), jnp.linspace(0.1, 2, WIDTH)
-        self.decay = nnx.Param(lax.complex(radius * jnp.cos(phase), radius * jnp.sin(phase)))
-        self.into = nnx.Param(lax.complex(*(draw(rngs, WIDTH, WIDTH) for _ in range(2))))
-        self.out = nnx.Param(lax.complex(*(draw(rngs, WIDTH, WIDTH) for _ in range(2))))
+        decay = lax.complex(radius * jnp.cos(phase), radius * jnp.sin(phase))
+        self.decay = named_param(decay, ("hidden",))
+        self.into = named_param(draw_complex(rngs, WIDTH, WIDTH), ("input", "hidden"))
+        self.out = named_param(draw_complex(rngs, WIDTH, WIDTH), ("hidden", None))
 
     def initial_carry(self, rows):
-        return jnp.zeros((rows, WIDTH), jnp.complex64)
+        return jnp.full((rows, WIDTH), 0.1 + 0.2j, jnp.complex64)
 
     def __call__(self, carry, x_TBW, at: LayerContext):
         entering_TBW = dropout(x_TBW, 0.2, at).astype(jnp.complex64) @ self.into[...]
@@ -198,6 +203,41 @@ class LRU(nnx.Module):
 
         carry, state_TBW = lax.scan(step, carry, entering_TBW)
         return carry, x_TBW + 0.3 * jnp.tanh((state_TBW @ self.out[...]).real)
+
+
+class Turn(nnx.Module):
+    """Complex activations in and out."""
+
+    def __init__(self, *, rngs):
+        self.kernel = nnx.Param(draw_complex(rngs, WIDTH, WIDTH))
+
+    def __call__(self, carry, z_TBW, at: LayerContext):
+        turned_TBW = dropout(z_TBW, 0.2, at) @ self.kernel[...]
+        shrink_TBW = 1 / (1 + jnp.abs(turned_TBW))  # below 1 in size
+        return carry, 0.5 * z_TBW + turned_TBW * shrink_TBW.astype(z_TBW.dtype)
+
+
+class ToComplex(nnx.Module):
+    """Real activations in, complex and real ones out, in a dict."""
+
+    def __init__(self, *, rngs):
+        self.angle = nnx.Param(jnp.linspace(0.0, 3.0, WIDTH))
+
+    def __call__(self, carry, x_TBW, at: LayerContext):
+        angle = self.angle[...][None, None]
+        turned = lax.complex(x_TBW * jnp.cos(angle), x_TBW * jnp.sin(angle))
+        return carry, {"turned": turned, "mean": x_TBW.mean(-1, keepdims=True)}
+
+
+class FromComplex(nnx.Module):
+    """Back to real activations."""
+
+    def __init__(self, *, rngs):
+        self.scale = nnx.Param(draw_complex(rngs, WIDTH))
+
+    def __call__(self, carry, x, at: LayerContext):
+        z_TBW = x["turned"] * self.scale[...][None, None]
+        return carry, z_TBW.real + 0.5 * z_TBW.imag + x["mean"]
 
 
 def times_in_backward(factor):

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -196,7 +195,7 @@ class Program:
 
     def _check_floats(self, number: int, x: Sequence[Var]) -> None:
         for v in x:
-            if not jnp.issubdtype(aval_of(v).dtype, jnp.floating):
+            if not is_float(v):
                 maker = next((eqn for eqn in self.eqns if v in eqn.outvars), None)
                 to = f"block {number}" if number < self.num else "the part after the blocks"
                 raise ValueError(
