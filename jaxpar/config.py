@@ -301,6 +301,8 @@ class Parallel:
 class OptimizerConfig:
     """An optimizer of optax and its learning rate, as options of a task.
 
+    It receives the conjugates of complex gradients, so that complex parameters follow the slope of the loss.
+
     Attributes:
       name: Optimizer, by its name in optax.
       learning_rate: Peak learning rate.

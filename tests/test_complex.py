@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from flax import nnx
 from lib import flax_models as models
 from lib.adopted import MESHES, Adopted, assert_as_plain
@@ -17,12 +18,15 @@ from lib.models import MAKERS, WIDTH, Regression
 
 from jaxpar import (
     ArrayBatches,
+    OptimizerConfig,
     Parallel,
     PipelineConfig,
     Stack,
     Sums,
     Task,
     TrainConfig,
+    fit,
+    load_run,
 )
 from jaxpar.model.task import Settings
 from jaxpar.step.functions import init_state, make_train_step
@@ -182,6 +186,8 @@ def losses(z_BI):
 
 @dataclasses.dataclass(frozen=True)
 class Fitting(Task):
+    optimizer: OptimizerConfig = OptimizerConfig()
+
     def make_model(self, rngs):
         return Fits(rngs)
 
@@ -195,6 +201,25 @@ class OwnOptimizer(Fitting):
         return optax.adam(0.05)
 
 
+def config_of(name, **options):
+    constant = {"warmup_steps": 0, "lr_schedule": "constant"}
+    return OptimizerConfig(name, learning_rate=0.05, **constant, **options)
+
+
+CONFIGS = {
+    "adam": config_of("adam"),
+    "adamw": config_of("adamw", weight_decay=0.1),
+    "sgd": config_of("sgd", momentum=0.9),
+    "sgd with decay": config_of("sgd", weight_decay=0.1),
+    "rmsprop": config_of("rmsprop"),
+}
+OPTAX = {
+    "adam": optax.adam(0.05),
+    "adamw": optax.adamw(0.05, weight_decay=0.1),
+    "sgd": optax.sgd(0.05, momentum=0.9),
+    "sgd with decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.05)),
+    "rmsprop": optax.rmsprop(0.05),
+}
 TWO = PipelineConfig(num_microbatches=2)
 LAYOUTS = {
     "dp1": Parallel("dp1"),
@@ -217,8 +242,12 @@ def trained(task, parallel):
     return before, by_layer(state.params, Settings(task, parallel, train))
 
 
-def trained_plainly(task, params, optimizer):
-    """Parameters after the same steps by optax alone."""
+def trained_plainly(task, params, optimizer, *, along_slope):
+    """Parameters after the same steps by optax alone.
+
+    Args:
+      along_slope: whether the optimizer is given the slopes, the conjugates of JAX's gradients.
+    """
     kernels, offset = (f"['{name}']" for name in ("layers", "offset"))
     [kernels] = (name for name in params if name.startswith(kernels))
     [offset] = (name for name in params if name.startswith(offset))
@@ -237,9 +266,29 @@ def trained_plainly(task, params, optimizer):
         norm = np.sqrt(sum(np.sum(np.abs(grad) ** 2) for grad in grads.values()))
         assert norm > CLIP_NORM
         grads = {name: grad * (CLIP_NORM / norm) for name, grad in grads.items()}
+        if along_slope:
+            grads = jax.tree.map(jnp.conj, grads)
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
     return params
+
+
+@pytest.mark.usefixtures("as_jax_by_default")
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("adam", "dp1"),
+        ("adam", "fsdp"),
+        ("adamw", "host"),
+        ("sgd", "pp2"),
+        ("sgd with decay", "fsdp"),
+        ("rmsprop", "sharded"),
+    ],
+)
+def test_updates_equal_those_of_optax_along_the_slope(name, layout):
+    task = Fitting(CONFIGS[name])
+    before, after = trained(task, LAYOUTS[layout])
+    assert_close(after, trained_plainly(task, before, OPTAX[name], along_slope=True))
 
 
 @pytest.mark.usefixtures("as_jax_by_default")
@@ -247,4 +296,31 @@ def trained_plainly(task, params, optimizer):
 def test_an_optimizer_of_ones_own_is_given_the_gradients_of_jax(layout):
     task = OwnOptimizer()
     before, after = trained(task, LAYOUTS[layout])
-    assert_close(after, trained_plainly(task, before, optax.adam(0.05)))
+    assert_close(after, trained_plainly(task, before, optax.adam(0.05), along_slope=False))
+
+
+# ---- runs ----
+
+
+def fit_into(folder, parallel, num_steps, **options):
+    train = TrainConfig(num_steps=num_steps, log_every=1, out_dir=str(folder))
+    task = Fitting(CONFIGS["adam"])
+    return fit(task, parallel, train, quiet=True, **options).history["train/loss"]
+
+
+def test_a_run_goes_down_the_slope_and_its_weights_can_be_used_again(tmp_path):
+    losses = fit_into(tmp_path / "run", "dp2", 60)
+    assert losses[-1] < 0.2 * losses[0]
+    losses = fit_into(tmp_path / "run", "pp2", 120, resume=True)  # on another mesh
+    assert losses[-1] < 0.05 * losses[0]
+
+    run = load_run(tmp_path / "run")
+    file = tmp_path / "weights.safetensors"
+    run.export(file, dtype="bfloat16")  # which complex numbers don't have
+    tensors = safetensors.numpy.load_file(file)
+    assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(np.complex64)}
+
+    begun = fit_into(tmp_path / "begun", "pp2", 1, start=str(file))
+    assert begun[0] == pytest.approx(losses[-1], rel=0.5)
+    predicted = run.predict("test", quiet=True)["z"]
+    np.testing.assert_allclose(predicted, np.broadcast_to(TARGET, predicted.shape), atol=1.0)

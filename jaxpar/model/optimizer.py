@@ -1,5 +1,7 @@
 """The optimizer that a task's `OptimizerConfig` describes, and its learning rate, as optax has them."""
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from jaxpar.base.checks import require
@@ -11,7 +13,7 @@ from jaxpar.config import OptimizerConfig
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
     """The optimizer for a run of `num_steps` steps. Its state is float32.
 
-    So it is for parameters of fewer digits as well.
+    So it is for parameters of fewer digits as well. Complex parameters follow the slope of the loss.
 
     Raises:
       ValueError: the warm-up is longer than the run.
@@ -29,15 +31,24 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
 
 
 def _precise(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, with float32 state and updates at least: in bfloat16 a mean stops far from its value."""
+    """The optimizer, with float32 state and updates at least: in bfloat16 a mean stops far from its value.
+
+    It receives the conjugates of complex gradients. JAX's own are the slope along the real axis, and minus
+    the slope along the imaginary axis.
+    """
 
     def init(params: Params) -> optax.OptState:
         return optimizer.init(in_float32(params))
 
     def update(updates: Params, state: OptState, params: Params = None) -> tuple[Params, OptState]:
-        return optimizer.update(in_float32(updates), state, in_float32(params))
+        updates = jax.tree.map(_along_slope, in_float32(updates))
+        return optimizer.update(updates, state, in_float32(params))
 
     return optax.GradientTransformation(init, update)
+
+
+def _along_slope(grad: jax.Array) -> jax.Array:
+    return jnp.conj(grad) if jnp.iscomplexobj(grad) else grad
 
 
 def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
