@@ -103,12 +103,12 @@ def task_of(changes, net=Net):
     return Adopted(functools.partial(net, tuple(changes)))
 
 
-# JAX runs no callback where the compiler splits an axis, and gives a linear_call no types of a mesh.
+# JAX runs no callback where the compiler splits an axis.
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
         *((name, "dp1") for name in BY_DEPTH),
-        *((name, "pp2") for name in BY_DEPTH if name not in ("pure_callback", "linear_call")),
+        *((name, "pp2") for name in BY_DEPTH if name != "pure_callback"),
     ],
 )
 def test_functions_that_differ_by_depth_are_those_of_each_block(name, mesh):

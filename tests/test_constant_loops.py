@@ -84,8 +84,13 @@ COMPUTE = {
     "custom_jvp": lambda x, at: own_derivative(jnp.sin(x), jnp.int32(2))[0],
     "relu": lambda x, at: jax.nn.silu(jax.nn.relu(decayed(x)) - 0.1),
     "draw": poisson,
+    "gelu": lambda x, at: jax.nn.gelu(x, approximate=False),
+    "erf": lambda x, at: lax.map(lambda a: lax.erf(a) - lax.erfc(a), decayed(x)),
     "zeros_like": lambda x, at: decayed(x, jnp.zeros_like(x[0])),
     "of a sum": lambda x, at: decayed(x - lax.psum(jnp.sum(x, 0), "context")[None]),
+    "gelu of all": lambda x, at: jax.nn.gelu(
+        x + lax.all_gather(x, "context", tiled=True).mean(0, keepdims=True), approximate=False
+    ),
     "of all": lambda x, at: decayed(lax.all_gather(x, "context", tiled=True))[: len(x)],
 }
 
@@ -171,6 +176,9 @@ DP, PP, ALL = (2, 1, 1), (1, 2, 1), (2, 2, 2)
         slow(("first", "RNN", "custom_vjp", "last"), ALL, {"zero_bubble": True}),
         slow(("first", "RNN", "custom_jvp", "last"), ALL, {"remat": True}),
         slow(("RNN",) * 4, ALL, {"zero_bubble": True, "schedule": "v"}),
+        (("gelu",) * 6, DP, {}),  # in a loop over layers
+        (("gelu", "erf", "gelu", "RNN"), PP, {"zero_bubble": True}),
+        (("gelu", "erf", "RNN", "erf"), ALL, {"remat": True}),
     ],
 )
 def test_loops_may_begin_with_constants(kinds, mesh, options):
@@ -204,9 +212,16 @@ def test_a_layer_with_collectives_is_refused(name):
     setup = Setup.of(OwnAxis((name,) * 2), parallel)
     batch = jax.tree.map(jnp.asarray, setup.task.make_batches("train", 0).batch(0))
     with pytest.raises(
-        ValueError, match=r"^layer mixed uses coll.*\nFix: .*jnp\.zeros_like\(x\[0\]\)"
+        ValueError,
+        match=r"^layer mixed has a loop or a branch .*\nFix: .*jnp\.zeros_like\(x\[0\]\)",
     ):
         jax.jit(make_loss_and_grad(setup)).lower(init_state(setup), batch)
+
+
+@pytest.mark.parametrize(("mesh", "num_layers"), [(DP, 6), (PP, 2)])
+def test_derivatives_that_are_cast_go_with_collectives(mesh, num_layers):
+    sizes = MeshConfig(*mesh, axes=(("context", 2),), devices=tuple(range(4)))
+    assert_same(OwnAxis(("gelu of all",) * num_layers), Parallel(sizes))
 
 
 @pytest.mark.slow

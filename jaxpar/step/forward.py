@@ -36,7 +36,6 @@ from jaxpar.pipeline.tables import TickTable, largest, make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, with_sums
 from jaxpar.sharding import axes_of_spec, constrain
 from jaxpar.step.parts import Outer, Parts
-from jaxpar.trace.varying import on_any_mesh
 
 _make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked for very often
 
@@ -182,14 +181,14 @@ def run_block(
 
     with jax.named_scope("first"):
         own = at._replace(layer=len(parts.facts.kind_of) + 1)
-        x = on_any_mesh("`first`", first)(state, own)
+        x = parts.on_mesh("`first`", first)(state, own)
     own = parts.of_layers(params), parts.of_layers(frozen)
     no_sums = () if predicts else parts.no_sums
     start = x, vary_like(no_sums, (carry, x))  # in a loop over layers all is of one type
     carry, (y, of_layers) = _run_stack(parts, layers, *own, carry, start, at)
     with jax.named_scope("head"):
         what = "`predict`" if predicts else "`last`"
-        return carry, on_any_mesh(what, after)(state, y, at, of_layers)
+        return carry, parts.on_mesh(what, after)(state, y, at, of_layers)
 
 
 def _run_stack(parts: Parts, layers, params, frozen, carry, x, at: LayerContext):

@@ -25,6 +25,7 @@ from jaxpar.base.types import (
     Arrays,
     Carry,
     Cotangents,
+    Function,
     Module,
     Outputs,
     Params,
@@ -61,17 +62,27 @@ class Parts:
     Attributes:
       storage: where a state holds the variables.
       partition, facts: of the model.
+      casts_derivatives: whether derivatives are cast on a mesh; see `trace.varying.on_any_mesh`.
     """
 
-    def __init__(self, storage: Storage):
+    def __init__(self, storage: Storage, *, casts_derivatives: bool = False):
         """Makes nothing."""
         self.storage, self.partition = storage, storage.partition
         self.facts: ModelFacts = storage.facts
+        self.casts_derivatives = casts_derivatives
 
     @classmethod
     def of(cls, partition: Partition) -> "Parts":
         """The parts of a partition's model."""
         return cls(Storage(partition))
+
+    def with_cast_derivatives(self) -> "Parts":
+        """These parts, for a model that JAX cannot differentiate on a mesh."""
+        return Parts(self.storage, casts_derivatives=True)
+
+    def on_mesh(self, what: str, function: Function) -> Function:
+        """A part as a function for a `shard_map`; see `trace.varying.on_any_mesh`."""
+        return on_any_mesh(what, function, casts_derivatives=self.casts_derivatives)
 
     # ---- the whole model ----
 
@@ -139,7 +150,7 @@ class Parts:
         def call(params: Params, frozen: Params, carry: Carry, x: Activations, at: LayerContext):
             return run_layer(kind, nnx.merge(graphdef, params, frozen), carry, x, at)
 
-        out = on_any_mesh(f"layer {kind}", call)(params, frozen, carry, x, at)
+        out = self.on_mesh(f"layer {kind}", call)(params, frozen, carry, x, at)
         carry, y, *sums = out
         if not self.facts.traces.adds_sums:
             wrong = f"layer {kind} returns sums for some of its calls only."
@@ -316,7 +327,7 @@ class Outer:
 
     def run_first(self, leaves: Params, frozen: Params, at: LayerContext) -> Activations:
         """`first` of the model with the leaves that it uses, which may be parts over `stage`; a block."""
-        x = on_any_mesh("`first`", self._first)(leaves, frozen, at)
+        x = self.parts.on_mesh("`first`", self._first)(leaves, frozen, at)
         return self.facts.traces.padding.pad(x, at.layout)
 
     def _first(
@@ -366,10 +377,10 @@ class Outer:
             whole = list(leaves)
             for n, leaf in zip(others, own, strict=True):
                 whole[n] = leaf
-            x = on_any_mesh("`first`", first)(whole, frozen, at, rows)
+            x = self.parts.on_mesh("`first`", first)(whole, frozen, at, rows)
             return vary_like(self.facts.traces.padding.pad(x, at.layout), dx)
 
-        found = on_any_mesh("`first`", find)(leaves, frozen, at)
+        found = self.parts.on_mesh("`first`", find)(leaves, frozen, at)
         _, vjp = jax.vjp(run, [leaves[n] for n in others], [rows for _, rows in found])
         d_own, d_rows = vjp(dx)
         for n, d_leaf in zip(others, d_own, strict=True):
@@ -413,7 +424,7 @@ class Outer:
             return self.parts.after_layers(model, y, at, predicts=self._predicts, is_part=is_part)
 
         what = "`predict`" if self._predicts else "`last`"
-        return on_any_mesh(what, last)(leaves, frozen, y, at)
+        return self.parts.on_mesh(what, last)(leaves, frozen, y, at)
 
     def _with(self, numbers: Sequence[Sequence[int]], *given: Params) -> Module:
         """The model with leaves of these numbers; of the others it has shapes."""

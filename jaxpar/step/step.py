@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import BATCH, TENSOR
@@ -37,6 +37,7 @@ from jaxpar.step.state import TrainState, abstract_state, check_host_update, sta
 from jaxpar.trace.numbers import with_numbers
 from jaxpar.trace.source_lines import source_line_of_instruction
 from jaxpar.trace.surprises import tell_of_optimizer
+from jaxpar.trace.varying import is_mismatch
 
 # A collective-permute in a unit's work (a branch of the loop over ticks, or a loop of one turn or none), and
 # where in the model it comes from.
@@ -415,9 +416,25 @@ def make_loss_and_grad(setup: Resolved, *, seed: int | None = 0) -> Function:
     Raises:
       ValueError: sizes do not fit the mesh.
     """
-    parts = setup.parts
-    parts.facts.check_gradient()
-    forward = make_forward(parts, setup.mesh)
+    setup.facts.check_gradient()
+    differentiate = _differentiated(setup.parts, setup.mesh, seed)
+
+    def run(state, batch, table=None, root=None):
+        args = state.params, state, batch, table, root
+        try:
+            return differentiate(*args)
+        except (TypeError, ValueError) as error:
+            if not is_mismatch(error):
+                raise
+        # JAX differentiates a part of the model after it has traced it, and cannot do so on a mesh.
+        return _differentiated(setup.parts.with_cast_derivatives(), setup.mesh, seed)(*args)
+
+    return run
+
+
+def _differentiated(parts: Parts, mesh: Mesh, seed: int | None) -> Function:
+    """(params, state, batch, table, root) -> what `make_loss_and_grad` returns."""
+    forward = make_forward(parts, mesh)
 
     def loss(params, state, batch, table, root):
         table = full_table(parts.partition, backward=True) if table is None else table
@@ -425,12 +442,7 @@ def make_loss_and_grad(setup: Resolved, *, seed: int | None = 0) -> Function:
         carry, sums = forward(params, state.frozen, state.carry, batch, key, table)
         return mean_loss(sums), (carry, sums)
 
-    differentiate = jax.value_and_grad(loss, has_aux=True)
-
-    def run(state, batch, table=None, root=None):
-        return differentiate(state.params, state, batch, table, root)
-
-    return run
+    return jax.value_and_grad(loss, has_aux=True)
 
 
 def dropout_key(seed: int | jax.Array | None, state: TrainState) -> jax.Array | None:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero, linear_call
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
@@ -45,12 +46,16 @@ _MISMATCHES = (
 )
 
 
-def _is_mismatch(error: Exception) -> bool:
+def is_mismatch(error: Exception) -> bool:
     """Whether JAX says that arrays, or the states of a loop, differ over other axes of a mesh."""
     return any(text in str(error) for text in _MISMATCHES)
 
 
-def on_any_mesh(what: str, function: Function) -> Function:
+class _NeedsTypesError(Exception):
+    pass
+
+
+def on_any_mesh(what: str, function: Function, *, casts_derivatives: bool = False) -> Function:
     """A part of a model as a function of trees for a `shard_map`: loops of it may begin with constants.
 
     It runs as it is, unless JAX says that types do not match. It may not read traced arrays that are not
@@ -58,28 +63,34 @@ def on_any_mesh(what: str, function: Function) -> Function:
 
     Args:
       what: the part, for messages.
+      casts_derivatives: for a part whose derivative JAX cannot trace here: it never runs as it is. JAX may
+        trace the derivative after the call, as that of a loop over layers. Then the call sees no error.
     Raises:
-      ValueError: when called: a part has such a loop, and collectives over a task's own axes; or a collective
-        is over an axis of `jax.vmap`, for which JAX has no such types.
+      ValueError: when called: types do not match in any way that it can be run; or a collective is over an
+        axis of `jax.vmap`, for which JAX has no such types.
     """
-    ways: list[Function] = [
-        function,
-        functools.partial(_run_traced, function),
-        functools.partial(_run_traced, function, casts_derivatives=True, keeps_types=True),
-        functools.partial(_run_traced, function, casts_derivatives=True),
-    ]
+    traced = functools.partial(_run_traced, function)
+    typed = functools.partial(traced, casts_derivatives=True, keeps_types=True)
+    untyped = functools.partial(traced, casts_derivatives=True)
+    ways: list[Function] = [function, traced, typed, untyped]
+    if (
+        casts_derivatives
+    ):  # types last: JAX says only later that they do not match in a custom derivative
+        ways = [untyped, typed]
 
     def run_on_mesh(*args: Arrays) -> Arrays:
         with _without_vmap_axes(what):
-            traceback_of_last = None
+            mismatch = Exception()
             for way in ways:
                 try:
                     return way(*args)
+                except _NeedsTypesError:
+                    continue
                 except (TypeError, ValueError) as error:
-                    if not _is_mismatch(error):
+                    if not is_mismatch(error):
                         raise
-                    traceback_of_last = error.__traceback__
-            raise ValueError(_mixes(what)).with_traceback(traceback_of_last)
+                    mismatch = error
+            raise ValueError(_mixes(what, mismatch)).with_traceback(mismatch.__traceback__)
 
     return run_on_mesh
 
@@ -93,12 +104,12 @@ def _run_traced(
     """What a function returns, by its program.
 
     Raises:
-      TypeError: a mismatch, as JAX says it: its program has collectives, which need types.
+      _NeedsTypesError: without types: its program has collectives over a task's own axes.
     """
 
     def run_program(closed: ClosedJaxpr, args: Leaves) -> Leaves:
         if not keeps_types and any(map(_own_axes, equations_in(closed.jaxpr))):
-            raise TypeError(_MISMATCHES[0])
+            raise _NeedsTypesError
         return run(closed, args, _casting() if casts_derivatives else None)
 
     return _retraced(function, run_program, *args, keeps_types=keeps_types)
@@ -111,9 +122,10 @@ def _own_axes(eqn: JaxprEqn) -> set[str]:
     return {axis for axis in axes if isinstance(axis, str)} - {*MESH_AXES}
 
 
-def _mixes(what: str) -> str:
+def _mixes(what: str, mismatch: Exception) -> str:
+    where = "a loop or a branch" if _MISMATCHES[0] in str(mismatch) else "an operation"
     return (
-        f"{what} uses collectives, and a loop or branch of it mixes constants with other arrays\n"
+        f"{what} has {where} that mixes constants with arrays that differ between devices\n"
         f"Fix: create these constants from an array that the layer receives, such as jnp.zeros_like(x[0])."
     )
 
@@ -231,7 +243,7 @@ def _casting() -> dict[str, Rule]:
         values = vary_like(values, values)
         if is_typed(eqn, values):
             return _bind(eqn, values)
-        return _custom_jvp(eqn, values, run_program)
+        return _with_cast_derivative(eqn, values, run_program)
 
     return {OTHERS: run_eqn}
 
@@ -240,20 +252,31 @@ def _has_typed_derivative(eqn: JaxprEqn, values: Leaves) -> bool:
     """Whether JAX can differentiate an operation here; True if it has no derivative anywhere."""
     floats = [n for n, v in enumerate(eqn.invars) if is_float(v)]
 
-    def differentiate() -> Arrays:
-        def run(*given: jax.Array) -> Leaves:
-            known = dict(zip(floats, given, strict=True))
-            outs = _bind(eqn, [known.get(n, a) for n, a in enumerate(values)])
-            return [a for a in outs if is_float(a)]
-
-        outs, vjp = jax.vjp(run, *(values[n] for n in floats))
+    def differentiate(moving: Sequence[int]) -> Arrays:
+        run = _of_some(eqn, values, moving)
+        outs, vjp = jax.vjp(run, *(values[n] for n in moving))
         return vjp([jnp.zeros_like(a) for a in outs])
 
-    try:
-        jax.eval_shape(differentiate)
-    except Exception as error:  # whatever a rule of JAX raises, such as NotImplementedError
-        return not _is_mismatch(error)
+    # JAX may have no derivative by one of them, such as the first value of a reduction: also try each alone.
+    for moving in (floats, *([n] for n in floats)):
+        try:
+            jax.eval_shape(functools.partial(differentiate, moving))
+            return True
+        except Exception as error:  # whatever JAX's rule raises, such as NotImplementedError
+            if is_mismatch(error):
+                return False
     return True
+
+
+def _of_some(eqn: JaxprEqn, values: Leaves, moving: Sequence[int]) -> Function:
+    """An operation as a function of some of its values, for the floats that it returns."""
+
+    def run(*given: jax.Array) -> Leaves:
+        known = dict(zip(moving, given, strict=True))
+        outs = _bind(eqn, [known.get(n, a) for n, a in enumerate(values)])
+        return [a for a in outs if is_float(a)]
+
+    return run
 
 
 def _bind(eqn: JaxprEqn, values: Leaves) -> Leaves:
@@ -278,6 +301,20 @@ def _program(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr:
 def _remat(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
     options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
     return jax.checkpoint(functools.partial(run_program, _program(eqn)), **options)(*values)
+
+
+def _linear_call(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
+    sizes = eqn.params["num_callee_consts"], eqn.params["num_res"]
+    consts, residuals, linear = cut(vary_like(values, values), *sizes)
+    transpose, consts_of_transpose = eqn.params["transpose_thunk"]()
+
+    def forward(given: tuple[Leaves, Leaves], linear: Leaves) -> Leaves:
+        return vary_like(run_program(eqn.params["callee"], *given[0], *given[1], *linear), values)
+
+    def backward(given: tuple[Leaves, Leaves], d_outs: Leaves) -> Leaves:
+        return vary_like(run_program(transpose, *consts_of_transpose, *given[1], *d_outs), values)
+
+    return linear_call(forward, backward, (consts, residuals), linear)
 
 
 def _linear_solve(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
@@ -360,7 +397,7 @@ def _cond(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
 class _Custom:
     """A function with a custom derivative, which is traced without types as well; of floats alone.
 
-    Or an operation, whose own derivative is.
+    Or an operation, with its own derivative.
 
     Attributes:
       given, made: the numbers of what it reads and returns that has a gradient. What a function closes over
@@ -389,13 +426,7 @@ class _Custom:
 
     def of_floats(self, args: Leaves) -> tuple[Function, Leaves]:
         """The same as JAX differentiates it: a function of what has a gradient, and that."""
-
-        def run(*floats: jax.Array) -> Leaves:
-            known = dict(zip(self.given, floats, strict=True))
-            outs = _bind(self.eqn, [known.get(n, a) for n, a in enumerate(args)])
-            return [outs[n] for n in self.made]
-
-        return run, [args[n] for n in self.given]
+        return _of_some(self.eqn, args, self.given), [args[n] for n in self.given]
 
     def retraced(self, function: Function, *args: Arrays) -> Arrays:
         """What a function of its derivative returns."""
@@ -427,6 +458,24 @@ def _custom_jvp(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leave
         return custom.retraced(derivative, [*args], [d_args[n] for n in custom.given])
 
     return custom.call(function, values)
+
+
+def _with_cast_derivative(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
+    """The rule of an operation whose derivative JAX cannot trace here."""
+    custom = _Custom(eqn, values, run_program)
+    function = jax.custom_jvp(custom.floats)
+
+    def rule(args: Sequence[jax.Array], d_args: Cotangents) -> tuple[Leaves, Leaves]:
+        moving = [n for n in custom.given if not isinstance(d_args[n], SymbolicZero)]
+
+        def derivative(args: Leaves, d_moving: Leaves) -> tuple[Leaves, Leaves]:
+            run = _of_some(eqn, args, moving)
+            return jax.jvp(run, [args[n] for n in moving], d_moving)
+
+        return custom.retraced(derivative, [*args], [d_args[n] for n in moving])
+
+    function.defjvp(rule, symbolic_zeros=True)
+    return custom.call(function)
 
 
 def _custom_vjp(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
@@ -465,6 +514,7 @@ RULES: dict[str, Rule] = {
     "custom_vjp_call": _custom_vjp,
     "eval_jaxpr": call,
     "jit": call,
+    "linear_call": _linear_call,
     "pvary": _pvary,
     "remat2": _remat,
     "scan": _scan,
