@@ -156,7 +156,7 @@ def test_a_resumed_run_has_the_losses_that_it_would_have_had(mesh, tmp_path):
     parts = fit("parts", 2, "dp1") + fit("parts", 4, mesh, resume=True)
     np.testing.assert_allclose(parts, whole, rtol=1e-6)
     assert len({*whole}) == 4
-    with pytest.raises(ValueError, match="float8_e4m3fn, which safetensors does not have"):
+    with pytest.raises(ValueError, match="float8_e4m3fn, which safetensors files cannot hold"):
         load_run(tmp_path / "parts").export(tmp_path / "model.safetensors")
     train = TrainConfig(num_steps=1, out_dir=str(tmp_path / "begun"))
     start = Start(str(tmp_path / "parts"))
