@@ -126,6 +126,17 @@ def test_a_function_that_makes_other_layers_each_time_is_refused(name):
         Stack(make(), rngs=nnx.Rngs(0))
 
 
+class Tanh(Layer):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.act = jnp.tanh
+
+
+def test_layers_with_equal_numbers_of_other_types_are_of_other_kinds():
+    makers = [lambda rngs, d=d: Tanh(rngs=rngs, depth=d) for d in (1, 1.0, True, 1)]
+    assert Stack(makers, rngs=nnx.Rngs(0)).kind_of == (0, 1, 2, 0)
+
+
 class Carried(Layer):
     def initial_carry(self, rows):
         return jnp.zeros((rows, WIDTH)) + jnp.asarray(by_numpy(None, (WIDTH,)))[None]

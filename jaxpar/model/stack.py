@@ -1,7 +1,7 @@
 """A stack of layers: those of one kind share stacked parameters, in the slots that a placement gives them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from jaxpar.base.keys import is_key, same_under_vmap
 from jaxpar.base.types import Activations, Arrays, Carry, Function, Module, Shapes, Tree
 from jaxpar.model.model import Sums, check_variables, run_layer
 from jaxpar.model.row_streams import as_run
-from jaxpar.model.tracing import Maker, made, module_of
+from jaxpar.model.tracing import Maker, made, module_of, types_in
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.sharding import is_variable
 from jaxpar.trace.counts import FACTORIZATIONS
@@ -223,11 +223,16 @@ class _Source(NoPart):
 
 
 class _Kind(NamedTuple):
-    """What tells a kind of layer from the others."""
+    """What tells a kind of layer from the others.
+
+    Attributes:
+      types: of its numbers: in a graphdef 1 is equal to 1.0 and to True.
+    """
 
     name: str
     graphdef: Any
     shapes: Shapes
+    types: Hashable
 
 
 class _Look(NamedTuple):
@@ -281,7 +286,7 @@ def _structure(module: Module) -> _Kind:
     use = "write __call__(self, carry, x, at), or wrap it: jaxpar.nn.Stateless(module), .Recurrent(cell)"
     check_takes(module, ("carry", "x", "at"), f"layer {name}", use)
     shapes = tuple((tuple(a.shape), np.dtype(a.dtype).name) for a in jax.tree.leaves(state))
-    return _Kind(name.lower(), graphdef, shapes)
+    return _Kind(name.lower(), graphdef, shapes, types_in(graphdef))
 
 
 def _one_by_one(function: Function) -> Function:

@@ -1,7 +1,7 @@
 """The parts of a model, traced once each, so that a mistake is reported with the name of its part."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jaxpar.base.keys import new_key
 from jaxpar.base.types import Arrays, Function, Leaves, Module, Shapes, Tree
 from jaxpar.sharding import named_leaves
 from jaxpar.trace.again import difference, same_value
+from jaxpar.trace.described import exact
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call
 from jaxpar.trace.mistakes import check_equations, check_no_refs, has_ref, why_refused
 from jaxpar.trace.source_lines import source_line_of_error
@@ -83,6 +84,11 @@ def _attributes(module: Module) -> dict[str, Any]:
         for name, value in vars(own).items()
         if not name.startswith("_pytree")
     }
+
+
+def types_in(graphdef: Any) -> Hashable:
+    """The types of a module's plain attributes: graphdefs with 1, 1.0 and True are equal."""
+    return exact(tuple(getattr(own, "value", None) for _, own in graphdef.attributes))
 
 
 def shapes_of(what: str, call: Function, module: Module, *args: Arrays) -> Shapes:

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,11 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.linear_util import WrappedFun
 
-from jaxpar.base.types import Atom, Cotangents, Leaves, Value
+from jaxpar.base.types import ArrayLike, Atom, Cotangents, Leaves, Value
 from jaxpar.trace.jaxprs import aval_of, has_effect, is_float, parts_of_program
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype, enum.Enum)
+_METHODS_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
 # Parameters that are names for people: the primitive computes the same whatever they say.
 _NAMES = {
     ("jit", "name"),
@@ -58,17 +59,23 @@ _OWN_DERIVATIVES = {
 }
 
 
-class _Holder(enum.Enum):
+# Classes of JAX's whose objects hold what a trace has done so far.
+_STATE = {"Trace", "Store", "EqualStore", "InitialResultPaths"}
+# JAX's wrappers of arguments that are not traced.
+_WRAPPERS = {"Hashable", "Unhashable", "WrapHashably"}
+
+
+class _Holder(NamedTuple):
     """Who holds a value, which says how it can be compared.
 
-    A READER only reads what it closes over: equal values are the same to it. A WRITER, such as the function
-    of an `io_callback`, may change it: two equal lists are two lists. JAX's own functions hold the state of a
-    trace, which doesn't count, around the functions of users, which do.
+    Attributes:
+      writes: a function with an effect, such as that of an `io_callback`, may change what it holds. So two
+        equal lists are two lists to it. Others only read them.
+      is_jax: functions of JAX hold the state of a trace, which doesn't count, next to functions of users.
     """
 
-    READER = enum.auto()
-    WRITER = enum.auto()
-    JAX = enum.auto()
+    writes: bool = False
+    is_jax: bool = False
 
 
 class Descriptions:
@@ -91,7 +98,7 @@ class Descriptions:
 
     def of_value(self, value: Value) -> int:
         """Equal for equal numbers, texts, arrays, containers, programs, and functions that do the same."""
-        return self._of(value, _Holder.READER)
+        return self._of(value, _Holder())
 
     def _derivative(self, eqn: JaxprEqn) -> int:
         """Equal for equations with the same derivative, of primitives in `_OWN_DERIVATIVES`."""
@@ -105,7 +112,7 @@ class Descriptions:
             found.append(self.of_value(functions))
         return self._number("derivative", *found)
 
-    def _number(self, *parts: Any) -> int:
+    def _number(self, *parts: Hashable) -> int:
         return self._numbers.setdefault(parts, len(self._numbers))
 
     # ---- programs ----
@@ -137,7 +144,7 @@ class Descriptions:
     def _params(self, eqn: JaxprEqn, is_differentiated: bool) -> Hashable:
         primitive = eqn.primitive.name
         own = _OWN_DERIVATIVES.get(primitive)
-        holder = _Holder.WRITER if has_effect(eqn) else _Holder.READER
+        holder = _Holder(writes=has_effect(eqn))
         found = list[Hashable]()
         for name, value in sorted(eqn.params.items()):
             if (primitive, name) in _NAMES:
@@ -156,36 +163,44 @@ class Descriptions:
 
     def _of(self, value: Value, holder: _Holder, is_differentiated: bool = True) -> int:
         if isinstance(value, _PLAIN):
-            return self._number("plain", type(value), repr(value))  # 1 == 1.0 == True
+            return self._number("plain", exact(value))
         if isinstance(value, ClosedJaxpr | Jaxpr):
             return self.of_program(value, is_differentiated=is_differentiated)
         if isinstance(value, tuple):
             parts = [self._of(part, holder, is_differentiated) for part in value]
             return self._number("tuple", type(value), *parts)
-        if callable(value) and not isinstance(value, type):
+        is_function = callable(value) and not isinstance(value, type)
+        if is_function or isinstance(value, WrappedFun):
             return self._function(value, holder)
-        if holder is _Holder.READER:
+        if holder.is_jax and _is_state(value):
+            return self._number("state of a trace", type(value))
+        if _is_of_jax(type(value)) and type(value).__name__ in _WRAPPERS:
+            return self._of(getattr(value, "val"), holder)  # noqa: B009 - of no public class
+        if isinstance(value, Tracer):
+            return self._whole(value)
+        if not holder.writes:
+            if isinstance(value, np.ndarray | jax.Array):
+                return self._array(value)
             if isinstance(value, list):
                 parts = [self._of(part, holder, is_differentiated) for part in value]
                 return self._number("list", type(value), *parts)
+            if isinstance(value, set | frozenset):
+                parts = [self._of(part, holder) for part in value]
+                return self._number("set", type(value), *sorted(parts))
             if isinstance(value, Mapping):
                 return self._number("mapping", type(value), self._of((*value.items(),), holder))
             if dataclasses.is_dataclass(value) and not isinstance(value, type):
                 return self._fields(value, holder)
-        is_array = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer)
-        if is_array and holder is not _Holder.WRITER:
-            return self._array(value)
         if _has_equality(value):
             return self._number("equal", type(value), value)
-        if holder is _Holder.JAX:
-            return self._number("of JAX", type(value))
         return self._whole(value)
 
     def _whole(self, value: Value) -> int:
+        """Of an object that nothing is known of: it is only like itself."""
         self._kept.append(value)
         return self._number("whole", id(value))
 
-    def _array(self, array: Any) -> int:
+    def _array(self, array: ArrayLike) -> int:
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = jax.random.key_data(array)
         values = np.asarray(array)
@@ -210,19 +225,22 @@ class Descriptions:
             self._calls.pop()
 
     def _code(self, function: Value, holder: _Holder) -> int:
+        of_jax = holder._replace(is_jax=True)
         if isinstance(function, functools.partial):
-            own = function.func, function.args, (*function.keywords.items(),)
-            return self._number("partial", self._of(own, holder))
+            parts = function.func, function.args, (*function.keywords.items(),)
+            return self._number("partial", self._of(parts, holder))
         if isinstance(function, types.MethodType):
             return self._number("method", self._of((function.__func__, function.__self__), holder))
+        if isinstance(function, _METHODS_IN_C):
+            parts = function.__name__, function.__self__
+            return self._number("method in C", self._of(parts, holder))
         if isinstance(function, WrappedFun):
-            own = function.f, function.transforms, function.params
-            return self._number("wrapped", self._of(own, _Holder.JAX))
+            parts = function.f, function.transforms, function.params
+            return self._number("wrapped", self._of(parts, of_jax))
         if isinstance(function, types.FunctionType):
-            if str(function.__module__).partition(".")[0] == "jax":
-                return self._number(
-                    "function", function.__code__, *self._held(function, _Holder.JAX)
-                )
+            if _is_of_jax(function):
+                return self._number("function", function.__code__, *self._held(function, of_jax))
+            holder = holder._replace(is_jax=False)
             # Functions of one code can be of two modules, and have attributes.
             others = id(function.__globals__), self._of((*vars(function).items(),), holder)
             return self._number(
@@ -230,6 +248,9 @@ class Descriptions:
             )
         if dataclasses.is_dataclass(function):
             return self._fields(function, holder)
+        if _is_of_jax(type(function)) and hasattr(function, "__dict__"):
+            attributes = (*vars(function).items(),)
+            return self._number("object", type(function), self._of(attributes, of_jax))
         return self._whole(function)
 
     def _held(self, function: types.FunctionType, holder: _Holder) -> list[Hashable]:
@@ -243,6 +264,24 @@ class Descriptions:
             except ValueError:
                 held.append("not set yet")
         return held
+
+
+def exact(value: Value) -> Hashable:
+    """What tells a plain value from equal ones of other types: 1 from 1.0, True and float32(1)."""
+    if isinstance(value, tuple):
+        return tuple(map(exact, value))
+    return (type(value), repr(value)) if isinstance(value, _PLAIN) else None
+
+
+def _is_of_jax(function: Value) -> bool:
+    return str(function.__module__).partition(".")[0] == "jax"
+
+
+def _is_state(value: Value) -> bool:
+    """Whether it is what a trace has done so far; such as what it remembers, by its arguments."""
+    if isinstance(value, dict):
+        return all(isinstance(key, tuple) for key in value)
+    return type(value) is object or any(c.__name__ in _STATE for c in type(value).__mro__)
 
 
 def _has_equality(value: Value) -> bool:

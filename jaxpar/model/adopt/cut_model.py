@@ -190,18 +190,23 @@ class CutModel:
         return needed == given and bool(jax.tree.leaves(both[0].out))
 
     def _find_kinds(self, class_names: Sequence[str]) -> None:
-        numbers = range(len(self.variables.places))
-        both = [self.program("loss", self.batch, trains=trains) for trains in (True, False)]
-        descriptions, looks = Descriptions(), []
+        """Blocks are of one kind if they do the same: in training, with their gradients, and after it."""
+        numbers, descriptions = range(len(self.variables.places)), Descriptions()
+        trained, evaluated = (
+            self.program("loss", self.batch, trains=trains) for trains in (True, False)
+        )
+        blocks = []
         for n in numbers:
-            own = [
-                (name, str(sorted(v.get_metadata().items(), key=str)))
+            metadata = [
+                (name, *sorted(v.get_metadata().items()))
                 for name, v in self.variables.own(n).items()
             ]
-            programs = [descriptions.of_program(program.part(n).closed) for program in both]
-            looks.append((class_names[n], str(own), *programs))
-        self.first_of = [n for n in numbers if looks[n] not in looks[:n]]
-        self.kinds = tuple(self.first_of.index(looks.index(look)) for look in looks)
+            in_training = descriptions.of_program(trained.part(n).closed)
+            after_it = descriptions.of_program(evaluated.part(n).closed, is_differentiated=False)
+            variables = descriptions.of_value(metadata)
+            blocks.append((class_names[n], variables, in_training, after_it))
+        self.first_of = [n for n in numbers if blocks[n] not in blocks[:n]]
+        self.kinds = tuple(self.first_of.index(blocks.index(block)) for block in blocks)
         names = [class_names[n] for n in self.first_of]
         taken = {"kinds", "kind_of", "slots", "unroll", "cut"}
         self.kind_names = tuple(

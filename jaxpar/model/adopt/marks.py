@@ -26,7 +26,9 @@ from jaxpar.base.checks import require
 from jaxpar.base.display import format_names
 from jaxpar.base.trees import shape_of, zeros
 from jaxpar.base.types import Leaves, Module, Shapes, Tree, Value
+from jaxpar.model.tracing import types_in
 from jaxpar.sharding import array_of, named_leaves
+from jaxpar.trace.described import exact
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call, programs_in
 from jaxpar.trace.mistakes import check_no_refs
 from jaxpar.trace.source_lines import source_line_here
@@ -222,7 +224,8 @@ def _call_block(
         return (out, found.after), changes(own, nnx.state(merged))
 
     shapes = [[shape_of(a) for a in each] for each in (own, arrays)]
-    key = method, call, structure, graphdef, str(shapes)
+    types = exact(call.leaves), types_in(graphdef)
+    key = method, call, structure, graphdef, types, str(shapes)
     known = next((found for other, found in state.programs if other == key), None)
     if known is None:
         jax.eval_shape(functools.partial(run, carries=[]), *shapes)
