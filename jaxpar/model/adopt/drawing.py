@@ -5,7 +5,6 @@ programs differ in numbers alone, such as the counts of a random stream, are dra
 time does not grow with the number of blocks.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,23 +12,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.extend.core import Var
+from jax.extend.core import ClosedJaxpr, Var
 
 from jaxpar.base.types import ArrayLike, Atom, Leaves, Module
 from jaxpar.model.tracing import Maker, made, module_of
 from jaxpar.sharding import named_leaves
 from jaxpar.trace.counts import FACTORIZATIONS
-from jaxpar.trace.jaxprs import equations_for, function_of, made_with, program_of, reads_of
-
-_NUMBERS = re.compile(r"0x[0-9a-f]+")
+from jaxpar.trace.described import Descriptions
+from jaxpar.trace.jaxprs import (
+    equations_for,
+    equations_in,
+    function_of,
+    made_with,
+    program_of,
+    reads_of,
+)
 
 
 class _Block(NamedTuple):
-    """How a block is drawn: a function of a key and numbers, these numbers, and its text."""
+    """How a block is drawn.
+
+    Attributes:
+      draw: a function of a key and numbers.
+      numbers: these.
+      description: equal for blocks that are drawn by one function.
+      factorizes: whether LAPACK draws it.
+    """
 
     draw: Callable[..., Leaves]
     numbers: list[np.ndarray]
-    text: str
+    description: int
+    factorizes: bool
 
 
 class Drawing:
@@ -52,7 +65,7 @@ class Drawing:
         # Numbers that are known without the key, such as counts.
         made_here = (v for eqn in jaxpr.eqns for v in eqn.outvars)
         self._known = {v for v in made_here if v not in self._drawn and not v.aval.shape}
-        self._blocks = dict[tuple[str, ...], _Block]()
+        self._blocks, self._descriptions = dict[tuple[str, ...], _Block](), Descriptions()
 
     @property
     def model(self) -> Module:
@@ -76,13 +89,13 @@ class Drawing:
 
     def block(self, names: Sequence[str], key: jax.Array) -> Leaves:
         """The values of these variables."""
-        draw, numbers, _ = self._of(names)
-        return draw(key, *numbers)
+        found = self._of(names)
+        return found.draw(key, *found.numbers)
 
     def stacked(self, blocks: Sequence[Sequence[str]], key: jax.Array) -> Leaves:
         """Those of several blocks that have variables of the same shapes, stacked."""
         found = [self._of(names) for names in blocks]
-        if len({each.text for each in found}) > 1:
+        if len({each.description for each in found}) > 1:
             drawn = (self.block(names, key) for names in blocks)
             return [jnp.stack(rows) for rows in zip(*drawn, strict=True)]
         numbers = [np.stack(own) for own in zip(*(each.numbers for each in found), strict=True)]
@@ -93,8 +106,7 @@ class Drawing:
             return found[0].draw(key, *own)
 
         # LAPACK's draw one by one: see `model.stack`.
-        factorizes = any(f"= {name}" in found[0].text for name in FACTORIZATIONS)
-        return jax.lax.map(draw, numbers) if factorizes else jax.vmap(draw)(numbers)
+        return jax.lax.map(draw, numbers) if found[0].factorizes else jax.vmap(draw)(numbers)
 
     def _outs(self, names: Sequence[str]) -> list[Atom]:
         return [self._outs_by_name[name] for name in names]
@@ -113,10 +125,14 @@ class Drawing:
             numbers = [v for v in reads if v in self._known]
             inputs = [*jaxpr.invars, *numbers]
             pairs = zip(jaxpr.constvars, self._closed.consts, strict=True)
-            text = str(program_of(jaxpr, inputs, eqns, outs).replace(constvars=[]))
-            text = _NUMBERS.sub("", text) + str([str(c) for v, c in pairs if v in reads])
+            consts = {v: const for v, const in pairs if v in reads}
+            program = program_of(jaxpr, inputs, eqns, outs).replace(constvars=[*consts])
+            closed = ClosedJaxpr(program, [*consts.values()])
+            description = self._descriptions.of_program(closed, is_differentiated=False)
+            primitives = (eqn.primitive.name for eqn in equations_in(program))
+            factorizes = any(name.startswith(FACTORIZATIONS) for name in primitives)
             draw = function_of(jaxpr, inputs, eqns, outs, self._closed.consts)
-            self._blocks[key] = _Block(draw, self._values(numbers), text)
+            self._blocks[key] = _Block(draw, self._values(numbers), description, factorizes)
         return self._blocks[key]
 
 
