@@ -1,17 +1,20 @@
 """A task with its own `make_optimizer` does not go by an `OptimizerConfig` that it has as well."""
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from lib.adopted import WithOptimizer, batch_of
 from lib.flax_models import Text
-from lib.optimizers import READ_SHAPE_OR_PLACE
+from lib.optimizers import ALONE, READ_SHAPE_OR_PLACE, changed
 
 from jaxpar import OptimizerConfig, Parallel, TrainConfig, fit, lm
+from jaxpar.step import host_check
 from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.training.run_folder import RunFolder
@@ -84,3 +87,20 @@ def test_an_update_on_the_host_that_depends_on_shape_or_place_is_refused(name):
         restored = init_state(task, "dp2")  # as of a checkpoint
         with pytest.raises(ValueError, match=message):
             make_train_step(task, on_host)(restored, batch_of(task))
+
+
+@pytest.mark.parametrize("name", [*ALONE, "adam"])
+def test_an_update_of_each_number_alone_needs_no_trial(name, monkeypatch):
+    def no_trial(*args):
+        raise AssertionError
+
+    monkeypatch.setattr(host_check, "_random_updates_are_alike", no_trial)
+    own = {**ALONE, "adam": lambda: optax.adam(1e-3)}[name]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        init_state(WithOptimizer(Text, own=own), Parallel("dp2", update="host"))
+
+
+def test_an_update_that_is_alike_by_trial_is_taken():
+    own = functools.partial(changed, lambda g: jnp.flip(jnp.flip(g, 0), 0))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        init_state(WithOptimizer(Text, own=own), Parallel("dp2", update="host"))

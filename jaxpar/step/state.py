@@ -277,12 +277,13 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
         return
     with jax.numpy_dtype_promotion("standard"):
         loss = jax.ShapeDtypeStruct((), jnp.float32)
-        args = setup.optimizer.update, state.params, state.opt_state, state.params, loss
+        args = state.params, state.opt_state, state.params, loss
         if setup.parallel.update != "host":
             if task.has_own_optimizer:
-                jax.eval_shape(*args)  # mistakes in it are reported now
+                jax.eval_shape(setup.optimizer.update, *args)  # mistakes in it are reported now
             return
-        found, has_noise = reductions(*args), draws(*args)
+        program = jax.make_jaxpr(setup.optimizer.update)(*args).jaxpr
+    found, has_noise = reductions(program), draws(program)
     why = f"looks at more than one number at once ({', '.join(sorted(found))})" if found else ""
     if not found and has_noise:
         why = "draws random numbers"

@@ -117,8 +117,8 @@ def moving_inputs(function: Function, inputs: Arrays, *others: Arrays) -> list[b
     return [v in needed for v in jaxpr.invars[: len(floats)]]
 
 
-def reductions(function: Function, *args: Arrays) -> dict[str, float]:
-    """The operations that combine elements of an array (sums, matrix products, sorts): bytes that they read.
+def reductions(program: core.Jaxpr) -> dict[str, float]:
+    """The bytes read by operations that combine elements of an array: sums, matrix products, sorts.
 
     What is in a loop counts once.
 
@@ -126,7 +126,7 @@ def reductions(function: Function, *args: Arrays) -> dict[str, float]:
       of all operations of a name.
     """
     found: dict[str, float] = {}
-    for equation in equations_in(_traced(function, args)):
+    for equation in equations_in(program):
         name = equation.primitive.name
         if not name.startswith(_REDUCING) or name == "reduce_precision":
             continue
@@ -135,9 +135,9 @@ def reductions(function: Function, *args: Arrays) -> dict[str, float]:
     return found
 
 
-def draws(function: Function, *args: Arrays) -> bool:
-    """Whether a function draws random numbers."""
-    return any(eqn.primitive.name == "random_bits" for eqn in equations_in(_traced(function, args)))
+def draws(program: core.Jaxpr) -> bool:
+    """Whether a program draws random numbers."""
+    return any(eqn.primitive.name == "random_bits" for eqn in equations_in(program))
 
 
 def _amount(jaxpr: core.Jaxpr) -> Amount:
