@@ -13,6 +13,8 @@ from lib.flax_models import WIDTH, Text
 from lib.layers import clipped_in_backward, times_in_backward
 
 from jaxpar import Parallel, PipelineConfig
+from jaxpar.step import custom_backward
+from jaxpar.step.custom_backward import check_custom_backward
 from jaxpar.step.setup import Setup
 
 pytestmark = pytest.mark.law
@@ -201,6 +203,83 @@ def test_a_backward_pass_that_combines_rows_is_refused(parallel):
     said = r"layer changesoutput: the backward pass of clipped_in_backward \(\S+\.py, line \d+\) gives other"
     with pytest.raises(ValueError, match=said):
         assert_as_plain(task, parallel)
+
+
+class SmallBranch(Block):
+    """Most of the gradient goes past its function."""
+
+    def __call__(self, x):
+        return x + 0.01 * jnp.tanh(self.up(self.change(x)))
+
+
+class NetOfSmallBranches(Net):
+    block = SmallBranch
+
+
+def without_mean(dx):
+    return dx - dx.mean(0, keepdims=True)
+
+
+def without_mean_in_jvp():
+    function = jax.custom_jvp(lambda x: x)
+    function.defjvp(lambda x, dx: (x[0], without_mean(dx[0])))
+    return function
+
+
+def without_mean_in_transpose():
+    return lambda x: linear_call(lambda _, x: x, lambda _, dx: without_mean(dx), (), x)
+
+
+def flattened(x):
+    return clipped_in_backward(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+
+COMBINES_ROWS = {
+    "custom_vjp": lambda: clipped_in_backward,
+    "custom_vjp of [rows * time, width]": lambda: flattened,
+    "custom_vjp in jit": lambda: jax.jit(clipped_in_backward),
+    "custom_jvp": without_mean_in_jvp,
+    "linear_call": without_mean_in_transpose,
+}
+
+
+@pytest.mark.parametrize("name", COMBINES_ROWS)
+def test_a_backward_pass_that_combines_rows_is_refused_though_it_changes_little(name):
+    parts = Setup.of(task_of([COMBINES_ROWS[name]()] * 2, NetOfSmallBranches), "dp2").parts
+    with pytest.raises(
+        ValueError, match=r"^layer smallbranch: the backward pass of .* gives other"
+    ):
+        check_custom_backward(parts)
+
+
+def signed_in_backward(x):
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(lambda x: (x, None), lambda _, dx: (1e-3 * jnp.sign(dx),))
+    return function(x)
+
+
+def clipped_rows(x):
+    """Clips each row by its norm."""
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(
+        lambda x: (x, None),
+        lambda _, dx: (
+            dx * jnp.minimum(1, 1e-3 / jnp.linalg.norm(dx, axis=(1, 2), keepdims=True)),
+        ),
+    )
+    return function(x)
+
+
+def clipped_in_loop(x):
+    """Clips each row, in a loop over rows."""
+    return jax.lax.map(clipped_in_backward, x)
+
+
+@pytest.mark.parametrize("change", [signed_in_backward, clipped_rows, clipped_in_loop])
+def test_a_backward_pass_of_each_row_is_taken(change):
+    parts = Setup.of(task_of([change] * 2, NetOfSmallBranches), "dp2").parts
+    assert custom_backward._functions(parts.facts)
+    check_custom_backward(parts)
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "pp2"])

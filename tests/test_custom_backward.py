@@ -12,7 +12,16 @@ from flax import nnx
 from lib.laws import MODEL, RELATIVE_ERROR, assert_close, by_layer, make_settings, slow
 
 import jaxpar
-from jaxpar import LayerContext, OptimizerConfig, SeriesBatches, Stack, Sums
+from jaxpar import (
+    LayerContext,
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    SeriesBatches,
+    Stack,
+    Sums,
+)
 from jaxpar.data.batches import put_batch
 from jaxpar.model.facts import ModelFacts
 from jaxpar.nn import GRU
@@ -68,13 +77,23 @@ class Changed(nnx.Module):
         return carry, y, Sums(jnp.sum(penalty) / 100, 0)
 
 
+class SmallBranch(nnx.Module):
+    """Most of the gradient goes past its function."""
+
+    def __init__(self, change, rngs):
+        self.up, self.change = nnx.Linear(WIDTH, WIDTH, rngs=rngs), change
+
+    def __call__(self, carry, x, at: LayerContext):
+        return carry, x + 0.01 * jnp.tanh(self.up(self.change(x)))
+
+
 class Net(nnx.Module):
     """Its loss does not depend on the batch's weights, of which there may be none."""
 
     def __init__(self, task, rngs):
         make = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
         self.embed, self.out, self.task = make(1, WIDTH), make(WIDTH, 2), task
-        self.layers = Stack([lambda rngs: Changed(task.in_layers, rngs)] * 4, rngs=rngs)
+        self.layers = Stack([lambda rngs: task.layer(task.in_layers, rngs)] * 4, rngs=rngs)
 
     def first(self, batch, at):
         return self.task.in_first(self.embed(batch["x"]))
@@ -98,6 +117,7 @@ class Own(jaxpar.Task):
     in_layers: object = same
     in_last: object = same
     weigh: object = known
+    layer: type = Changed
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def make_model(self, rngs):
@@ -220,6 +240,56 @@ def test_what_would_depend_on_the_mesh_is_refused_by_name(options, mesh, units, 
         check_custom_backward(parts)
     assert len(str(told.value).split()) <= 40
     check_custom_backward(Setup.of(*make_settings(task=Own(**options))[:2]).parts)  # has it all
+
+
+class OverTime(Own):
+    """Its windows are split by an axis of its own."""
+
+    axes = ("context",)
+
+    @property
+    def rules(self):
+        return jaxpar.RULES.replace({"time": "context"})
+
+
+ON_CONTEXT = MeshConfig(axes=(("context", 2),), devices=(0, 1))
+
+
+def by_norm_over(dims):
+    """A clip by the norm over some dims of [time, rows, width]."""
+    return with_backward(
+        lambda g: g / jnp.maximum(1, jnp.linalg.norm(g, axis=dims, keepdims=True) / C)
+    )
+
+
+by_step, by_row, by_time = (by_norm_over(dims) for dims in [2, (0, 2), 0])
+
+
+@pytest.mark.parametrize(
+    ("task", "parallel", "match"),
+    [
+        (Own(in_layers=by_norm), Parallel("dp2"), "two halves of the rows"),
+        (Own(in_layers=by_time), Parallel("pp2", PipelineConfig(num_chunks=2)), "2 time chunks"),
+        (OverTime(in_layers=by_time), Parallel(ON_CONTEXT), "2 time chunks"),
+    ],
+)
+def test_what_combines_rows_or_steps_in_a_small_branch_is_refused(task, parallel, match):
+    task = dataclasses.replace(task, layer=SmallBranch)
+    with pytest.raises(ValueError, match=f"layer smallbranch: .* other gradients for {match}"):
+        check_custom_backward(Setup.of(task, parallel).parts)
+
+
+@pytest.mark.parametrize(
+    ("task", "parallel"),
+    [
+        (Own(in_layers=by_row), Parallel("dp2")),
+        (Own(in_layers=by_step), Parallel("pp2", PipelineConfig(num_chunks=2))),
+        (OverTime(in_layers=by_step), Parallel(ON_CONTEXT)),
+    ],
+)
+def test_what_combines_numbers_of_one_row_or_step_passes(task, parallel):
+    task = dataclasses.replace(task, layer=SmallBranch)
+    check_custom_backward(Setup.of(task, parallel).parts)
 
 
 def test_backward_passes_of_jaxpar_need_no_trial():

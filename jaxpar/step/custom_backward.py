@@ -1,14 +1,16 @@
-"""Whether functions with their own backward pass (`jax.custom_vjp`) give the same gradients on every mesh.
+"""Whether functions with their own backward pass give the same gradients on every mesh.
 
-Such a function may do anything with the gradient that it receives. A step gives each device and microbatch
-some of the rows, and each chunk some of the time steps. So the gradients of a part of the model must be the
-sum of those of its rows, and of its chunks. They are if a function changes each number by itself, as clipping
-does, and not if it divides by the norm of a whole array, or changes the gradient of a parameter.
+Such a function (`jax.custom_vjp`, `jax.custom_jvp`, `linear_call`) may do anything with the gradient that it
+receives. A step gives each device and microbatch some of the rows, and each chunk some of the time steps. So
+the gradients of a part of the model must be the sum of those of its rows, and of its chunks. They are if a
+function changes each number by itself, as clipping does, and not if it divides by the norm of a whole array,
+or changes the gradient of a parameter.
 
 A step that runs in units begins each with the gradient of the mean loss, if the weight of `last` depends on
 the batch alone. Otherwise it begins with that of the sum: then these functions must be linear.
 
-Both are tried before a run, on few rows, with gradients of several sizes.
+Both are tried before a run, on few rows, with gradients of several sizes: for each part of the model as a
+whole, and for each function alone.
 
 Functions that Python runs are not tried: JAX compiles them for no mesh on which these checks matter.
 """
@@ -19,33 +21,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxpar.base.jax_private import call_once
 from jaxpar.base.trees import wide
-from jaxpar.base.types import Arrays, Cotangents, Params
-from jaxpar.model.adopt.cut_model import CutModel
+from jaxpar.base.types import Arrays, Cotangents, Params, Shapes
+from jaxpar.model.adopt.cut_model import CutModel, resized
 from jaxpar.model.facts import ModelFacts
 from jaxpar.step.parts import Parts
+from jaxpar.step.rule_alone import Call, RuleAlone, agree, calls_in
 from jaxpar.step.trial import Part, Tree, Trial, normal, quick_jit
 from jaxpar.trace.bound import bound
-from jaxpar.trace.jaxprs import equations_in
+from jaxpar.trace.described import Descriptions
+from jaxpar.trace.jaxprs import equations_in, parts_of_program
+from jaxpar.trace.own_derivatives import OWN_DERIVATIVES
 from jaxpar.trace.source_lines import source_line_of_equation
 
 # By what gradients are multiplied: powers of two, which change no digits. Those of float16 have fewer.
 SCALES, SCALES_OF_FLOAT16 = (2.0**-20, 2.0**-10, 1.0, 2.0**10, 2.0**20), (2.0**-5, 1.0, 2.0**5)
 
-# How far gradients may be from those that they must equal, in the Euclidean norm: where a function jumps, as
-# a sign does, rounding may change a few numbers. The mistakes change most of them.
+# How far gradients of a part may be from those that they must equal, in the Euclidean norm: where a function
+# jumps, as a sign does, rounding may change a few numbers. The mistakes change most of them. In a residual
+# branch they do so by little: so each function is tried alone, too (`rule_alone.py`).
 TOLERANCE = 0.1
 
 # What JAX runs as Python, by the names of the primitives and of the public functions.
 _CALLBACKS = {"io_callback": "experimental.io_callback", "pure_callback": "pure_callback"}
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
+_PACKAGES_OF_JAX = tuple(f"{Path(str(module.__file__)).parent}/" for module in (jax, flax))
 
 
 def check_custom_backward(parts: Parts) -> None:
@@ -58,12 +66,12 @@ def check_custom_backward(parts: Parts) -> None:
         `last` has a gradient, which a step that runs in units leaves out. Or a part calls Python.
     """
     facts, parallel = parts.facts, parts.partition.parallel
-    own_sizes = [parallel.mesh.sizes[axis] for axis in facts.task.axes]
-    splits_rows = max(parallel.mesh.data, *own_sizes, 1) > 1
+    own_sizes = {axis: parallel.mesh.sizes[axis] for axis in facts.task.axes}
+    splits_rows = max(parallel.mesh.data, *own_sizes.values(), 1) > 1
     if not splits_rows and not parallel.runs_in_units:
         return
     begins_with_sum = parts.partition.runs_in_units and not facts.knows_weight
-    done = "backward", begins_with_sum, parallel.num_chunks
+    done = "backward", begins_with_sum, parallel.num_chunks, *own_sizes.items()
     if done in facts.checked:
         return
     programs = _programs_of_parts(facts)
@@ -74,8 +82,10 @@ def check_custom_backward(parts: Parts) -> None:
         trial = Trial(parts, min(2 * together, facts.batch_size), parallel.num_chunks)
         if begins_with_sum:
             _check_weight(trial)
-        for what in functions:
-            _check(trial, trial.makers[what](), functions[what], is_linear=begins_with_sum)
+        for name in functions:
+            part = trial.makers[name]()
+            has_weight = _check(trial, part, functions[name], is_linear=begins_with_sum)
+            _check_alone(trial, name, part, is_linear=begins_with_sum or has_weight)
     facts.checked.add(done)
 
 
@@ -108,7 +118,7 @@ def _functions(programs: dict[str, Jaxpr]) -> dict[str, str]:
 def _programs_of_parts(facts: ModelFacts) -> dict[str, Jaxpr]:
     """The programs of the user's code, by the parts of the model."""
     if facts.cut_model is not None:
-        return _cut_parts(facts.cut_model)
+        return _cut_parts(facts.cut_model, facts.cut_model.batch)
     programs = {}
     for what, (run, args) in facts.parts.items():
         trace = functools.partial(jax.make_jaxpr(run), *args)
@@ -116,12 +126,12 @@ def _programs_of_parts(facts: ModelFacts) -> dict[str, Jaxpr]:
     return programs
 
 
-def _cut_parts(model: CutModel) -> dict[str, Jaxpr]:
-    """The programs of the parts of a Flax model as its user wrote them.
+def _cut_parts(model: CutModel, batch: Shapes) -> dict[str, Jaxpr]:
+    """The programs of the parts of a Flax model as its user wrote them, for batches of such shapes.
 
     What runs on a mesh has functions of jaxpar in place of the user's (`trace/varying.py`).
     """
-    program = model.program("loss", model.batch, trains=True)
+    program = model.program("loss", batch, trains=True)
     programs = {"`first`": program.part("first").closed.jaxpr}
     for name, number in zip(model.kind_names, model.first_of, strict=True):
         programs[f"layer {name}"] = program.part(number).closed.jaxpr
@@ -129,13 +139,17 @@ def _cut_parts(model: CutModel) -> dict[str, Jaxpr]:
     return programs
 
 
-def _function_of(eqn: Any) -> str:
-    """The function that an equation calls, if it has a backward pass of its own; "" if none of a user's."""
-    if not eqn.primitive.name.startswith("custom_vjp_call"):
+def _function_of(eqn: JaxprEqn) -> str:
+    """The function that an equation calls, if it has a derivative of its own; "" if none of a user's."""
+    kind = eqn.primitive.name
+    if kind not in OWN_DERIVATIVES:
         return ""
-    program = eqn.params["call_jaxpr"]
-    about, place = getattr(program, "jaxpr", program).debug_info, source_line_of_equation(eqn)
-    if str(about.func_filename).startswith(_PACKAGE):
+    program, _ = parts_of_program(eqn.params[OWN_DERIVATIVES[kind].program])
+    about, place = program.debug_info, source_line_of_equation(eqn)
+    file = str(about.func_filename)
+    if file.startswith(_PACKAGE) or (
+        kind == "custom_jvp_call" and file.startswith(_PACKAGES_OF_JAX)
+    ):
         return ""
     return about.func_name + f" ({place})" * bool(place)
 
@@ -156,17 +170,18 @@ def _check_weight(trial: Trial) -> None:
         )
 
 
-def _check(trial: Trial, part: Part, functions: str, *, is_linear: bool) -> None:
+def _check(trial: Trial, part: Part, functions: str, *, is_linear: bool) -> bool:
     """Compares gradients of a part with those of its pieces, and with those of larger gradients.
 
     Args:
       functions: of the part, in words.
       is_linear: whether they must be linear.
+    Returns:
+      whether the part adds to the weight.
     Raises:
       ValueError: they differ.
     """
     rows, chunks, inputs = trial.num_rows, trial.num_chunks, part.draw()
-    what = f"{part.what}: the backward pass of {functions}"
     at_once, has_weight = _gradients(trial, part, inputs, "row", rows)
     ways = {"two halves of the rows": ("row", rows // 2)} if rows % 2 == 0 else {}
     if chunks > 1:
@@ -174,15 +189,98 @@ def _check(trial: Trial, part: Part, functions: str, *, is_linear: bool) -> None
     for way, pieces in ways.items():
         found, _ = _gradients(trial, part, inputs, *pieces)
         if any(map(_differ, found, at_once)):
-            raise ValueError(
-                f"{what} gives other gradients for {way} than for all at once.\nFix: change each number of "
-                f"an activation gradient independently, or clip in the optimizer."
-            )
+            raise _combines(part, functions, way)
     if (is_linear or has_weight) and any(_differ(found, at_once[0]) for found in at_once):
-        raise ValueError(
-            f"{what} is not linear, but the weight of the loss is not known from the batch.\n"
-            f"Fix: compute the weight from the batch, or use no stages, microbatches or chunks."
-        )
+        raise _is_not_linear(part, functions)
+    return has_weight
+
+
+def _combines(part: Part, functions: str, way: str) -> ValueError:
+    return ValueError(
+        f"{part.what}: the backward pass of {functions} gives other gradients for {way} than for all at "
+        f"once.\nFix: change each number of an activation gradient independently, or clip in the optimizer."
+    )
+
+
+def _is_not_linear(part: Part, functions: str) -> ValueError:
+    return ValueError(
+        f"{part.what}: the backward pass of {functions} is not linear, but the weight of the loss is not "
+        f"known from the batch.\nFix: compute the weight from the batch, or use no stages, microbatches or "
+        f"chunks."
+    )
+
+
+# ---- each function alone ----
+
+
+def _check_alone(trial: Trial, name: str, part: Part, *, is_linear: bool) -> None:
+    """Compares the gradients of each function of a part, by itself, with those of its pieces.
+
+    Args:
+      name: of the part, as in `Trial.makers`.
+      is_linear: whether the functions must be linear.
+    Raises:
+      ValueError: they differ.
+    """
+    rows, chunks = trial.num_rows, max(trial.num_chunks, trial.time_parts)  # one of both is 1
+    ways = [("row", 2, "two halves of the rows")] if rows % 2 == 0 else []
+    if chunks > 1 and trial.sizes["time"]:
+        ways.append(("time", chunks, f"{chunks} time chunks"))
+    whole = _calls(trial, name, part, "row", 1)
+    descriptions, seen = Descriptions(), set[tuple[int, ...]]()
+    for along, num_pieces, way in ways:
+        pieces = _calls(trial, name, part, along, num_pieces)
+        if [*map(_function_of_call, pieces)] != [*map(_function_of_call, whole)]:
+            continue  # another program: the part as a whole is all that can be compared
+        for call, piece in zip(whole, pieces, strict=True):
+            rule = RuleAlone.of(trial, call.eqn, piece.eqn, num_pieces)
+            if rule is None:
+                continue
+            if not rule.is_cut and (along == "time" or call.in_loop):
+                continue  # each piece calls it with other numbers, of the same sizes
+            looks = tuple(
+                descriptions.of_program(program, is_differentiated=False)
+                for program in rule.programs
+            )
+            if looks in seen:
+                continue
+            seen.add(looks)
+            _check_rule(rule, part, _function_of(call.eqn), way, is_linear=is_linear)
+
+
+def _check_rule(rule: RuleAlone, part: Part, function: str, way: str, *, is_linear: bool) -> None:
+    found = rule.gradients(_scales(is_short=jnp.float16 in rule.types))
+    if not all(agree(own.in_pieces, own.at_once, rule.tolerance) for own in found):
+        raise _combines(part, function, way)
+    if is_linear and not all(agree(own.at_once, found[0].at_once, rule.tolerance) for own in found):
+        raise _is_not_linear(part, function)
+
+
+def _calls(trial: Trial, name: str, part: Part, along: str, num_pieces: int) -> list[Call]:
+    """Where a part calls functions of users with a derivative of their own, for one of so many pieces."""
+    program = _program_of_piece(trial, name, part, along, num_pieces)
+    return [call for call in calls_in(program) if _function_of(call.eqn)]
+
+
+def _function_of_call(call: Call) -> str:
+    return _function_of(call.eqn)
+
+
+def _program_of_piece(trial: Trial, name: str, part: Part, along: str, num_pieces: int) -> Jaxpr:
+    facts = trial.parts.facts
+    if facts.cut_model is not None:
+        cut_dim = ("row", "time").index(along)
+
+        def of_piece(dim: int, size: int) -> int:
+            return size // num_pieces if dim == cut_dim else size
+
+        return _cut_parts(facts.cut_model, resized(trial.batch, of_piece))[name]
+    sizes = dict.fromkeys(facts.task.axes, 1)
+    if along == "time" and trial.time_parts > 1:  # what is gathered is whole again
+        sizes |= {axis: trial.parts.partition.parallel.mesh.sizes[axis] for axis in facts.time_axes}
+    inputs = part.take(along, 0, trial.sizes[along] // num_pieces, part.draw())
+    args = part.variables, inputs, 0, 0, trial.key
+    return bound(sizes, lambda: jax.make_jaxpr(part.piece)(*args)).jaxpr
 
 
 def _gradients(
@@ -217,11 +315,15 @@ def _gradients(
     g = g, np.float32(1)
     is_short = any(a.dtype == jnp.float16 for a in jax.tree.leaves((floats, g)))
     quick, found, weight = quick_jit(trial.parts, gradients), [], 0.0
-    for scale in SCALES_OF_FLOAT16 if is_short else SCALES:
+    for scale in _scales(is_short):
         scaled = jax.tree.map(lambda a, scale=scale: (a * scale).astype(a.dtype), g)
         own, weight = jax.device_get(call_once(quick, floats, scaled))
         found.append([np.asarray(a, wide(a.dtype)) / scale for a in own])
     return found, bool(weight) and part.what != trial.parts.facts.ends[1]
+
+
+def _scales(is_short: bool) -> tuple[float, ...]:
+    return SCALES_OF_FLOAT16 if is_short else SCALES
 
 
 def _floats(part: Part, inputs: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:

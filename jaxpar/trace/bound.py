@@ -1,7 +1,7 @@
 """Traces collectives over a task's axes outside of any mesh."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -11,10 +11,11 @@ Arguments = ParamSpec("Arguments")
 Traced = TypeVar("Traced")
 
 
-def bound(axes: Sequence[str], trace: Callable[[], Traced]) -> Traced:
-    """Calls a function that traces others, while these axes exist with size 1.
+def bound(axes: Sequence[str] | Mapping[str, int], trace: Callable[[], Traced]) -> Traced:
+    """Calls a function that traces others, while these axes exist.
 
     Args:
+      axes: their sizes by name; those that are only named have size 1.
       trace: A function that makes programs or shapes (`jax.make_jaxpr`, `jax.eval_shape`), and no arrays.
     """
     if not axes:
@@ -25,9 +26,10 @@ def bound(axes: Sequence[str], trace: Callable[[], Traced]) -> Traced:
         found.append(trace())
         return x
 
-    for axis in axes:
-        run = jax.vmap(run, axis_name=axis, axis_size=1)
-    shape = (1,) * len(axes)
+    sizes = axes if isinstance(axes, Mapping) else dict.fromkeys(axes, 1)
+    for axis, size in sizes.items():
+        run = jax.vmap(run, axis_name=axis, axis_size=size)
+    shape = (*sizes.values(),)[::-1]  # the last axis is the outermost
     jax.eval_shape(run, jax.ShapeDtypeStruct(shape, jnp.float32))
     return found[0]
 

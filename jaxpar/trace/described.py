@@ -21,8 +21,9 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.linear_util import WrappedFun
 
-from jaxpar.base.types import ArrayLike, Atom, Cotangents, Leaves, Value
-from jaxpar.trace.jaxprs import aval_of, has_effect, is_float, parts_of_program
+from jaxpar.base.types import ArrayLike, Atom, Value
+from jaxpar.trace.jaxprs import aval_of, has_effect, parts_of_program
+from jaxpar.trace.own_derivatives import OWN_DERIVATIVES, gradient_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype, enum.Enum)
 _METHODS_IN_C = (types.BuiltinMethodType, types.MethodWrapperType)
@@ -34,31 +35,6 @@ _NAMES = {
     ("block", "number"),
     ("outer_module", "name"),
 }
-
-
-class _OwnDerivative(NamedTuple):
-    """The parameters of a primitive that calls a function with a derivative of its own.
-
-    Attributes:
-      fixed: the numbers of operands at the front that have no gradient.
-      program: what computes the function.
-      rules: what JAX calls for the derivative.
-    """
-
-    fixed: tuple[str, ...]
-    program: str
-    rules: tuple[str, ...]
-
-
-_OWN_DERIVATIVES = {
-    "custom_jvp_call": _OwnDerivative(("num_consts",), "call_jaxpr", ("jvp_jaxpr_fun",)),
-    "custom_vjp_call": _OwnDerivative(
-        ("num_consts",), "call_jaxpr", ("fwd_jaxpr_thunk", "bwd", "out_trees")
-    ),
-    "linear_call": _OwnDerivative(("num_callee_consts", "num_res"), "callee", ("transpose_thunk",)),
-}
-
-
 # Classes of JAX's whose objects hold what a trace has done so far.
 _STATE = {"Trace", "Store", "EqualStore", "InitialResultPaths"}
 # JAX's wrappers of arguments that are not traced.
@@ -101,11 +77,11 @@ class Descriptions:
         return self._of(value, _Holder())
 
     def _derivative(self, eqn: JaxprEqn) -> int:
-        """Equal for equations with the same derivative, of primitives in `_OWN_DERIVATIVES`."""
+        """Equal for equations with the same derivative, of primitives in `OWN_DERIVATIVES`."""
         found = list[Hashable]()
-        functions = tuple(eqn.params[name] for name in _OWN_DERIVATIVES[eqn.primitive.name].rules)
+        functions = tuple(eqn.params[name] for name in OWN_DERIVATIVES[eqn.primitive.name].rules)
         try:
-            found.append(self.of_program(_gradient_of(eqn), is_differentiated=False))
+            found.append(self.of_program(gradient_of(eqn), is_differentiated=False))
         except Exception:  # of the user's function: maybe it has no gradient, and says so
             found.append(self.of_value(functions))
         if eqn.params.get("symbolic_zeros"):  # it may do something else where a gradient is zero
@@ -143,7 +119,7 @@ class Descriptions:
 
     def _params(self, eqn: JaxprEqn, is_differentiated: bool) -> Hashable:
         primitive = eqn.primitive.name
-        own = _OWN_DERIVATIVES.get(primitive)
+        own = OWN_DERIVATIVES.get(primitive)
         holder = _Holder(writes=has_effect(eqn))
         found = list[Hashable]()
         for name, value in sorted(eqn.params.items()):
@@ -291,25 +267,3 @@ def _has_equality(value: Value) -> bool:
     except TypeError:
         return False
     return type(value).__eq__ is not object.__eq__
-
-
-def _gradient_of(eqn: JaxprEqn) -> ClosedJaxpr:
-    """The program of what an equation gives, and of the gradients of its floating-point operands."""
-    own, avals = _OWN_DERIVATIVES[eqn.primitive.name], [*map(aval_of, eqn.invars)]
-    num_fixed = sum(eqn.params[name] for name in own.fixed)
-    floats = [n for n, v in enumerate(eqn.invars) if n >= num_fixed and is_float(v)]
-    results = [n for n, v in enumerate(eqn.outvars) if is_float(v)]
-
-    def gradients(operands: Leaves, d_results: Cotangents) -> tuple[Leaves, Leaves]:
-        def run(*values: jax.Array) -> tuple[Leaves, Leaves]:
-            known = dict(zip(floats, values, strict=True))
-            given = [known.get(n, a) for n, a in enumerate(operands)]
-            outs = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
-            return [outs[n] for n in results], outs
-
-        _, vjp, outs = jax.vjp(run, *(operands[n] for n in floats), has_aux=True)
-        return outs, [*vjp(d_results)]
-
-    operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-    d_results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(aval_of, eqn.outvars)]
-    return jax.make_jaxpr(gradients)(operands, [d_results[n] for n in results])

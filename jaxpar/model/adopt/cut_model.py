@@ -253,7 +253,7 @@ class CutModel:
         """
         part = "first" if kind is None else self.first_of[self.kind_names.index(kind)]
 
-        shorter = _resized(self.batch, lambda dim, size: size // num_chunks if dim else size)
+        shorter = resized(self.batch, lambda dim, size: size // num_chunks if dim else size)
         batches = self.batch, shorter
         programs = (self.program("loss", own, trains=True).part(part).closed for own in batches)
         window, chunk = (
@@ -273,7 +273,7 @@ class CutModel:
             jax.sharding.get_abstract_mesh(),
         )
         if key not in self._drawn:
-            one = _resized(batch, lambda dim, size: 1 if dim < len(sizes) else size)
+            one = resized(batch, lambda dim, size: 1 if dim < len(sizes) else size)
             programs = (self.program(what, own, trains=True) for own in (batch, one))
             whole, single = (program.part(part) for program in programs)
             closed = whole.closed, single.closed
@@ -282,7 +282,7 @@ class CutModel:
 
     def _dims_that_grow(self, program: Program, dim: int) -> list[list[bool]]:
         """Of each array of each x, whether this dim is that of the batch's rows, or time steps."""
-        twice = _resized(self.batch, lambda own, size: size * (1 + (own == dim)))
+        twice = resized(self.batch, lambda own, size: size * (1 + (own == dim)))
         more = self.program("loss", twice, trains=True)
         return [
             [
@@ -300,7 +300,7 @@ def sizes_of(batch: Batch) -> tuple[int, int]:
     return rows, max(time_steps(batch, 1).values(), default=1)
 
 
-def _resized(batch: Batch, change: Callable[[int, int], int]) -> Shapes:
+def resized(batch: Batch, change: Callable[[int, int], int]) -> Shapes:
     """Shapes of a batch with other sizes of the dims of rows, 0, and time, 1.
 
     Args:
