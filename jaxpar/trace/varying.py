@@ -475,7 +475,7 @@ def _with_cast_derivative(eqn: JaxprEqn, values: Leaves, run_program: RunProgram
         return custom.retraced(derivative, [*args], [d_args[n] for n in moving])
 
     function.defjvp(rule, symbolic_zeros=True)
-    return custom.call(function)
+    return custom.call(function, values)
 
 
 def _custom_vjp(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
