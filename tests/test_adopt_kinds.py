@@ -278,7 +278,7 @@ def clipped_in_loop(x):
 @pytest.mark.parametrize("change", [signed_in_backward, clipped_rows, clipped_in_loop])
 def test_a_backward_pass_of_each_row_is_taken(change):
     parts = Setup.of(task_of([change] * 2, NetOfSmallBranches), "dp2").parts
-    assert custom_backward._functions(parts.facts)
+    assert custom_backward._functions(custom_backward._programs_of_parts(parts.facts))
     check_custom_backward(parts)
 
 
