@@ -11,7 +11,13 @@ from lib.regression import Net, Regression, X, fit, loss, make_task
 import jaxpar
 from jaxpar import OptimizerConfig, Parallel, TrainConfig, planning
 from jaxpar.model.task import Settings
-from jaxpar.training.config_file import default_settings, option_words, read_config, to_toml
+from jaxpar.training.config_file import (
+    default_settings,
+    option_words,
+    read_config,
+    read_toml,
+    to_toml,
+)
 
 
 class Plain(jaxpar.Task):
@@ -83,3 +89,14 @@ def test_a_limit_that_is_left_open_stays_open_in_a_file(tmp_path):
         assert read_config(path).train.clip_norm == given
         words = [] if given is None else ["--train.clip-norm", str(given)]
         assert option_words(settings, lm) == words
+
+
+class Published(Regression):
+    """Its own settings have a limit, which those of a run may leave open."""
+
+    train = TrainConfig(clip_norm=0.25)
+
+
+def test_a_run_writes_the_limit_that_it_uses(tmp_path):
+    fit(Published(), tmp_path, 1)
+    assert read_toml(tmp_path / "config.toml")["train"]["clip_norm"] == 0.0

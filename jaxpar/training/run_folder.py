@@ -521,8 +521,9 @@ def texts_of(setup: Setup, data: Json) -> dict[str, str]:
     if source := _file_of(spec_of(task)):
         texts[TASK] = source.read_bytes().decode()
     texts[DATA] = json.dumps(data)
-    # The folder may be copied, so it does not name its own place.
-    train = dataclasses.replace(setup.train, out_dir=task.train.out_dir)
+    # The folder may be copied, so it does not name its own place. TOML cannot leave the limit open.
+    limit = setup.settings.clip_norm or 0.0
+    train = dataclasses.replace(setup.train, out_dir=task.train.out_dir, clip_norm=limit)
     texts[CONFIG] = to_toml(Settings(task, setup.parallel, train), num_simulated())
     return texts
 
