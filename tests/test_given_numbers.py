@@ -17,7 +17,7 @@ from jaxpar import OptimizerConfig
 from jaxpar.step.functions import init_state
 from jaxpar.step.optimizer_numbers import first_numbers, learning_rate
 from jaxpar.step.setup import Setup
-from jaxpar.training.checkpoint import Checkpoints, read_table, write_table
+from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.run_folder import RunFolder
 
 
@@ -121,26 +121,6 @@ def test_what_a_checkpoint_was_given_is_its_own(tmp_path):
         assert learning_rate(restore(injected(0.25), tmp_path)) == 0.25
     save(injected(0.25), tmp_path, step=2, change=changed_by_hand)
     assert learning_rate(restore(injected(0.25), tmp_path)) == 0.0625
-
-
-def forget_numbers(folder):
-    """As an earlier version wrote it."""
-    path = folder / "0" / "checkpoint.json"
-    table = read_table(path, {})
-    del table["numbers"]
-    write_table(path, table)
-
-
-def counted(opt_state):
-    return opt_state._replace(count=jax.device_put(jnp.int32(20), opt_state.count.sharding))
-
-
-def test_a_checkpoint_of_an_earlier_version_is_resumed_with_the_rate_of_now(tmp_path, caplog):
-    save(injected(0.5), tmp_path, change=counted)
-    forget_numbers(tmp_path)
-    state = restore(injected(0.25), tmp_path)
-    assert (learning_rate(state), state.count) == (0.25, 20)
-    assert "learning_rate was 0.5, is 0.25" in caplog.text
 
 
 def test_another_schedule_is_no_number_that_stays(tmp_path, caplog):

@@ -9,8 +9,8 @@ or changes the gradient of a parameter.
 A step that runs in units begins each with the gradient of the mean loss, if the weight of `last` depends on
 the batch alone. Otherwise it begins with that of the sum: then these functions must be linear.
 
-Both are tried before a run, on few rows, with gradients of several sizes: for each part of the model as a
-whole, and for each function alone.
+Both are tried before a run, on few rows, with gradients of several sizes: for each function alone, and for
+parts of the model as a whole where one of their functions can't be tried alone.
 
 Functions that Python runs are not tried: JAX compiles them for no mesh on which these checks matter.
 """
@@ -84,8 +84,11 @@ def check_custom_backward(parts: Parts) -> None:
             _check_weight(trial)
         for name in functions:
             part = trial.makers[name]()
-            has_weight = _check(trial, part, functions[name], is_linear=begins_with_sum)
-            _check_alone(trial, name, part, is_linear=begins_with_sum or has_weight)
+            if facts.traces.adds_sums:  # a layer may add to the weight
+                has_weight = _check(trial, part, functions[name], is_linear=begins_with_sum)
+                _check_alone(trial, name, part, is_linear=begins_with_sum or has_weight)
+            elif not _check_alone(trial, name, part, is_linear=begins_with_sum):
+                _check(trial, part, functions[name], is_linear=begins_with_sum)
     facts.checked.add(done)
 
 
@@ -213,12 +216,14 @@ def _is_not_linear(part: Part, functions: str) -> ValueError:
 # ---- each function alone ----
 
 
-def _check_alone(trial: Trial, name: str, part: Part, *, is_linear: bool) -> None:
+def _check_alone(trial: Trial, name: str, part: Part, *, is_linear: bool) -> bool:
     """Compares the gradients of each function of a part, by itself, with those of its pieces.
 
     Args:
       name: of the part, as in `Trial.makers`.
       is_linear: whether the functions must be linear.
+    Returns:
+      whether each of them could be tried.
     Raises:
       ValueError: they differ.
     """
@@ -227,17 +232,18 @@ def _check_alone(trial: Trial, name: str, part: Part, *, is_linear: bool) -> Non
     if chunks > 1 and trial.sizes["time"]:
         ways.append(("time", chunks, f"{chunks} time chunks"))
     whole = _calls(trial, name, part, "row", 1)
-    descriptions, seen = Descriptions(), set[tuple[int, ...]]()
+    descriptions, seen, all_tried = Descriptions(), set[tuple[int, ...]](), bool(ways)
     for along, num_pieces, way in ways:
         pieces = _calls(trial, name, part, along, num_pieces)
         if [*map(_function_of_call, pieces)] != [*map(_function_of_call, whole)]:
-            continue  # another program: the part as a whole is all that can be compared
+            all_tried = False  # another program: the part as a whole is all that can be compared
+            continue
         for call, piece in zip(whole, pieces, strict=True):
             rule = RuleAlone.of(trial, call.eqn, piece.eqn, num_pieces)
-            if rule is None:
+            # Where it is not cut, each piece may call it with other numbers, of the same sizes.
+            if rule is None or (not rule.is_cut and (along == "time" or call.in_loop)):
+                all_tried = False
                 continue
-            if not rule.is_cut and (along == "time" or call.in_loop):
-                continue  # each piece calls it with other numbers, of the same sizes
             looks = tuple(
                 descriptions.of_program(program, is_differentiated=False)
                 for program in rule.programs
@@ -246,6 +252,7 @@ def _check_alone(trial: Trial, name: str, part: Part, *, is_linear: bool) -> Non
                 continue
             seen.add(looks)
             _check_rule(rule, part, _function_of(call.eqn), way, is_linear=is_linear)
+    return all_tried
 
 
 def _check_rule(rule: RuleAlone, part: Part, function: str, way: str, *, is_linear: bool) -> None:

@@ -64,7 +64,7 @@ class ChangedNumber:
 def first_numbers(setup: Resolved) -> dict[str, np.ndarray]:
     """The numbers in a new state of the optimizer that do not depend on parameters, by their paths.
 
-    None for an `OptimizerConfig`: its state has no number of the user's.
+    There are none for an `OptimizerConfig`: its state has no number of the user's.
     """
     return setup.cached(_first_numbers, setup.train.num_steps)
 
@@ -75,7 +75,7 @@ def as_texts(numbers: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 def with_given_numbers(
-    opt_state: OptState, before: Mapping[str, str] | None, given: Mapping[str, np.ndarray]
+    opt_state: OptState, before: Mapping[str, str], given: Mapping[str, np.ndarray]
 ) -> tuple[OptState, list[ChangedNumber]]:
     """A restored state with the numbers that the optimizer of this run was given.
 
@@ -83,7 +83,7 @@ def with_given_numbers(
     replaces that in the state, unless training has changed it and it is none of `inject_hyperparams`.
 
     Args:
-      before: what the state began with in the run that wrote it, as of `as_texts`; None if that is not known.
+      before: what the state began with in the run that wrote it, as of `as_texts`.
       given: what it begins with now, as of `first_numbers`.
     Returns:
       the state, and what has changed.
@@ -91,15 +91,9 @@ def with_given_numbers(
     injected = _injected_numbers(opt_state)
     changes = dict[str, ChangedNumber]()
     for name, leaf in named_leaves(opt_state, "/"):
-        if name not in given:
+        if name not in given or name not in before:
             continue
-        stored, now = _as_text(np.asarray(leaf)), _as_text(given[name])
-        if before is not None and name in before:
-            first = before[name]
-        elif name in injected:
-            first = stored  # an earlier version has not written what the state began with
-        else:
-            continue
+        stored, first, now = _as_text(np.asarray(leaf)), before[name], _as_text(given[name])
         if now == first:
             continue
         is_replaced = name in injected or stored == first

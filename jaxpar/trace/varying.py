@@ -73,9 +73,8 @@ def on_any_mesh(what: str, function: Function, *, casts_derivatives: bool = Fals
     typed = functools.partial(traced, casts_derivatives=True, keeps_types=True)
     untyped = functools.partial(traced, casts_derivatives=True)
     ways: list[Function] = [function, traced, typed, untyped]
-    if (
-        casts_derivatives
-    ):  # types last: JAX says only later that they do not match in a custom derivative
+    if casts_derivatives:
+        # Types last: JAX says only later that they do not match in a custom derivative.
         ways = [untyped, typed]
 
     def run_on_mesh(*args: Arrays) -> Arrays:

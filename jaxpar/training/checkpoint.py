@@ -70,7 +70,7 @@ _DESCRIBED = {
     "task": str,
     "fields": dict,
     "optimizer": dict,
-    "numbers": dict[str, str] | None,  # an earlier version has not written them
+    "numbers": dict[str, str],
     "run": str | None,
     "step": int,
     "losses": dict[str, str],
@@ -232,7 +232,7 @@ class Checkpoints:
             changes.append(in_words(changed, before["fields"], now["fields"]))
         if with_optimizer:
             given = first_numbers(self._setup)
-            opt_state, numbers = with_given_numbers(state.opt_state, before.get("numbers"), given)
+            opt_state, numbers = with_given_numbers(state.opt_state, before["numbers"], given)
             state = dataclasses.replace(state, opt_state=opt_state)
             changes += [str(number) for number in numbers]
         if changes and jax.process_index() == 0:

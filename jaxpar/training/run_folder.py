@@ -62,15 +62,15 @@ ROOT = Path("runs")  # here runs without an `out_dir` get numbers
 CONFIG, DATA, TASK = "config.toml", "data.json", "task.py"
 _OWN = (CONFIG, DATA, TASK, "metrics.jsonl", "checkpoints", "profile")
 REMEDY = "restore it from a backup"
-# The values of data.json. An earlier version has not written those that may be None.
+# The values of data.json.
 _TYPES = {
     "run": str,
     "data": dict,
     "files": dict[str, str],
     "settings": str,
     "batches": dict,
-    "num_batches": dict | None,
-    "fields": dict | None,
+    "num_batches": dict,
+    "fields": dict,
 }
 _NAMED = 3  # most differences in a message
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -300,7 +300,7 @@ class RunFolder:
           ValueError: the data have changed, or nobody can tell because batches are cut otherwise.
         """
         known = self.data()
-        before = known.get("fields") or {}
+        before = known["fields"]
         settings = data["fields"]
         changed = changed_keys(before, settings)
         checked = checked_keys(changed, data["free"])
@@ -318,8 +318,7 @@ class RunFolder:
             names += ["batches", "num_batches"]
         was, now = {}, {}
         for name in names:
-            if known.get(name) is not None:
-                was[name], now[name] = known[name], data[name]
+            was[name], now[name] = known[name], data[name]
         if was != now and words:
             raise ValueError(
                 f"the data of the run in {self} have changed, and so have settings: {words}\n"
