@@ -247,6 +247,8 @@ LEFT_OUT = {
     "JAX has no gradient for them": """
         composite custom_vmap_call debug_print ffi_call io_callback mulhi nextafter pure_callback
         reduce_window regularized_incomplete_beta""",
+    "kernels of Pallas: they have no derivative but one of their own": """
+        masked_load masked_swap mpmd_map pallas_call""",
     "of Flax and jaxpar": "block get_variable new_variable outer_module set_variable",
 }
 CUSTOM = {"custom_jvp_call", "custom_vjp_call", "custom_linear_solve", "linear_call", "remat2"}

@@ -286,14 +286,14 @@ MAY_NOT_CHANGE = {
     ),
     "the data": (
         {"shift": 1.0},
-        r"data of the run in .* have changed, and so have settings: shift was 0\.0, is 1\.0\n"
-        r"Fix: set them as they were",
+        r"data of the run in .* have changed, and so have settings \(shift was 0\.0, is 1\.0\): "
+        r"batches\.train .*\nFix: restore them and the settings",
     ),
-    "the batches": ({"batch_size": 8}, r"so have settings: batch_size was 16, is 8\n"),
-    "the number of batches": ({"num_valid": 32}, r"so have settings: num_valid was 64, is 32\n"),
+    "the batches": ({"batch_size": 8}, r"so have settings \(batch_size was 16, is 8\): "),
+    "the number of batches": ({"num_valid": 32}, r"so have settings \(num_valid was 64, is 32\): "),
     "one of two": (
         {"rate": 0.5, "shift": 1.0},
-        r"so have settings: rate was 0\.001, is 0\.5; shift was 0\.0, is 1\.0\n",
+        r"so have settings \(rate was 0\.001, is 0\.5; shift was 0\.0, is 1\.0\): ",
     ),
     "data and batches": (
         {"shift": 1.0, "rows": 8},
@@ -312,5 +312,5 @@ def test_settings_that_change_arrays_or_data_are_refused_by_their_names(what, be
 
 def test_other_data_are_refused_also_where_a_rate_changes(begun, tmp_path, monkeypatch):
     monkeypatch.setattr(regression, "X", regression.X + 1)
-    with pytest.raises(ValueError, match=r"data .* have changed, and so have settings: rate was"):
+    with pytest.raises(ValueError, match=r"data .* have changed, and so have settings \(rate was"):
         resume(begun, tmp_path, Regression(rate=0.5))

@@ -731,7 +731,9 @@ def own_file(tmp_path):
 
 def test_a_run_keeps_the_file_of_its_task(own_file, caplog):
     file, folder, start = own_file
-    assert folder.settings() == start
+    assert folder.settings() == start._replace(
+        train=dataclasses.replace(start.train, clip_norm=1.0)
+    )
     assert (folder.path / "task.py").read_text() == file.read_text()
     folder.check()
     assert not caplog.messages

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.files import read_file
 from jaxpar.base.loading import LOADED
-from jaxpar.base.parts import check_batches
 from jaxpar.base.paths import local_path
 from jaxpar.config import Parallel, TrainConfig
 
@@ -221,6 +220,8 @@ class Task:
 
     def example_batch(self) -> Any:
         """A batch of training on the host; others have its shapes, or fewer steps (`variable_length`)."""
+        from jaxpar.base.parts import check_batches
+
         batches = self.make_batches("train", 0)
         check_batches(batches, self.name)
         return batches.batch(getattr(batches, "longest", 0))

@@ -10,6 +10,7 @@ between the chunks of a sequence; activations [t, b, ...] are all that crosses a
     walk    through the layers of a stage
     kept    what is kept of a unit for its backward pass
     loop    what runs when, and what stages exchange
+    order   what a compiler may not move
 
 Legend: T time, B batch, t = T / K steps of a chunk, b rows of a microbatch.
 """

@@ -23,6 +23,7 @@ from jaxpar.base.trees import add, shape_of, vary_like, zeros
 from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Index, Params
 from jaxpar.internal.split import SplitLayer
 from jaxpar.pipeline.buffers import read_at, write, write_at
+from jaxpar.pipeline.order import after_collectives
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.store import pick, stack
 
@@ -163,53 +164,66 @@ class Residuals:
 
     def weights(self, buffers: Arrays, slot: Index, group: Index, grads: Cotangents) -> Cotangents:
         """Adds W of a unit to the gradients of the stage's layers, kind by kind: any order is right."""
+        turns = vary_like(jnp.int32(0), self._stage.here)
         for number, kind in enumerate(self.kinds):
             if kind.has_weights:
                 kinds = [n == number for n in range(len(self.kinds))]
                 own = self._stage.stores[0].keep(grads, kinds)
-                own = self._weights_of(number, buffers[number], slot, group, own)
+                state = own, turns
+                own, turns = self._weights_of(number, buffers[number], slot, group, state)
                 grads = self._stage.stores[0].restore(grads, own, kinds)
         return grads
 
     def _weights_of(
-        self, number: int, buffers: Arrays, slot: Index, group: Index, grads: Cotangents
-    ) -> Arrays:
+        self,
+        number: int,
+        buffers: Arrays,
+        slot: Index,
+        group: Index,
+        state: tuple[Cotangents, jax.Array],
+    ) -> tuple[Cotangents, jax.Array]:
+        """Gradients with W of all layers of a kind, and how many layers had a turn, both from `state` on."""
         kind, stage = self.kinds[number], self._stage
         layer_R, store = stage.rows[number], stage.stores[0]
         weights = stage.params.layers, stage.frozen.layers
 
-        def of_row(layer, prepare, place, grads):
+        def of_row(layer, prepare, place, grads, turns):
             own, at = (buffers[place], ()) if stage.spec.unroll else (buffers, (place,))
+            slot_after = after_collectives(stage.spec, turns, slot)
 
             def run():
                 parts = [
-                    [self._get(own[n], slot, *at) for n in numbers]
+                    [self._get(own[n], slot_after, *at) for n in numbers]
                     for numbers in (kind.needed, kind.places)
                 ]
-                return add(grads, vary_like(kind.weights(prepare(), *parts), grads))
+                return add(grads, vary_like(kind.weights(prepare(), *parts), grads)), turns + 1
 
             # Other kinds may lie in the slots of a stage.
             if -1 not in stage.spec.slots.rows[number]:
                 return run()
-            return lax.cond(layer >= 0, run, lambda: grads)
+            return lax.cond(layer >= 0, run, lambda: (grads, turns))
 
+        grads, turns = state
         if stage.spec.unroll:
-            own = enumerate(zip(self._prepared, grads[0], strict=True))
-            return [[of_row(layer_R[row], lambda p=p: p, row, total) for row, (p, total) in own]]
+            totals = []
+            for row, (prepared, own) in enumerate(zip(self._prepared, grads[0], strict=True)):
+                total, turns = of_row(layer_R[row], lambda p=prepared: p, row, own, turns)
+                totals.append(total)
+            return [totals], turns
         count = len(layer_R) // stage.num_groups
         first = group * count
 
-        def body(place, grads):
-            row = first + place
+        def body(place, state):
+            (grads, turns), row = state, first + place
 
             def prepare():
                 return kind.prepare(*self._layer(weights, number, row))
 
             layer, own = layer_R[row], store.pick(grads, number, row)
-            total = of_row(layer, prepare, place, own)
-            return store.put(grads, number, row, total)
+            total, turns = of_row(layer, prepare, place, own, turns)
+            return store.put(grads, number, row, total), turns
 
-        return lax.fori_loop(0, count, body, grads)
+        return lax.fori_loop(0, count, body, state)
 
     def _get(self, buffer: jax.Array, *place: Index) -> jax.Array:
         """What a layer has kept in a buffer, in its slot and row; without a row if layers are written out."""

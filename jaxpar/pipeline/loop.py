@@ -49,10 +49,8 @@ up what these give (`_enter`), and one puts the dx of the unit that leaves on al
 gathers a layer's parameters where it runs, and scatters their gradients (`partition.gather`). What layers
 exchange over `tensor` the compiler puts in.
 
-All devices must come to collectives in one order, and wait forever if they don't. XLA's CPU runtime keeps the
-order of those that stand beside each other; one within a branch may come before or after what follows the
-branch. It drops `optimization_barrier`, too. So a branch with collectives counts its turns, 0 or 1, and what
-comes next needs that count (`_in_order`).
+Branches count their turns, 0 or 1, and what follows needs that count: so all devices come to the collectives
+in one order (`order`).
 
 Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device; G segments.
 """
@@ -71,6 +69,7 @@ from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Function, 
 from jaxpar.pipeline.buffers import write
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
+from jaxpar.pipeline.order import after, after_collectives
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.store import pick
@@ -187,7 +186,8 @@ class Loop:
         if self.kept and weights:
             # B writes over what is read here. XLA does not know the order, and would copy all that is kept.
             state, turns = self._weights(weights[0], state, 0, jnp.int32(0))
-            backward, y = _after(turns, backward), self._in_order(turns, y)
+            backward = after(turns, backward)
+            y = after_collectives(self.spec, turns, y)
         y_of_head, recalled = y, None
         if isinstance(self.kept, Inputs):
             with jax.named_scope(BACKWARD):
@@ -199,24 +199,18 @@ class Loop:
         if self.kept:
             state, dx, turns = self._backward(backward, leave, segment, recalled, y, state)
             if weights:
-                lane = self._in_order(turns, weights[1])
+                lane = after_collectives(self.spec, turns, weights[1])
                 state, turns = self._weights(lane, state, 1, turns)
-        y, dx = self._in_order(turns, (y, dx))
+        y, dx = after_collectives(self.spec, turns, (y, dx))
         arrived_x = _exchange(self, FORWARD, y, state.arrived_x, forward.arrival)
         if self.kept:
             arrived_dy = _exchange(self, BACKWARD, dx, state.arrived_dy, backward.arrival)
             state = state._replace(arrived_dy=arrived_dy)
-        beside, after = (jnp.sum(lane.unit >= 0) for lane in weights) if weights else (0, 0)
-        ran = (forward.unit >= 0, beside, backward.unit >= 0, after)
+        beside, last = (jnp.sum(lane.unit >= 0) for lane in weights) if weights else (0, 0)
+        ran = (forward.unit >= 0, beside, backward.unit >= 0, last)
         ran_4 = jnp.stack([jnp.asarray(n, jnp.int32) for n in vary_like(ran, here)])
         ran_T4 = lax.dynamic_update_slice_in_dim(state.ran_T4, ran_4[None], number, 0)
         return state._replace(arrived_x=arrived_x, ran_T4=ran_T4)
-
-    def _in_order(self, turns: jax.Array, values: Tree) -> Arrays:
-        """The values, but only after branches with collectives, where the runtime needs that."""
-        if self.spec.platform != "cpu" or self.spec.mesh.shape[STAGE] == 1:
-            return values
-        return _after(turns, values)
 
     @jax.named_scope(FORWARD)
     def _forward(
@@ -535,15 +529,6 @@ def _if_runs(
         return vary_like(run(own, state), here)
 
     return lax.fori_loop(0, jnp.asarray(runs, jnp.int32), turn, vary_like(state, here))
-
-
-def _after(turns: jax.Array, values: Tree) -> Arrays:
-    """The values, but only after the branches that had so many turns.
-
-    A compiler keeps this order: it can't know that a count is never below 0.
-    """
-    never = turns < 0
-    return jax.tree.map(lambda a: jnp.where(never, jnp.zeros_like(a), a), values)
 
 
 def _exchange(

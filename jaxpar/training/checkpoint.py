@@ -57,7 +57,13 @@ from jaxpar.sharding import named_leaves
 from jaxpar.step.optimizer_numbers import as_texts, first_numbers, with_given_numbers
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state, check_room
-from jaxpar.training.changes import changed_keys, describe_settings, in_words
+from jaxpar.training.changes import (
+    changed_keys,
+    checked_keys,
+    describe_settings,
+    free_keys,
+    in_words,
+)
 from jaxpar.training.nonfinite import check_parameters
 
 if TYPE_CHECKING:  # it takes a fifth of a second, and most commands do not need it
@@ -220,7 +226,7 @@ class Checkpoints:
             stored = _stored_arrays(path)
         if not with_optimizer:
             stored = {n: own for n, own in stored.items() if not n.startswith("opt_state/")}
-        _check_arrays(path, stored, abstract, before, now)
+        _check_arrays(path, stored, abstract, before, now, free_keys(self._setup))
         context = orbax.Context()
         context.pytree.loading.partial_load = True  # only what `abstract` names
         with reading_in_words(path), context:
@@ -767,12 +773,15 @@ def _check_task(path: Path, before: Json, now: Json) -> None:
     )
 
 
-def _check_arrays(path: Path, stored: Shapes, needed: Shapes, before: Json, now: Json) -> None:
+def _check_arrays(
+    path: Path, stored: Shapes, needed: Shapes, before: Json, now: Json, free: list[str]
+) -> None:
     """Raises a ValueError if a checkpoint lacks an array of a state; names the settings that differ.
 
     Args:
       stored, needed: arrays by their names, with shapes and types.
       before, now: as of `_describe`.
+      free: keys of the settings that mostly leave arrays as they are.
     """
     has, wants = (
         {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
@@ -790,7 +799,7 @@ def _check_arrays(path: Path, stored: Shapes, needed: Shapes, before: Json, now:
     why, fix = "", "set model, optimizer, frozen parameters and batch_size as they were"
     if changed:
         why = f"; settings have changed: {in_words(changed, before['fields'], now['fields'])}"
-        fix = f"set {' and '.join(changed)} as before"
+        fix = f"set {' and '.join(checked_keys(changed, free) or changed)} as before"
     for name in of_model or differ:
         raise ValueError(
             f"{path}: {name} must be {wants.get(name, 'absent')}, got {has.get(name, 'nothing')}{why}\n"

@@ -306,7 +306,9 @@ class RunFolder:
         checked = checked_keys(changed, data["free"])
         cuts = [key for key in changed if key in data["free"]]
         words = in_words([*cuts, *checked], before, settings)
-        if cuts and checked:
+        batches = ("batches", "num_batches")
+        has_same_batches = all(known[name] == data[name] for name in batches)
+        if cuts and checked and not has_same_batches:
             raise ValueError(
                 f"the run in {self} is resumed with other batches, so jaxpar cannot check that {checked[0]} "
                 f"leaves its data as they were: {words}\n"
@@ -315,19 +317,17 @@ class RunFolder:
         is_cut_alike = not cuts
         names = ["data", "files"]
         if is_cut_alike:
-            names += ["batches", "num_batches"]
+            names += batches
         was, now = {}, {}
         for name in names:
             was[name], now[name] = known[name], data[name]
-        if was != now and words:
-            raise ValueError(
-                f"the data of the run in {self} have changed, and so have settings: {words}\n"
-                f"Fix: set them as they were, restore the data, or start another run"
-            )
+        also, fix = "", "restore them"
+        if words:
+            also, fix = f", and so have settings ({words})", f"{fix} and the settings"
         require(
             was == now,
-            f"the data of the run in {self} have changed: {_changes(was, now)}\n"
-            f"Fix: restore them, or start another run",
+            f"the data of the run in {self} have changed{also}: {_changes(was, now)}\n"
+            f"Fix: {fix}, or start another run",
         )
         return is_cut_alike
 
