@@ -89,15 +89,21 @@ def test_an_update_on_the_host_that_depends_on_shape_or_place_is_refused(name):
             make_train_step(task, on_host)(restored, batch_of(task))
 
 
-@pytest.mark.parametrize("name", [*ALONE, "adam"])
+NO_TRIAL = {
+    **ALONE,
+    "adam": lambda: optax.adam(1e-3),
+    "multi steps": lambda: optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("name", NO_TRIAL)
 def test_an_update_of_each_number_alone_needs_no_trial(name, monkeypatch):
     def no_trial(*args):
         raise AssertionError
 
     monkeypatch.setattr(host_check, "_random_updates_are_alike", no_trial)
-    own = {**ALONE, "adam": lambda: optax.adam(1e-3)}[name]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        init_state(WithOptimizer(Text, own=own), Parallel("dp2", update="host"))
+        init_state(WithOptimizer(Text, own=NO_TRIAL[name]), Parallel("dp2", update="host"))
 
 
 def test_an_update_that_is_alike_by_trial_is_taken():

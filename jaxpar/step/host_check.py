@@ -128,6 +128,14 @@ def _steps(program: ClosedJaxpr) -> list[Hashable] | None:
         uniform = all(isinstance(v, Literal) or is_uniform[v] for v in eqn.invars)
         if name == "broadcast_in_dim" and uniform:
             steps.append((name, *reads))
+        elif name == "cond":  # its index is one number, the same for all
+            steps.append((name, *reads))
+            for branch in eqn.params["branches"]:
+                steps_of_branch = _steps(branch)
+                if steps_of_branch is None:
+                    return None
+                steps.append(tuple(steps_of_branch))
+            uniform = False
         else:
             shapes = {aval_of(v).shape for v in (*eqn.invars, *eqn.outvars)} - {()}
             if name not in _ELEMENTWISE or len(shapes) > 1:
