@@ -1,7 +1,9 @@
 """The law: a disk that is full for one process ends all of them with the same words; checkpoints stay."""
 
+import asyncio
 import contextlib
 import errno
+import gc
 import json
 import os
 import re
@@ -17,7 +19,7 @@ from jaxpar.cli.main import main
 from jaxpar.config import TrainConfig
 from jaxpar.step.setup import Setup
 from jaxpar.training.callbacks import ConsoleReport, Report
-from jaxpar.training.checkpoint import Writing
+from jaxpar.training.checkpoint import Writing, _close_last
 from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
 
@@ -34,7 +36,7 @@ import os, resource, signal, sys
 from pathlib import Path
 from jaxpar.cli.main import main
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.checkpoint import Writing
+from jaxpar.training.checkpoint import Writing, _close_last
 
 case, culprit, out_dir, *arguments = sys.argv[1:]
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -289,6 +291,25 @@ def test_a_disk_that_is_full_at_any_point_gives_one_error_and_loses_nothing(tmp_
     assert told["steps"] == [2] * num_tries
     continued, undisturbed = told["losses"]
     assert continued == undisturbed
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_second_write_that_fails_at_any_time_prints_nothing(turns, caplog):
+    async def fail(turns):
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        raise OSError("no space")
+
+    async def write():
+        await _close_last()
+        await asyncio.gather(fail(0), fail(turns))
+
+    loop = asyncio.new_event_loop()
+    with pytest.raises(OSError, match="no space"):
+        loop.run_until_complete(write())
+    loop.close()
+    gc.collect()
+    assert not caplog.messages
 
 
 # The start of a command whose rest is "$@" of a shell script. The disk is there for that script alone.

@@ -628,9 +628,14 @@ async def _close_last() -> None:
         return
     close = loop.close
 
+    async def end() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if tasks:
+            await asyncio.wait(tasks)
+        await asyncio.sleep(0)  # now who waits for a task sees its error, or Python would print it
+
     def close_last() -> None:
-        if tasks := asyncio.all_tasks(loop):
-            loop.run_until_complete(asyncio.wait(tasks))
+        loop.run_until_complete(end())
         close()
 
     loop.close = close_last
