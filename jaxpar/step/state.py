@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.base.checks import require, require_instance
+from jaxpar.base.checks import require_instance
 from jaxpar.base.compiler import options_to_draw
 from jaxpar.base.display import Shown, format_bytes, format_count
 from jaxpar.base.jax_private import call_once
@@ -31,7 +31,7 @@ from jaxpar.sharding import (
     shardings,
     user_name,
 )
-from jaxpar.step.host_check import updates_pieces_alike
+from jaxpar.step.host_check import updates_numbers_alone
 from jaxpar.step.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.step.resolved import Resolved
 from jaxpar.trace.counts import draws, reductions
@@ -179,7 +179,6 @@ def _with_host_state(setup: Resolved, state: TrainState) -> TrainState:
     """With the optimizer's state, where that is kept on the host."""
     if setup.parallel.update != "host":
         return state
-    setup.cached(check_host_update)
     host, target = HostOptimizer(setup.optimizer), abstract_state(setup)
     split = jax.device_put(state.params, shardings(state.params, setup.mesh, state.opt_rules))
     return dataclasses.replace(state, opt_state=host.init(split, target.opt_state))
@@ -282,27 +281,22 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
             if task.has_own_optimizer:
                 jax.eval_shape(setup.optimizer.update, *args)  # mistakes in it are reported now
             return
+        if not task.has_own_optimizer:
+            return
         program = jax.make_jaxpr(setup.optimizer.update)(*args).jaxpr
-    found, has_noise = reductions(program), draws(program)
-    why = f"looks at more than one number at once ({', '.join(sorted(found))})" if found else ""
-    if not found and has_noise:
-        why = "draws random numbers"
-    require(not why, _on_host(task, why))
-
-
-def check_host_update(setup: Resolved) -> None:
-    """Checks an own optimizer with update="host" on random parameters, in their real size.
-
-    It needs the memory of a run, so a plan for other machines does without.
-
-    Raises:
-      ValueError: parts of a parameter are updated in another way than the whole.
-    """
-    if not setup.task.has_own_optimizer:
+    if updates_numbers_alone(setup, state.params, state.opt_rules):
         return
-    state = abstract_state(setup)
-    is_alike = updates_pieces_alike(setup, state.params, state.opt_rules)
-    require(is_alike, _on_host(setup.task, "updates a part in another way than the whole array."))
+    places = jax.tree.leaves(shardings(state.params, setup.mesh, state.opt_rules))
+    found = reductions(program)
+    if found:
+        why = f"looks at more than one number at once ({', '.join(sorted(found))})"
+    elif draws(program):
+        why = "draws random numbers"
+    elif all(place.is_fully_replicated for place in places):
+        return  # there are no parts
+    else:
+        why = "may update a part in another way than the whole array"
+    raise ValueError(_on_host(task, why))
 
 
 def _on_host(task: Task, why: str) -> str:

@@ -33,7 +33,7 @@ from jaxpar.step.optimizer import HostOptimizer, clip_scale, global_norm, update
 from jaxpar.step.parts import Parts
 from jaxpar.step.per_layer import without_empty_rows
 from jaxpar.step.resolved import Resolved
-from jaxpar.step.state import TrainState, abstract_state, check_host_update, state_shardings
+from jaxpar.step.state import TrainState, abstract_state, state_shardings
 from jaxpar.trace.numbers import with_numbers
 from jaxpar.trace.source_lines import source_line_of_instruction
 from jaxpar.trace.surprises import tell_of_optimizer
@@ -282,7 +282,6 @@ class _HostStep(_GradientStep):
         )
 
     def run(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        self._setup.cached(check_host_update)  # a state may come from a checkpoint
         split, grads, *how, metrics = super().run(state, batch)
         params, opt_state = self._host.update(
             split.params, grads, state.opt_state, *how, metrics.loss
