@@ -234,7 +234,56 @@ def flattened(x):
     return clipped_in_backward(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
+def with_mask(x):
+    """A mask that random numbers would make otherwise."""
+
+    def backward(mask, dx):
+        kept = jnp.where(mask, dx, 0)
+        return kept / (1e-9 + jnp.linalg.norm(kept)), None
+
+    function = jax.custom_vjp(lambda x, mask: x)
+    function.defvjp(lambda x, mask: (x, mask), backward)
+    return function(x, x > -10)
+
+
+def with_roots(x):
+    """Of positive numbers."""
+
+    def backward(root, dx):
+        return (root * dx / jnp.linalg.norm(root * dx),)
+
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(lambda x: (x, jnp.sqrt(x)), backward)
+    return function(jax.nn.sigmoid(x))
+
+
+def of_a_function_of_jax(x):
+    function = jax.custom_jvp(jnp.tanh)
+
+    @function.defjvp
+    def rule(args, d_args):
+        return jnp.tanh(*args), d_args[0] - jnp.mean(d_args[0])
+
+    return function(x)
+
+
+def scaled_in_bfloat16(x):
+    """By the root mean square, which is much alike in all pieces of random numbers."""
+
+    def backward(_, dx):
+        wide = dx.astype(jnp.float32)
+        return ((wide / jnp.sqrt(1e-30 + jnp.mean(wide**2))).astype(dx.dtype),)
+
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(lambda x: (x, None), backward)
+    return function(x.astype(jnp.bfloat16)).astype(x.dtype)
+
+
 COMBINES_ROWS = {
+    "with a mask": lambda: with_mask,
+    "with roots": lambda: with_roots,
+    "custom_jvp of a function of JAX": lambda: of_a_function_of_jax,
+    "in bfloat16": lambda: scaled_in_bfloat16,
     "custom_vjp": lambda: clipped_in_backward,
     "custom_vjp of [rows * time, width]": lambda: flattened,
     "custom_vjp in jit": lambda: jax.jit(clipped_in_backward),

@@ -38,7 +38,7 @@ from jaxpar.step.trial import Part, Tree, Trial, normal, quick_jit
 from jaxpar.trace.bound import bound
 from jaxpar.trace.described import Descriptions
 from jaxpar.trace.jaxprs import equations_in, parts_of_program
-from jaxpar.trace.own_derivatives import OWN_DERIVATIVES
+from jaxpar.trace.own_derivatives import OWN_DERIVATIVES, files_of_rules
 from jaxpar.trace.source_lines import source_line_of_equation
 
 # By what gradients are multiplied: powers of two, which change no digits. Those of float16 have fewer.
@@ -149,11 +149,11 @@ def _function_of(eqn: JaxprEqn) -> str:
         return ""
     program, _ = parts_of_program(eqn.params[OWN_DERIVATIVES[kind].program])
     about, place = program.debug_info, source_line_of_equation(eqn)
-    file = str(about.func_filename)
-    if file.startswith(_PACKAGE) or (
-        kind == "custom_jvp_call" and file.startswith(_PACKAGES_OF_JAX)
-    ):
-        return ""
+    packages = (_PACKAGE, *_PACKAGES_OF_JAX) if kind == "custom_jvp_call" else (_PACKAGE,)
+    if str(about.func_filename).startswith(packages):
+        rules = files_of_rules(eqn)  # a user may give a function of JAX another derivative
+        if all(file.startswith((_PACKAGE, *_PACKAGES_OF_JAX)) for file in rules):
+            return ""
     return about.func_name + f" ({place})" * bool(place)
 
 
@@ -251,16 +251,25 @@ def _check_alone(trial: Trial, name: str, part: Part, *, is_linear: bool) -> boo
             if looks in seen:
                 continue
             seen.add(looks)
-            _check_rule(rule, part, _function_of(call.eqn), way, is_linear=is_linear)
+            function = _function_of(call.eqn)
+            if not _check_rule(rule, part, function, way, is_linear=is_linear):
+                all_tried = False
     return all_tried
 
 
-def _check_rule(rule: RuleAlone, part: Part, function: str, way: str, *, is_linear: bool) -> None:
-    found = rule.gradients(_scales(is_short=jnp.float16 in rule.types))
-    if not all(agree(own.in_pieces, own.at_once, rule.tolerance) for own in found):
-        raise _combines(part, function, way)
-    if is_linear and not all(agree(own.at_once, found[0].at_once, rule.tolerance) for own in found):
-        raise _is_not_linear(part, function)
+def _check_rule(rule: RuleAlone, part: Part, function: str, way: str, *, is_linear: bool) -> bool:
+    """Returns whether random numbers are all that it takes to try a function."""
+    scales, tolerance = _scales(is_short=jnp.float16 in rule.types), rule.tolerance
+    for are_positive in (False, True):  # some functions take roots or logarithms of them
+        gradients = rule.gradients(scales, are_positive=are_positive)
+        for gradient in gradients:
+            if not agree(gradient.in_pieces, gradient.at_once, tolerance):
+                raise _combines(part, function, way)
+            if is_linear and not agree(gradient.at_once, gradients[0].at_once, tolerance):
+                raise _is_not_linear(part, function)
+        if all(gradient.says_something for gradient in gradients):
+            return not rule.reads_other_types
+    return False
 
 
 def _calls(trial: Trial, name: str, part: Part, along: str, num_pieces: int) -> list[Call]:

@@ -56,6 +56,14 @@ class Gradients:
     at_once: Arrays
     in_pieces: Arrays
 
+    @property
+    def says_something(self) -> bool:
+        """Whether they are neither all 0 nor, but for few, infinite or NaN."""
+        for gradient in self.at_once:
+            if np.mean(~np.isfinite(gradient)) > FEW:
+                return False
+        return any(np.any(gradient) for gradient in self.at_once)
+
 
 def calls_in(program: Jaxpr, *, in_loop: bool = False) -> Iterator[Call]:
     """All such calls, but for those within another one: their derivatives are not used."""
@@ -114,19 +122,32 @@ class RuleAlone:
         return max(float(jnp.finfo(dtype).eps) for dtype in self.types) ** 0.5
 
     @property
+    def reads_other_types(self) -> bool:
+        """Whether it also takes booleans or integers, of which real ones may be of another kind."""
+        return not all(map(is_float, self.whole.invars))
+
+    @property
     def is_cut(self) -> bool:
         """Whether each piece computes with other numbers."""
         return any(dim != NOWHERE for dim in self.operands)
 
-    def gradients(self, scales: Sequence[float]) -> list[Gradients]:
-        """For each scale of the gradients that it is given."""
+    def gradients(self, scales: Sequence[float], *, are_positive: bool = False) -> list[Gradients]:
+        """For each scale of the gradients that it is given.
+
+        Args:
+          are_positive: whether all operands are.
+        """
         rng = np.random.default_rng(0)
-        operands = [_random(rng, v) for v in self.whole.invars]
+        pairs = zip(self.whole.invars, self.operands, strict=True)
+        operands = [_uneven(_random(rng, v), dim) for v, dim in pairs]
+        if are_positive:
+            operands = [np.abs(a) if jnp.isrealobj(a) else a for a in operands]
         operands_of_piece = self._pieces(operands, self.operands)
         dims = [self.results[n] for n in results_with_gradient(self.whole)]
         variables = [self.whole.outvars[n] for n in results_with_gradient(self.whole)]
         if self.is_cut:
-            d_results = [_random(rng, v) for v in variables]
+            pairs = zip(variables, dims, strict=True)
+            d_results = [_uneven(_random(rng, v), dim) for v, dim in pairs]
             d_results_of_piece = self._pieces(d_results, dims)
         else:  # each piece computes the same, and the gradient of all is the sum of theirs
             d_results_of_piece = [
@@ -197,14 +218,24 @@ def _cut_dims(whole: Sequence[Atom], piece: Sequence[Atom], num_pieces: int) -> 
 
 
 def _random(rng: np.random.Generator, v: Atom) -> np.ndarray:
-    """Normal numbers; zeros of types that have none."""
+    """Normal numbers; booleans, and small integers."""
     shape, dtype = aval_of(v).shape, aval_of(v).dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
-        return np.zeros(shape, dtype)
+        return rng.integers(0, 2 if dtype == np.dtype(np.bool_) else 4, shape).astype(dtype)
     numbers = rng.standard_normal(shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         numbers = numbers + 1j * rng.standard_normal(shape)
     return np.asarray(numbers).astype(dtype)
+
+
+def _uneven(array: np.ndarray, dim: int) -> np.ndarray:
+    """Numbers of another mean and size in each row: what combines rows is then another in each piece."""
+    if dim == NOWHERE or not jnp.issubdtype(array.dtype, jnp.inexact):
+        return array
+    shape = [1] * array.ndim
+    shape[dim] = -1
+    place = np.linspace(-1, 1, array.shape[dim]).reshape(shape)
+    return (array * 8.0**place + place).astype(array.dtype)
 
 
 def _sum(arrays: Sequence[np.ndarray]) -> np.ndarray:

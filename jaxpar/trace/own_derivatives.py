@@ -1,11 +1,14 @@
 """Functions with a derivative of their own: `jax.custom_vjp`, `jax.custom_jvp`, `linear_call`."""
 
+import functools
+import types
 from typing import NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.linear_util import WrappedFun
 
-from jaxpar.base.types import Cotangents, Leaves
+from jaxpar.base.types import Cotangents, Leaves, Value
 from jaxpar.trace.jaxprs import aval_of, is_float
 
 
@@ -65,3 +68,33 @@ def gradient_of(eqn: JaxprEqn) -> ClosedJaxpr:
     operands = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
     d_results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in map(aval_of, eqn.outvars)]
     return jax.make_jaxpr(gradients)(operands, [d_results[n] for n in results])
+
+
+def files_of_rules(eqn: JaxprEqn) -> set[str]:
+    """The source files of the functions that make the derivative of such an equation."""
+    files, seen = set[str](), set[int]()
+
+    def look(value: Value) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            files.add(value.__code__.co_filename)
+            for cell in value.__closure__ or ():
+                try:
+                    look(cell.cell_contents)
+                except ValueError:  # an empty cell
+                    continue
+        elif isinstance(value, types.MethodType):
+            look(value.__func__)
+        elif isinstance(value, functools.partial):
+            look((value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, WrappedFun):
+            look((value.f, value.transforms))
+        elif isinstance(value, tuple | list):
+            for part in value:
+                look(part)
+
+    for name in OWN_DERIVATIVES[eqn.primitive.name].rules:
+        look(eqn.params[name])
+    return files
