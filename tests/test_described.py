@@ -312,3 +312,53 @@ def test_equal_numbers_of_other_types_are_told_apart(values):
     descriptions = Descriptions()
     assert len({exact(value) for value in values}) == len(values)
     assert len({descriptions.of_value((value,)) for value in values}) == len(values)
+
+
+class Table(dict):
+    """A dict that also has a factor."""
+
+
+class Alike(list):
+    """All are equal, whatever they hold."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+
+@dataclasses.dataclass
+class Holder:
+    name: str = "holder"
+
+
+def table(factor):
+    held = Table(a=1)
+    held.factor = factor
+    return held
+
+
+def holder(factor):
+    held = Holder()
+    held.factor = factor
+    return held
+
+
+HIDES = {
+    "masked array": lambda factor: np.ma.array([1.0, 2.0], mask=[factor > 2, False]),
+    "dict with an attribute": table,
+    "list with an attribute": Alike,
+    "dataclass with another attribute": holder,
+}
+
+
+@pytest.mark.parametrize("name", HIDES)
+def test_what_a_function_holds_is_compared_with_all_that_is_in_it(name):
+    descriptions = Descriptions()
+
+    def of(factor):
+        held = HIDES[name](factor)
+        return descriptions.of_program(
+            program(lambda x: jax.pure_callback(lambda x: x * len(str(held)), x, x))
+        )
+
+    assert of(2.0) != of(3.0)

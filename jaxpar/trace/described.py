@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import sys
 import types
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -37,6 +38,7 @@ _NAMES = {
 }
 # Classes of JAX's whose objects hold what a trace has done so far.
 _STATE = {"Trace", "Store", "EqualStore", "InitialResultPaths"}
+_PACKAGES = {"flax", "jax", "jaxlib", "jaxpar", "ml_dtypes", "numpy", "optax"}
 # JAX's wrappers of arguments that are not traced.
 _WRAPPERS = {"Hashable", "Unhashable", "WrapHashably"}
 
@@ -142,6 +144,8 @@ class Descriptions:
             return self._number("plain", exact(value))
         if isinstance(value, ClosedJaxpr | Jaxpr):
             return self.of_program(value, is_differentiated=is_differentiated)
+        if _is_of_another_class(value):
+            return self._whole(value)
         if isinstance(value, tuple):
             parts = [self._of(part, holder, is_differentiated) for part in value]
             return self._number("tuple", type(value), *parts)
@@ -186,7 +190,10 @@ class Descriptions:
     def _fields(self, value: Value, holder: _Holder) -> int:
         names = [field.name for field in dataclasses.fields(value)]
         parts = [self._of(getattr(value, name, None), holder) for name in names]
-        return self._number("fields", type(value), *parts)
+        others = {
+            name: v for name, v in getattr(value, "__dict__", {}).items() if name not in names
+        }
+        return self._number("fields", type(value), *parts, self._of((*others.items(),), holder))
 
     # ---- functions ----
 
@@ -260,8 +267,25 @@ def _is_state(value: Value) -> bool:
     return type(value) is object or any(c.__name__ in _STATE for c in type(value).__mro__)
 
 
+def _is_of_another_class(value: Value) -> bool:
+    """Whether it is of a user's class of containers or arrays, which may hold more than one can see."""
+    if not isinstance(value, tuple | list | set | frozenset | Mapping | np.ndarray):
+        return False
+    if isinstance(value, np.ndarray):  # one of np.ma has a mask as well
+        return type(value) is not np.ndarray and not _is_of_jax(type(value))
+    return bool(getattr(value, "__dict__", None)) and not _is_known(type(value))
+
+
+def _is_known(cls: type) -> bool:
+    """Whether a class is of Python, JAX or a package of this framework, whose objects hide nothing."""
+    package = str(cls.__module__).partition(".")[0]
+    return package in sys.stdlib_module_names or package in _PACKAGES
+
+
 def _has_equality(value: Value) -> bool:
-    """Whether objects of its class say when they are equal."""
+    """Whether objects of its class say when they are equal, and can be trusted."""
+    if not _is_known(type(value)):
+        return False
     try:
         hash(value)
     except TypeError:
