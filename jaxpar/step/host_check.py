@@ -17,7 +17,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from jaxpar.base.types import Atom, Shapes, Tree
-from jaxpar.sharding import shardings
+from jaxpar.partition.by_layer import kind_of
+from jaxpar.sharding import is_variable, shardings
 from jaxpar.step.resolved import Resolved
 from jaxpar.trace.jaxprs import aval_of, inlined, programs_in
 
@@ -43,21 +44,33 @@ def updates_numbers_alone(setup: Resolved, params: Tree, opt_rules: Any) -> bool
       opt_rules: what the optimizer state is laid out by.
     """
     leaves, structure = jax.tree.flatten(params)
+    is_stack = [kind_of(v) is not None for v in jax.tree.leaves(params, is_leaf=is_variable)]
     places = jax.tree.leaves(shardings(params, setup.mesh, opt_rules))
-    with jax.numpy_dtype_promotion("standard"):
-        expected = _steps_of_update(setup, params)
-        if expected is None:
+    shapes_seen = list[list[tuple[int, ...]]]()
+    for device in (setup.mesh.devices.flat[0], setup.mesh.devices.flat[-1]):
+        indices = []
+        for place, leaf in zip(places, leaves, strict=True):
+            indices.append(place.devices_indices_map(leaf.shape)[device])
+        pieces = _pieces(leaves, indices)
+        shapes = [piece.shape for piece in pieces]
+        if shapes in shapes_seen:
+            continue
+        shapes_seen.append(shapes)
+        whole = []
+        for leaf, piece, stack in zip(leaves, pieces, is_stack, strict=True):
+            # An optimizer sees each layer alone, and parts of a stack have no empty rows: as many as a piece.
+            shape = (piece.shape[0], *leaf.shape[1:]) if stack else leaf.shape
+            whole.append(jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type))
+        try:
+            with jax.numpy_dtype_promotion("standard"):
+                steps, steps_of_pieces = (
+                    _steps_of_update(setup, jax.tree.unflatten(structure, arrays))
+                    for arrays in (whole, pieces)
+                )
+        except (TypeError, ValueError):  # shapes that do not fit each other
             return False
-        for device in (setup.mesh.devices.flat[0], setup.mesh.devices.flat[-1]):
-            indices = []
-            for place, leaf in zip(places, leaves, strict=True):
-                indices.append(place.devices_indices_map(leaf.shape)[device])
-            try:
-                pieces = jax.tree.unflatten(structure, _pieces(leaves, indices))
-                if _steps_of_update(setup, pieces) != expected:
-                    return False
-            except (TypeError, ValueError):  # shapes that do not fit each other
-                return False
+        if steps is None or steps != steps_of_pieces:
+            return False
     return True
 
 
@@ -77,7 +90,7 @@ def _pieces(
             ways_of_shape.append(at)
         shape = [len(range(*cut.indices(size))) for cut, size in zip(at, leaf.shape, strict=True)]
         if shape:
-            shape[0] += ways_of_shape.index(at)
+            shape[-1] += ways_of_shape.index(at)  # the first one may be that of layers
         pieces.append(jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type))
     return pieces
 

@@ -35,13 +35,6 @@ READ_SHAPE_OR_PLACE = {
     "fan-in": lambda: changed(lambda g: g / g.shape[0]),
     "mask by size": lambda: changed(lambda g: g if g.size < 200 else 0 * g),
     "iota": lambda: changed(by_place),
-    "fan-in later": lambda: optax.chain(
-        optax.stateless(lambda updates, _: jax.tree.map(lambda g: g / g.shape[0], updates)),
-        optax.sgd(optax.linear_schedule(0.0, RATE, 5, transition_begin=3)),
-    ),
-    "place in every fourth step": lambda: optax.MultiSteps(
-        changed(by_place), 4
-    ).gradient_transformation(),
     "flip": lambda: changed(lambda g: jnp.flip(g, 0)),
     "roll": lambda: changed(lambda g: jnp.roll(g, 1, 0)),
     "first number": lambda: changed(lambda g: g + 0.1 * g.reshape(-1)[0]),
@@ -49,6 +42,16 @@ READ_SHAPE_OR_PLACE = {
     "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(RATE)),
 }
 OPTIMIZERS = ALONE | READ_SHAPE_OR_PLACE
+# Those that do so in some later step.
+READ_SHAPE_OR_PLACE_LATER = {
+    "fan-in later": lambda: optax.chain(
+        optax.stateless(lambda updates, _: jax.tree.map(lambda g: g / g.shape[0], updates)),
+        optax.sgd(optax.linear_schedule(0.0, RATE, 5, transition_begin=3)),
+    ),
+    "place in every fourth step": lambda: optax.MultiSteps(
+        changed(by_place), 4
+    ).gradient_transformation(),
+}
 
 
 def refusals(parallel, optimizer, *, is_clipped):
