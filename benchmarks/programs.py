@@ -3,207 +3,225 @@
     python -m benchmarks.programs store FOLDER [--only PART_OF_NAMES]
     python -m benchmarks.programs compare FOLDER [--only PART_OF_NAMES]
 
-Code that only moves leaves every program as it is. Programs are lowered, not compiled, for rows of tables of
-the tests: their meshes, schedules, storage, layers and models. What a program is given of its schedule comes
-after its text. Places in files and names of functions are left out. With update="host", a program ends with
-the gradients.
+Code that only moves leaves every program as it is. Programs are lowered, not compiled, for the tables of
+`program_tables.py`: meshes, schedules, storage, layers, models and optimizers. What a program is given of its
+schedule comes after its text. Places in files and names of functions are left out. With update="host", a
+program ends with the gradients.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import functools
 import gzip
 import hashlib
 import itertools
 import json
-import pkgutil
 import re
 import sys
 import time
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
 
 import jaxpar
+from benchmarks.program_tables import TABLES, Table, Training
+from jaxpar.model.facts import ModelFacts
+from jaxpar.step.functions import make_train_step
+from jaxpar.step.setup import Setup
+from jaxpar.step.state import abstract_state
+from jaxpar.step.step import abstract_batch
 
-jaxpar.simulate_devices(8)
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-
-# Where things are, and what is set where: change this when they move.
-NAMES = {
-    "Facts": "jaxpar.model.facts.ModelFacts", "Setup": "jaxpar.step.setup.Setup",
-    "state": "jaxpar.step.state.abstract_state", "batch": "jaxpar.step.step.abstract_batch",
-    "step": "jaxpar.step.functions.make_train_step", "LAYERS": "jaxpar.tasks.lm.options.LAYERS",
-    "MODEL": "lib.laws.MODEL", "settings": "lib.laws.make_settings", "on": "lib.laws.on_devices",
-    "Regress": "lib.models.Regress", "Tokens": "lib.models.Tokens", "awd": "lib.awd.awd",
-    "Silent": "test_layer_sums.MIXED",
-}  # fmt: skip
-POOLS = {"jaxpar.partition.partition.FEW": 0, "jaxpar.partition.pool.COLUMNS": 8}
-ENDS = {"jaxpar.partition.partition.FEW": 0, "jaxpar.partition.partition.LITTLE": 1e-9}
-ENDS["jaxpar.model.facts.ModelFacts.layer_flops"] = float("inf")
-CHANGES = {"pools": POOLS, "planes": POOLS, "ends": ENDS, "own_ends": ENDS}
-
-at = argparse.Namespace(**{name: pkgutil.resolve_name(where) for name, where in NAMES.items()})
-on, lm = at.settings, functools.partial(replace, at.MODEL)
-optimizer_of = functools.partial(jaxpar.OptimizerConfig, warmup_steps=0)
+MOST_LINES = 12  # of a difference that is printed
 
 
-def laid(mesh, options, **layout):
-    """On the first devices."""
-    return jaxpar.Parallel(at.on(mesh), jaxpar.PipelineConfig(**options), **layout)
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A lowered step; `text` says why there is none if it failed."""
+
+    name: str
+    text: str
+    failed: bool = False
+
+    @property
+    def digest(self) -> str:
+        """The same for equal texts alone."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def line(self, result: str) -> str:
+        """What is printed of it: a word, its name, and why it failed if it did."""
+        reason = self.text if self.failed else ""
+        return f"{result:8} {self.name} {reason}".rstrip()
 
 
-def pool(t, mesh, options, layout, **task):
-    """As the tests of pools have it."""
-    return t.Unequal(**task, batch_size=8), t.parallel_of(mesh, layout, **options), t.TRAIN
+# ---- programs ----
 
 
-# name: the table of a test, or rows; how many of them at most; what is made of the test's module and a row.
-TWO, MAKE = [(1, 1, 1), (2, 2, 2)], (at.Regress(("block",) * 4), at.Tokens(), at.Silent)
-SOURCES = {
-    "mesh": ("equivalence:loss_and_gradients_equal_plain", 99, lambda t, **row: on(**row)),
-    "placement": ("equivalence:uneven_placement_equals_plain", 9, lambda t, **row:
-        on((2, 3, 1), (2, 2), lm(num_layers=7), **row)),
-    "variant": ("equivalence:model_variants_equal_plain", 9, lambda t, sizes:
-        on((2, 2, 2), (2, 2), lm(**sizes))),
-    "storage": ("equivalence:parameters_agree_after_two_steps", 9, lambda t, optimizer, mesh_sizes, storage:
-        on(mesh_sizes, (2, 2), lm(optimizer=optimizer_of(optimizer)), layout=storage)),
-    "pools": ("pools:layers_in_pools_equal_their_definition", 99, lambda t, pipeline, frozen, **row:
-        pool(t, options=pipeline, freeze=frozen, **row)),
-    "planes": ("pools:updates_of_whole_planes_equal_those_of_single_arrays", 9, lambda t, optimizer, **row:
-        pool(t, options={}, optimizer=optimizer_of(**optimizer), **row)),
-    "schedule": ("pipeline:every_schedule_and_option_equals_plain", 16, lambda t, options, tied:
-        on((1, 4, 2), (2, 2), lm(tie_embedding=tied), **options)),
-    "uneven": ("pipeline:uneven_placements_equal_plain", 4, lambda t, stages, options:
-        on((2, stages, 1), (2, 4), lm(num_layers=7), **options)),
-    "empty": ("pipeline:stages_without_layers_equal_plain", 4, lambda t, stages, options:
-        on((1, stages, 1), (2, 2), lm(num_layers=3), **options)),
-    "remat": ([{"remat_keeps": keeps} for keeps in ("device", "host", "carries")], 9, lambda t, **row:
-        on((2, 2, 1), (2, 4), lm(num_layers=4), remat=True, **row)),
-    "shares": ("shares:any_shares_give_the_gradients_of_one_device", 4,
-        lambda t, mesh, units, shares, options: on(mesh, units, layout={"shares": shares}, **options)),
-    "lm": ([{"layer": layer} for layer in at.LAYERS], 9, lambda t, **row:
-        on((2, 2, 2), (2, 2), lm(num_layers=4, **row))),
-    "text": ([{"packed": True}, {"num_buckets": 2}, {"dtype": "bfloat16"}], 9, lambda t, **row:
-        on((2, 2, 1), (2, 4), lm(num_layers=2, bucket_multiple=2, **row))),
-    "awd": ("regularization:the_masks_are_the_same_on_every_mesh", 3, lambda t, mesh, units, options:
-        on(mesh, units, at.awd(at.MODEL, **t.ALL), **options)),
-    "any": ([{"mesh": mesh, "model": n} for mesh in TWO for n in range(3)], 9, lambda t, mesh, model:
-        on(mesh, (2, 1), MAKE[model])),
-    "layers": ("any_model:jaxpars_layers_in_a_pipeline_equal_their_definition", 9,
-        lambda t, kinds, mesh, units: (t.Calm(kinds), laid(mesh, units))),
-    "groups": ("any_model:optimizers_of_groups_leave_the_same_parameters", 3, lambda t, name, kinds, layout:
-        on((2, 2, 1), (2, 2), t.Grouped(kinds, freeze=name), layout=layout)),
-    "memories": ("matrix_memories:they_are_the_same_on_every_mesh_and_schedule", 2,
-        lambda t, kinds, mesh, units: (t.Memories(kinds), laid(mesh, units))),
-    "ends": ("ends:a_language_model_whose_table_is_in_rows_equals_plain", 4,
-        lambda t, mesh, sizes, pipeline, layout: on(mesh, (2, 4), lm(**sizes), layout=layout, **pipeline)),
-    "own_ends": ("ends:any_model_with_ends_in_parts_equals_its_definition", 4,
-        lambda t, mesh, how, pipeline, frozen: on(mesh, (2, 4), t.Words(how=how, freeze=frozen), **pipeline)),
-    "context": ("axes:time_in_parts_equals_the_plain_model", 3, lambda t, mesh, pipeline:
-        (t.Context(), t.laid_out(mesh, **pipeline))),
-    "experts": ("axes:experts_over_an_axis_equal_the_plain_model", 3, lambda t, mesh, pipeline:
-        (t.Mixture(), t.laid_out(mesh, **pipeline))),
-    "mixed_rows": ("rows_together:layers_mix_as_many_rows_on_any_mesh", 3, lambda t, mesh, pipeline, layout:
-        (t.Mixed(), laid(mesh, pipeline, **layout))),
-    "timeless": ("rows_together:a_model_without_time_mixes_rows_too", 1, lambda t, mesh:
-        on(mesh, (2, 1), t.Timeless())),
-    "taper": ("widths:layers_of_any_width_equal_the_plain_model", 4, lambda t, sizes, pipeline:
-        (t.Tapered(), laid(sizes, pipeline))),
-    "pyramid": ("widths:a_pyramid_of_convolutions_equals_the_plain_model", 2, lambda t, sizes, pipeline:
-        (t.Pyramid(), laid(sizes, pipeline))),
-    "low": ("low_precision:models_of_few_digits_train_on_every_mesh", 3,
-        lambda t, dtype, mesh, units, options: on(mesh, units, t.Low(dtype), **options)),
-}  # fmt: skip
+def lower_programs(part: str) -> Iterator[Program]:
+    """Each program with this part in its name."""
+    names = set()
+    for table in TABLES:
+        facts_of = functools.lru_cache(4)(ModelFacts.of)  # of a task, as long as constants stay
+        with constants_set(table.constants):
+            for row in table.rows:
+                name = name_of(table, row)
+                assert name not in names, name
+                names.add(name)
+                if part in name:
+                    yield lower_program(name, table, row, facts_of)
 
 
-def rows_of(test):
-    """The rows of a test's table, slow ones too, from names to values."""
-    tables = []
-    for names, rows, *_ in (mark.args for mark in test.pytestmark if mark.name == "parametrize"):
-        is_one, names = isinstance(names, str), [names] if isinstance(names, str) else names
-        rows = [r.values if hasattr(r, "marks") else [r] if is_one else r for r in rows]
-        tables.append([dict(zip(names, row, strict=True)) for row in rows])
-    return [functools.reduce(dict.__or__, rows) for rows in itertools.product(*tables)]
+def name_of(table: Table, row: Mapping[str, Any]) -> str:
+    """The name of the table, and fields and values of the row, as one word."""
+    fields = ",".join(f"{field} {value}" for field, value in row.items())
+    return re.sub(r"[^\w.]+", "_", f"{table.name} {fields}").strip("_")
 
 
-facts_of = functools.lru_cache(4)(lambda task, source: at.Facts.of(task))
+@contextlib.contextmanager
+def constants_set(constants: Mapping[str, Any]) -> Iterator[None]:
+    """Meanwhile, what is at these places in jaxpar has these values."""
+    with contextlib.ExitStack() as stack:
+        for place, value in constants.items():
+            stack.enter_context(mock.patch(place, value))
+        yield
 
 
-def lower(source, task, layout, *train):
+def lower_program(name: str, table: Table, row: Mapping[str, Any], facts_of) -> Program:
+    """The program of a row; one that fails does not stop the others."""
+    try:
+        training = table.make(**row)
+        return Program(name, lower(training, facts_of(training.task)))
+    except Exception as error:
+        return Program(name, f"failed: {type(error).__name__}: {error}\n", failed=True)
+
+
+def lower(training: Training, facts: ModelFacts) -> str:
     """The text of a step, without what may change when code moves, and the tables that it is given."""
-    setup = at.Setup.of(task, layout, *train, facts=facts_of(task, source))
-    step = at.step(setup)
-    text = step.lower(at.state(setup), at.batch(setup)).as_text()
+    setup = Setup.of(training.task, training.parallel, training.train, facts=facts)
+    step = make_train_step(setup)
+    text = step.lower(abstract_state(setup), abstract_batch(setup)).as_text()
+    tables = [f"// {table.dtype} {table.tolist()}\n" for table in jax.tree.leaves(step.full_table)]
+    return without_places_and_names(text) + "".join(tables)
+
+
+def without_places_and_names(text: str) -> str:
+    """A program without places in files, with numbers instead of the names of its functions."""
     text = re.sub(r"^#loc.*\n| loc\((?:[^()]|\([^()]*\))*\)", "", text, flags=re.MULTILINE)
-    private = re.findall(r"func\.func private @([\w.$-]+)", text)
-    numbers = {f"@{name}": f"@f{number}" for number, name in enumerate(private)}
-    text = re.sub(r"@[\w.$-]+", lambda found: numbers.get(found[0], found[0]), text)
-    text = re.sub(r"^module @\S+", "module", text)
-    tables = (f"// {leaf.dtype} {leaf.tolist()}\n" for leaf in jax.tree.leaves(step.full_table))
-    return text + "".join(tables)
+    private_names = re.findall(r"func\.func private @([\w.$-]+)", text)
+    new_names = {f"@{name}": f"@f{number}" for number, name in enumerate(private_names)}
+    text = re.sub(r"@[\w.$-]+", lambda match: new_names.get(match[0], match[0]), text)
+    return re.sub(r"^module @\S+", "module", text)
 
 
-def programs(part):
-    """Name and text of each program with this part in its name; the text may be why there is none."""
-    for source, (table, most, make) in SOURCES.items():
-        t, rows = None, table
-        if isinstance(table, str):
-            module, test = (f"test_{name}" for name in table.split(":"))
-            t, rows = (
-                pkgutil.resolve_name(module),
-                rows_of(pkgutil.resolve_name(f"{module}:{test}")),
-            )
-        most = min(most, len(rows))
-        for row in (rows[n * len(rows) // most] for n in range(most)):
-            values = ",".join(f"{name} {value}" for name, value in row.items())
-            if part not in (name := re.sub(r"[^\w.]+", "_", f"{source} {values}").strip("_")):
-                continue
-            with contextlib.ExitStack() as stack:
-                for where, value in CHANGES.get(source, {}).items():
-                    stack.enter_context(mock.patch(where, value))
-                try:
-                    yield name, lower(source, *make(t, **row))
-                except Exception as error:  # the others are compared all the same
-                    yield name, f"failed: {type(error).__name__}: {error}\n"
+# ---- the folder ----
 
 
-def main():
-    """Stores, or compares and exits with 1 if a program differs."""
+@dataclasses.dataclass(frozen=True)
+class ProgramFolder:
+    """A folder of programs; its index has the digest of each, by name."""
+
+    folder: Path
+
+    def read_index(self) -> dict[str, str]:
+        """The digests; none of a new folder."""
+        path = self.folder / "index.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def write_index(self, index: Mapping[str, str]) -> None:
+        """Stores the digests, sorted by name."""
+        path = self.folder / "index.json"
+        path.write_text(json.dumps(index, indent=1, sort_keys=True))
+
+    def read(self, name: str) -> str:
+        """The text of a program."""
+        return gzip.decompress(self._path(name).read_bytes()).decode()
+
+    def write(self, program: Program) -> None:
+        """Stores the text of a program; equal texts make equal files."""
+        self._path(program.name).write_bytes(gzip.compress(program.text.encode(), 6, mtime=0))
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.txt.gz"
+
+
+def store(folder: Path, part: str = "") -> bool:
+    """Stores programs; whether all could be lowered."""
+    begin = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    files = ProgramFolder(folder)
+    index = {name: digest for name, digest in files.read_index().items() if part not in name}
+    num_stored = num_failed = 0
+    for program in lower_programs(part):
+        print(program.line("stored"), flush=True)
+        files.write(program)
+        index[program.name] = program.digest
+        num_stored += 1
+        num_failed += program.failed
+    files.write_index(index)
+    print(f"{num_stored} programs, {num_failed} failed, in {time.monotonic() - begin:.0f} s")
+    return num_failed == 0
+
+
+def compare(folder: Path, part: str = "") -> bool:
+    """Compares programs with those stored; whether all that are stored are the same.
+
+    A program that is not stored is new. There is nothing to compare it with, so it counts for nothing.
+    """
+    begin = time.monotonic()
+    files = ProgramFolder(folder)
+    stored = {name: digest for name, digest in files.read_index().items() if part in name}
+    gone = set(stored)
+    counts = Counter()
+    for program in lower_programs(part):
+        gone.discard(program.name)
+        if program.name not in stored:
+            result = "new"
+        elif program.digest == stored[program.name]:
+            result = "same"
+        else:
+            result = "differs"
+        counts[result] += 1
+        print(program.line(result), flush=True)
+        if result == "differs":
+            print_difference(files.read(program.name), program.text)
+    for name in sorted(gone):
+        print(f"gone     {name}")
+    print(
+        f"{counts['same']} same, {counts['differs']} differ, {len(gone)} gone, {counts['new']} new, "
+        f"in {time.monotonic() - begin:.0f} s"
+    )
+    return 0 < counts["same"] == len(stored)
+
+
+def print_difference(before: str, after: str) -> None:
+    """The first lines that differ by more than the numbers of their values."""
+    lines = difflib.unified_diff(
+        without_numbers(before), without_numbers(after), "stored", "now", n=1, lineterm=""
+    )
+    for line in itertools.islice(lines, MOST_LINES):
+        print(f"    {line[:200]}")
+
+
+def without_numbers(text: str) -> list[str]:
+    """The lines of a program whose values are not numbered."""
+    return re.sub(r"%[\w#:]+", "%", text).splitlines()
+
+
+def main() -> None:
+    """Exits with 1 if a program could not be lowered, or is not as it is stored."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["store", "compare"])
+    parser.add_argument("command", choices=["store", "compare"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="", help="a part of the names of programs")
-    what, folder, only = vars(parser.parse_args()).values()
-    folder.mkdir(parents=True, exist_ok=True)
-    file, begin, found, bad = folder / "index.json", time.monotonic(), {}, 0
-    index = json.loads(file.read_text()) if file.exists() else {}
-    for name, text in programs(only):
-        assert name not in found, name
-        path, found[name] = folder / f"{name}.txt.gz", hashlib.sha256(text.encode()).hexdigest()
-        is_bad = text.startswith("failed") if what == "store" else index.get(name) != found[name]
-        word = ("differs" if is_bad else "same") if what == "compare" else "stored"
-        print(f"{word:8} {name}", text if text.startswith("failed") else "", flush=True)
-        bad += is_bad
-        if what == "store":
-            path.write_bytes(gzip.compress(text.encode(), 6, mtime=0))
-        elif is_bad:
-            before = gzip.decompress(path.read_bytes()).decode() if name in index else ""
-            both = (re.sub(r"%[\w#:]+", "%", t).splitlines() for t in (before, text))  # not numbers
-            lines = difflib.unified_diff(*both, "stored", "now", n=1, lineterm="")
-            print("".join(f"    {line[:200]}\n" for line in itertools.islice(lines, 12)), end="")
-    gone = {name for name in index if only in name} - found.keys()
-    if what == "store":
-        kept = {name: own for name, own in index.items() if name not in gone}
-        file.write_text(json.dumps(kept | found, indent=1, sort_keys=True))
-    else:
-        bad += len(gone)
-        print("".join(f"gone     {name}\n" for name in sorted(gone)), end="")
-    print(f"{len(found)} programs, {bad} bad, in {time.monotonic() - begin:.0f} s")
-    sys.exit(bool(bad))
+    arguments = parser.parse_args()
+    jaxpar.simulate_devices(8)
+    run = {"store": store, "compare": compare}[arguments.command]
+    sys.exit(0 if run(arguments.folder, arguments.only) else 1)
 
 
 if __name__ == "__main__":
