@@ -714,8 +714,8 @@ class ReaderOfFewDigits(nnx.Module):
         scores = jax.nn.log_softmax(self.out(y_TBW))
         weight_TB = batch["weight"].astype(y_TBW.dtype)
         nll_TB = -jnp.take_along_axis(scores, batch["y"][..., None], -1)[..., 0]
-        weight = jnp.sum(weight_TB)
-        return Sums(jnp.sum(nll_TB * weight_TB), weight, {"weight again": jnp.sum(weight_TB)})
+        loss = jnp.sum(nll_TB * weight_TB)
+        return Sums(loss, jnp.sum(weight_TB), {"weight again": jnp.sum(weight_TB)})
 
 
 # ---- optimizers of optax ----
