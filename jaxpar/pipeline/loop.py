@@ -234,6 +234,7 @@ class Loop:
             return carry, add(total, sums), y, kept
 
         changes = state.carry, state.layer_sums, x, state.kept
+        changes = vary_like(changes, stage.here)
         carry, total, y, kept = _if_runs(self, at.unit >= 0, run, (at, unit, before, x), changes)
         return state._replace(carry=carry, layer_sums=total, kept=kept), y
 
@@ -292,7 +293,8 @@ class Loop:
           the others; the gradients; and how many turns the branch had.
         """
         alone = {name: getattr(grads, name) for name in self.stage.untouched(end)}
-        now = (others, grads._replace(**dict.fromkeys(alone, ()))), jnp.int32(0)
+        turns = vary_like(jnp.int32(0), runs)
+        now = (others, grads._replace(**dict.fromkeys(alone, ()))), turns
 
         def turn(inputs, now):
             now, turns = now
@@ -302,7 +304,7 @@ class Loop:
             (others, grads), turns = _if_runs(self, runs, turn, inputs, now, adds=True)
         else:
             (others, grads), turns = lax.cond(
-                runs, lambda: jax.tree.map(vary_like, turn(inputs, now), now), lambda: now
+                runs, lambda: _typed_like(now, turn(inputs, now)), lambda: now
             )
         return others, grads._replace(**alone), turns
 
@@ -414,9 +416,8 @@ class Loop:
 
         grads = kept.added_to(state.grads.layers)
         buffers, slot = (state.kept, at.slot) if recalled is None else (recalled, jnp.int32(0))
-        grads, d_carry, dx, buffers = _if_runs(
-            self, at.unit >= 0, run, (at, number, slot), (grads, state.d_carry, idle_dx, buffers)
-        )
+        changes = vary_like((grads, state.d_carry, idle_dx, buffers), stage.here)
+        grads, d_carry, dx, buffers = _if_runs(self, at.unit >= 0, run, (at, number, slot), changes)
         layer_grads = kept.after_backward(state.grads.layers, grads)
         leaving = Unit(leave.unit, segment), Unit(number, segment)
         grads, turns = self._leave(*leaving, dx, state.grads._replace(layers=layer_grads))
@@ -516,19 +517,23 @@ def _if_runs(
       inputs: what the loop depends on, or its work would be done before it, whether it has a turn or not.
       adds: whether `run` adds to the state.
     """
-    here, platform = loop.stage.here, loop.spec.platform
+    platform = loop.spec.platform
     loops = platform == "cpu" or (platform == "gpu" and adds)
     # Autodiff takes evaluation apart, which keeps nothing.
     if loop.kept is None or not loops:
-        return lax.cond(
-            runs, lambda: vary_like(run(inputs, state), here), lambda: vary_like(state, here)
-        )
+        return lax.cond(runs, lambda: _typed_like(state, run(inputs, state)), lambda: state)
 
     def turn(number, state):
-        own, _ = lax.optimization_barrier((inputs, number))
-        return vary_like(run(own, state), here)
+        # Each by itself: JAX 0.10 types all values of one barrier by the axes of all.
+        own = jax.tree.map(lambda a: lax.optimization_barrier((a, number))[0], inputs)
+        return _typed_like(state, run(own, state))
 
-    return lax.fori_loop(0, jnp.asarray(runs, jnp.int32), turn, vary_like(state, here))
+    return lax.fori_loop(0, jnp.asarray(runs, jnp.int32), turn, state)
+
+
+def _typed_like(state: Tree, changed: Tree) -> Arrays:
+    """The changed state, each array over the axes that it differed over before."""
+    return jax.tree.map(vary_like, changed, state)
 
 
 def _exchange(
