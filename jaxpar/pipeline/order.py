@@ -27,7 +27,10 @@ def after(turns: jax.Array, values: Tree) -> Arrays:
 
 
 def after_collectives(spec: Spec, turns: jax.Array, values: Tree) -> Arrays:
-    """The same where a runtime does not keep the order of collectives; else the values as they are."""
+    """The values, but only after branches with collectives, where the runtime does not keep their order.
+
+    Elsewhere they are returned as they are.
+    """
     sizes = spec.mesh.shape
     if spec.platform == "cpu" and sizes[STAGE] * sizes[TENSOR] > 1:
         return after(turns, values)

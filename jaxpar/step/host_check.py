@@ -133,7 +133,6 @@ def _steps(program: ClosedJaxpr) -> list[Hashable] | None:
         uniform = all(is_uniform[v] for v in variables)
         fixed = all(is_fixed[v] for v in variables)
         shapes = {aval_of(v).shape for v in (*eqn.invars, *eqn.outvars)} - {()}
-        has_programs = any(True for _ in programs_in(eqn))
         if name == "broadcast_in_dim" and uniform:
             steps.append((name, *reads))
             fixed = False  # it has the shape of an array
@@ -145,7 +144,7 @@ def _steps(program: ClosedJaxpr) -> list[Hashable] | None:
                     return None
                 steps.append(tuple(steps_of_branch))
             uniform = fixed = False
-        elif fixed and not has_programs:  # with its shapes, which must be those of pieces
+        elif fixed and not programs_in(eqn):  # with its shapes, which must be those of pieces
             steps.append((name, *reads, *sorted(shapes), str(sorted(eqn.params.items()))))
         elif name in _ELEMENTWISE and len(shapes) <= 1:
             steps.append((name, *reads, *sorted(eqn.params.items())))

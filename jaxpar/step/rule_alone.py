@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxpar.base.jax_private import call_once
 from jaxpar.base.types import Atom
-from jaxpar.step.trial import NOWHERE, Trial, quick_jit
+from jaxpar.step.trial import NOWHERE, Trial, normal, quick_jit
 from jaxpar.trace.jaxprs import aval_of, is_float, programs_in
 from jaxpar.trace.own_derivatives import (
     OWN_DERIVATIVES,
@@ -222,10 +222,7 @@ def _random(rng: np.random.Generator, v: Atom) -> np.ndarray:
     shape, dtype = aval_of(v).shape, aval_of(v).dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
         return rng.integers(0, 2 if dtype == np.dtype(np.bool_) else 4, shape).astype(dtype)
-    numbers = rng.standard_normal(shape)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        numbers = numbers + 1j * rng.standard_normal(shape)
-    return np.asarray(numbers).astype(dtype)
+    return normal(rng, aval_of(v))
 
 
 def _uneven(array: np.ndarray, dim: int) -> np.ndarray:

@@ -272,20 +272,18 @@ def _check_optimizer(setup: Resolved, state: TrainState) -> None:
                 f"the optimizer of task {task.name} keeps {shown}, a {type(kept).__name__}\n"
                 f"Fix: use one that keeps arrays, such as optax.adafactor."
             )
-    if not task.has_optimizer:
+    if not task.has_own_optimizer:
         return
-    with jax.numpy_dtype_promotion("standard"):
-        loss = jax.ShapeDtypeStruct((), jnp.float32)
-        args = state.params, state.opt_state, state.params, loss
-        if setup.parallel.update != "host":
-            if task.has_own_optimizer:
-                jax.eval_shape(setup.optimizer.update, *args)  # mistakes in it are reported now
-            return
-        if not task.has_own_optimizer:
-            return
-        program = jax.make_jaxpr(setup.optimizer.update)(*args).jaxpr
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    args = state.params, state.opt_state, state.params, loss
+    if setup.parallel.update != "host":
+        with jax.numpy_dtype_promotion("standard"):
+            jax.eval_shape(setup.optimizer.update, *args)  # mistakes in it are reported now
+        return
     if updates_numbers_alone(setup, state.params, state.opt_rules):
         return
+    with jax.numpy_dtype_promotion("standard"):
+        program = jax.make_jaxpr(setup.optimizer.update)(*args).jaxpr
     places = jax.tree.leaves(shardings(state.params, setup.mesh, state.opt_rules))
     found = reductions(program)
     if found:

@@ -256,8 +256,13 @@ def exact(value: Value) -> Hashable:
     return (type(value), repr(value)) if isinstance(value, _PLAIN) else None
 
 
-def _is_of_jax(function: Value) -> bool:
-    return str(function.__module__).partition(".")[0] == "jax"
+def _package_of(thing: Value) -> str:
+    """The package that defines a function or a class."""
+    return str(thing.__module__).partition(".")[0]
+
+
+def _is_of_jax(thing: Value) -> bool:
+    return _package_of(thing) == "jax"
 
 
 def _is_state(value: Value) -> bool:
@@ -278,7 +283,7 @@ def _is_of_another_class(value: Value) -> bool:
 
 def _is_known(cls: type) -> bool:
     """Whether a class is of Python, JAX or a package of this framework, whose objects hide nothing."""
-    package = str(cls.__module__).partition(".")[0]
+    package = _package_of(cls)
     return package in sys.stdlib_module_names or package in _PACKAGES
 
 
