@@ -5,6 +5,8 @@ import collections
 import dataclasses
 import functools
 import gc
+import hashlib
+import itertools
 import os
 import shutil
 import signal
@@ -50,34 +52,76 @@ hypothesis.settings.load_profile("default")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--rows", type=int, help="run only so many rows of each table, from all over it"
+        "--rows", type=int, metavar="N", help="run N rows of each table, which --seed draws"
     )
+    parser.addoption(
+        "--seed",
+        help="run one of the rows of each table that are marked `more`, drawn by this text",
+    )
+
+
+def pytest_report_header(config):
+    if seed := config.getoption("--seed"):
+        return f"rows are drawn by --seed {seed}"
+    return None
+
+
+def tables_of(items):
+    """Tests by their function: a table has a row for each set of its parameters."""
+    tables = collections.defaultdict(list)
+    for item in items:
+        tables[item.nodeid.partition("[")[0]].append(item)
+    return tables.values()
 
 
 def spread(items, most):
     """So many rows of each table, from all over it."""
-    tables = collections.defaultdict(list)
-    for item in items:
-        tables[item.nodeid.partition("[")[0]].append(item)
-    return {own[n * len(own) // most] for own in tables.values() for n in range(most)}
+    return {rows[n * len(rows) // most] for rows in tables_of(items) for n in range(most)}
+
+
+def drawn(items, most, seed):
+    """So many rows of each table, drawn by a seed."""
+
+    def number(item):
+        return hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest()
+
+    return {row for rows in tables_of(items) for row in sorted(rows, key=number)[:most]}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
     tables = collections.defaultdict(list)
     for item in items:
-        if (mark := item.get_closest_marker("rows")) and not item.get_closest_marker("slow"):
+        if (mark := item.get_closest_marker("rows")) and not item.get_closest_marker("more"):
             tables[mark.args[0]].append(item)
     for most, own in tables.items():
         kept = spread(own, most)
         for item in own:
             if item not in kept:
-                item.add_marker("slow")
+                item.add_marker("more")
     yield  # -m and -k select
+    seed = config.getoption("--seed")
+    kept = set(items)
+    if seed is not None:
+        more = {item for item in items if item.get_closest_marker("more")}
+        kept = kept - more | drawn(more, 1, seed)
     if most := config.getoption("--rows"):
-        kept = spread(items, most)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+        kept = drawn(kept, most, seed)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """With --durations: the minutes of each file, if its tests ran one after the other."""
+    if config.getoption("durations") is None:
+        return
+    minutes = collections.Counter()
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            minutes[report.nodeid.partition("::")[0]] += report.duration / 60
+    terminalreporter.section("minutes by file")
+    for name, each in minutes.most_common():
+        terminalreporter.write_line(f"{each:6.2f} {name}")
 
 
 def pytest_collection_finish():

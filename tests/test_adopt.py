@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from lib import flax_models as models
 from lib.adopted import MESHES, Adopted, assert_as_plain, batch_of, named, plain_model
-from lib.laws import slow
+from lib.laws import more
 
 from jaxpar.base.keys import new_key
 from jaxpar.step.independence import check_rows_alone
@@ -64,9 +64,9 @@ WITH_TIME = "rnns", "grus", "residual rnns"
 
 
 def table(models, with_time):
-    """Rows of models on meshes; all but one of each model are slow."""
+    """Rows of models on meshes; all but one of each model are marked `more`."""
     return [
-        (pytest.param if mesh == own else slow)(task, mesh, id=f"{name} on {mesh}")
+        (pytest.param if mesh == own else more)(task, mesh, id=f"{name} on {mesh}")
         for name, (task, own) in models.items()
         for mesh in MESHES
         if mesh != "chunks" or name in with_time
@@ -76,7 +76,7 @@ def table(models, with_time):
 @pytest.fixture
 def quick(request, monkeypatch):
     """Of one row of each model the check of rows is left to the others."""
-    if "slow" not in request.keywords:
+    if "more" not in request.keywords:
         monkeypatch.setattr("jaxpar.step.step.check_rows_alone", lambda parts: None)
 
 

@@ -167,7 +167,7 @@ def test_inspect_counts_what_a_step_does():
     assert {tuple(own["axes"]) for own in report["collectives"]} == {("data",)}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_plan_prints_a_command_for_the_task(monkeypatch):
     kept = functools.partial(plan_in_steps, num_finalists=0)
     monkeypatch.setattr("jaxpar.planning.plan_in_steps", kept)
@@ -183,7 +183,7 @@ def test_plan_prints_a_command_for_the_task(monkeypatch):
     [
         ("schedule", ["--mesh", "pp4", "--pipeline.num-microbatches", "4"], ["stage 3"]),
         ("parallelisms", ["--machine", "h100:1x1x4"], ["embed", "head"]),
-        pytest.param("timeline", ["--mesh", "pp2"], ["stage 1"], marks=pytest.mark.slow),
+        pytest.param("timeline", ["--mesh", "pp2"], ["stage 1"], marks=pytest.mark.more),
         ("memory", ["--mesh", "pp2"], ["parameters"]),
     ],
 )

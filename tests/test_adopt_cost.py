@@ -109,12 +109,12 @@ MESHES = {
     "chunks": Parallel("pp2", PipelineConfig(num_microbatches=2, num_chunks=2)),
 }
 PAIRS = {"attention": (Block, 6), "lstm": (recurrent, 12)}
-slow = pytest.mark.slow
+more = pytest.mark.more
 CASES = [
     ("attention", "pp2"),
     ("lstm", "chunks"),
-    pytest.param("attention", "dp1", marks=slow),
-    pytest.param("lstm", "pp2", marks=slow),
+    pytest.param("attention", "dp1", marks=more),
+    pytest.param("lstm", "pp2", marks=more),
 ]
 
 

@@ -166,8 +166,8 @@ def test_a_dim_that_does_not_divide_has_the_users_name():
     ("name", "mesh"),
     [
         ("list", "dp1"),
-        pytest.param("list", "pp2", marks=pytest.mark.slow),
-        pytest.param("stacked", "pp2", marks=pytest.mark.slow),
+        pytest.param("list", "pp2", marks=pytest.mark.more),
+        pytest.param("stacked", "pp2", marks=pytest.mark.more),
     ],
 )
 def test_an_optimizer_by_path_does_as_in_plain_flax(name, mesh):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from lib.adopted import MESHES, Adopted, assert_as_plain
 from lib.flax_models import DEPTH, TIME, VOCAB, WIDTH, logits_loss, text_loss
-from lib.laws import slow
+from lib.laws import more
 
 from jaxpar import RULES
 
@@ -88,7 +88,7 @@ PUBLIC = {
     "Gemma 3": lambda: tunix("gemma3", "Gemma3"),
 }
 ROWS = [
-    (pytest.param if mesh == own else slow)(name, mesh)
+    (pytest.param if mesh == own else more)(name, mesh)
     for name, own in zip(
         PUBLIC, ("pp4", "remat", "dp2pp2tp2", "zero-bubble", "interleaved"), strict=True
     )

@@ -24,7 +24,7 @@ def as_people_write():
         yield
 
 
-@pytest.mark.parametrize("mesh", ["dp4", pytest.param("dp2pp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["dp4", pytest.param("dp2pp2", marks=pytest.mark.more)])
 def test_fsdp(mesh):
     assert_as_plain(TASK, Parallel(mesh, UNITS, fsdp=True))
 
@@ -39,7 +39,7 @@ def losses(parallel):
     return found
 
 
-@pytest.mark.parametrize("update", ["sharded", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("update", ["sharded", pytest.param("host", marks=pytest.mark.more)])
 def test_updates(update):
     wanted = losses(Parallel("dp1"))
     assert wanted[2] < wanted[0]

@@ -2,7 +2,7 @@
 
 The disagreements of whole processes:
 
-    pytest -n 0 -m slow -s tests/test_agreement.py
+    pytest -n 0 -m "" -s tests/test_agreement.py
 """
 
 import os
@@ -101,7 +101,7 @@ def connect(address):
             time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_processes_that_have_come_say_that_not_all_have():
     began = time.monotonic()
     said = said_by(start_joining(0, 2, count=4, JAXPAR_START_SECONDS="1"))
@@ -114,7 +114,7 @@ def test_processes_that_have_come_say_that_not_all_have():
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_who_has_another_secret_is_refused_by_all():
     address = f"127.0.0.1:{free_port()}"
     mine = start_joining(
@@ -127,7 +127,7 @@ def test_who_has_another_secret_is_refused_by_all():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="JAX 0.12 is the first with certificates"
 )
@@ -150,7 +150,7 @@ def test_who_has_no_certificate_is_kept_out(tmp_path):
     assert all("not all 2 processes came" in said for said in said_by(both))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_strangers_at_the_door_keep_nobody_out():
     """Some talk nonsense, some a byte now and then, some nothing."""
     address = f"127.0.0.1:{free_port()}"
@@ -340,7 +340,7 @@ DISAGREEMENTS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=[pytest.mark.slow] * (each != "several")) for each in DISAGREEMENTS],
+    [pytest.param(each, marks=[pytest.mark.more] * (each != "several")) for each in DISAGREEMENTS],
 )
 def test_processes_that_disagree_are_refused(name, text, tmp_path):
     differs, message = DISAGREEMENTS[name]
@@ -352,7 +352,7 @@ def test_processes_that_disagree_are_refused(name, text, tmp_path):
     print(f"{name}: refused in {time.monotonic() - began:.1f} s")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_other_data_are_refused(text, tmp_path):
     out_dir, folders = tmp_path / "run", [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -383,7 +383,7 @@ print(together(lambda: index))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_one_process_finds_and_what_fails_in_it_is_so_in_all():
     processes = [
         subprocess.Popen(
@@ -397,7 +397,7 @@ def test_what_one_process_finds_and_what_fails_in_it_is_so_in_all():
         assert said[index] == ["['found', 0]", f"process 0: division by zero {cause}", str(index)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_process_that_refuses_tells_the_others(text, tmp_path):
     out_dir = tmp_path / "run"
     result = start_two([flags(text, out_dir, "--hidden-size", "-1"), flags(text, out_dir)])

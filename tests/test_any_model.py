@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from lib.any_model import Calm, assert_same
-from lib.laws import assert_close, by_layer, on_devices, slow
+from lib.laws import assert_close, by_layer, more, on_devices
 from lib.models import MAKERS, WIDTH, Dense, Regress, Regression, draw
 
 import jaxpar
@@ -38,7 +38,7 @@ from jaxpar.step.step import batch_sharding, check_program, make_loss_and_grad
 pytestmark = pytest.mark.law
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("freeze", "mesh"), [("dense", (2, 2, 2)), ("layers", (1, 2, 1))])
 def test_a_model_that_is_frozen_in_part_equals_its_definition(freeze, mesh):
     units = PipelineConfig(num_microbatches=2, num_chunks=4)
@@ -53,10 +53,10 @@ UNITS = {"num_microbatches": 2, "num_chunks": 4, "zero_bubble": True}
     ("kinds", "mesh", "units"),
     [
         (("own gru", "own gru"), (1, 2, 2), UNITS),
-        slow(("slstm", "rglru") * 2, (2, 2, 2), {**UNITS, "schedule": "v"}),
-        slow(("both ways", "flax gru"), (2, 2, 1), {"num_microbatches": 2}),
-        slow(("own gru", "slstm", "rglru", "flax gru", "mingru"), (2, 4, 1), UNITS),
-        slow(("own gru", "mingru", "slstm", "rglru"), (2, 2, 2), {**UNITS, "remat": True}),
+        more(("slstm", "rglru") * 2, (2, 2, 2), {**UNITS, "schedule": "v"}),
+        more(("both ways", "flax gru"), (2, 2, 1), {"num_microbatches": 2}),
+        more(("own gru", "slstm", "rglru", "flax gru", "mingru"), (2, 4, 1), UNITS),
+        more(("own gru", "mingru", "slstm", "rglru"), (2, 2, 2), {**UNITS, "remat": True}),
     ],
 )
 def test_jaxpars_layers_in_a_pipeline_equal_their_definition(kinds, mesh, units):
@@ -118,17 +118,17 @@ class Grouped(Regress):
     frozen = nnx.Nothing()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "kinds", "layout"),
     [
         ("groups", ("gru", "dense", "cell"), {"update": "sharded"}),
-        slow("groups", ("gru", "dense", "cell"), {"fsdp": True}),
-        slow("groups", ("gru", "dense", "cell"), {"update": "host"}),
-        slow("masked", ("gru", "gru", "dense"), {}),
-        slow("frozen", ("gru", "gru", "dense"), {}),
+        more("groups", ("gru", "dense", "cell"), {"fsdp": True}),
+        more("groups", ("gru", "dense", "cell"), {"update": "host"}),
+        more("masked", ("gru", "gru", "dense"), {}),
+        more("frozen", ("gru", "gru", "dense"), {}),
         ("muon", ("gru",) * 4, {}),
-        slow("clipped", ("gru", "gru", "gru"), {}),
+        more("clipped", ("gru", "gru", "gru"), {}),
     ],
 )
 def test_optimizers_of_groups_leave_the_same_parameters(name, kinds, layout):
@@ -146,12 +146,12 @@ def test_optimizers_of_groups_leave_the_same_parameters(name, kinds, layout):
     assert_close(train((2, 2, 1), **layout), train((1, 1, 1)))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [
         ((2, 2, 2), {"update": "sharded"}),
-        slow((2, 3, 1), {"shares": (3, 1), "update": "host"}),
+        more((2, 3, 1), {"shares": (3, 1), "update": "host"}),
     ],
 )
 def test_two_optimizer_steps_leave_the_same_parameters(mesh, layout):
@@ -403,7 +403,7 @@ class WithBases(Regress):
         return Based(rngs=rngs)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_bases_say_by_default_what_a_plain_module_does_not_say():
     assert_same(WithBases(), Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2)))
     with pytest.raises(ValueError, match="model Based has no method predict"):
@@ -499,7 +499,7 @@ def test_a_variable_that_a_call_changes_is_refused_and_no_other(part):
     Setup.of(Task(("what it was",)), Parallel(on_devices((1, 1, 1))))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
     parallel = Parallel(on_devices((1, 1, 1)))
 
@@ -542,7 +542,7 @@ def test_a_collective_over_an_axis_of_vmap_is_told():
         del MAKERS["centred"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 def test_a_cell_of_flax_follows_layers_that_are_split():
     """It cuts its gates from one array, which the units of the layers before it must not be dealt over."""
@@ -550,7 +550,7 @@ def test_a_cell_of_flax_follows_layers_that_are_split():
     assert_same(Regress(("gru", "flax gru", "gru", "gru")), Parallel(on_devices((1, 2, 2)), units))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("mesh", "shares"), [((1, 2, 2), None), ((2, 1, 2), (3, 1))])
 def test_an_exchange_within_a_unit_is_refused_before_it_would_hang(mesh, shares):
     class Gates(nnx.Module):
@@ -612,7 +612,7 @@ class Numbered(Regress):
         return batches
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_whole_numbers_that_devices_cannot_hold_are_refused(tmp_path):
     whole = r"batch\['id'\] has 2147483648, .* on devices, where it is int32; use ids .* or JAX_ENABLE_X64=1"
     with pytest.raises(ValueError, match=whole):

@@ -52,7 +52,7 @@ COMPILERS = {"v5e:2x4": "libtpu", "h100:1x1x8": "jax-cuda13-plugin"}
 
 
 def _slow(row):
-    return pytest.param(row, marks=pytest.mark.slow)
+    return pytest.param(row, marks=pytest.mark.more)
 
 
 @pytest.fixture(scope="module", params=COMPILERS)
@@ -78,7 +78,7 @@ def test_transfers_over_stage_are_counted_once_a_tick(compiled):
     assert {c.bytes for c in permutes} == {one}
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("mesh", ["dp2pp2tp2", _slow("dp4tp2")])
 @pytest.mark.parametrize("layer", ["lstm", _slow("gru"), _slow("slstm")])
 @pytest.mark.parametrize("machine", COMPILERS)
@@ -174,7 +174,7 @@ _QUICK_KERNELS = ((1024, 64, "bfloat16", "packed"),)
 @pytest.mark.parametrize(
     ("width", "rows", "dtype", "packed"),
     [
-        pytest.param(*row, marks=[pytest.mark.slow] * (row not in _QUICK_KERNELS))
+        pytest.param(*row, marks=[pytest.mark.more] * (row not in _QUICK_KERNELS))
         for row in itertools.product(
             (256, 448, 704, 1024, 1536, 2048, 3072),
             (64, 128),
@@ -265,7 +265,7 @@ _QUICK = ("lstm", "dp2pp2tp2"), ("mixed", "dp2pp2tp2"), ("transformer", "pp8")
 compiled_ticks = pytest.mark.parametrize(
     ("machine", "model", "shape"),
     [
-        pytest.param(*row, marks=[pytest.mark.slow] * (row[1:] not in _QUICK))
+        pytest.param(*row, marks=[pytest.mark.more] * (row[1:] not in _QUICK))
         for row in itertools.product(MACHINES, ("lstm", "gru", "transformer", "mixed"), SHAPES)
     ],
 )
@@ -324,7 +324,7 @@ def _page(name):
     return (ROOT / "docs" / name).read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_ranking_of_the_page_is_what_its_command_prints(capsys):
     page = _page("scale/planning.md").replace("\\\n", " ")
     command = re.search(r"python -m jaxpar (plan lm --machine .*?) +#", page)[1]
@@ -336,7 +336,7 @@ def test_the_ranking_of_the_page_is_what_its_command_prints(capsys):
     assert shown.splitlines()[-1] in printed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_picture_of_the_page_is_what_its_command_draws(tmp_path):
     page = _page("concepts/parallelism.md")
     assert "(../parallelisms.svg)" in page
@@ -358,7 +358,7 @@ def test_a_tpu_sends_bfloat16_in_half_the_bytes_of_a_cpu():
     assert sent == {"v5e:2x2": (sent[None][0] // 2, 0), None: (sent[None][0], 1)}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_step_that_a_chip_has_no_room_for_is_refused():
     """By the compiler: 4 GB of parameters and twice as much of Adam's, and their gradients, on 16 GB."""
     large = dataclasses.replace(TASK, num_layers=2, hidden_size=8192, embed_size=8192)
@@ -391,7 +391,7 @@ def test_a_linear_recurrence_is_a_scan_in_parallel_there(layer):
     assert loops[0] < loops[1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fsdp_has_room_for_a_layer_and_not_for_all():
     """Of eight LSTM layers of 1,024 on four chips: 376 MB where all parameters were gathered at once."""
 

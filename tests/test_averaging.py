@@ -24,19 +24,19 @@ from recipes.awd import begin_average, is_worse
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+more = functools.partial(pytest.param, marks=pytest.mark.more)
 
 OPTIMIZER = OptimizerConfig(name="sgd", learning_rate=0.5, lr_schedule="constant", warmup_steps=0)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [
         ((2, 2, 2), {"update": "sharded"}),
-        slow((2, 1, 1), {"update": "host"}),
-        slow((2, 2, 2), {"fsdp": True}),
-        slow((1, 1, 1), {}),
+        more((2, 1, 1), {"update": "host"}),
+        more((2, 2, 2), {"fsdp": True}),
+        more((1, 1, 1), {}),
     ],
 )
 @pytest.mark.parametrize("weight_decay", [0.01])
@@ -135,7 +135,7 @@ def whole(text, tmp_path_factory):
     return run(text, tmp_path_factory.mktemp("runs") / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_evaluates_the_mean(whole):
     result, began = whole
     assert len(began) == 1
@@ -152,8 +152,8 @@ def test_a_run_evaluates_the_mean(whole):
 
 
 # Where the mean begins, and in the middle of it.
-@pytest.mark.slow
-@pytest.mark.parametrize("later", [0, slow(1)])
+@pytest.mark.more
+@pytest.mark.parametrize("later", [0, more(1)])
 def test_a_run_goes_on_with_its_mean_elsewhere(text, whole, tmp_path, later):
     result, (began,) = whole
     stop = began + later

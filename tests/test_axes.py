@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from lib.any_model import assert_same
-from lib.laws import slow
+from lib.laws import more
 from lib.layers import Attention, Experts
 from lib.models import FEATURES, MAKERS, SGD, WIDTH, Regress
 
@@ -98,9 +98,9 @@ def laid_out(mesh, **pipeline):
         ("dp1", {}),
         ("dp2context2", {}),
         ("pp2context2", {"num_microbatches": 2}),
-        slow("dp2pp2context2", {"num_microbatches": 2, "remat": True}),
-        slow("pp2context2tp2", {"schedule": "interleaved", "num_groups": 2}),
-        slow("context8", {"num_microbatches": 2}),
+        more("dp2pp2context2", {"num_microbatches": 2, "remat": True}),
+        more("pp2context2tp2", {"schedule": "interleaved", "num_groups": 2}),
+        more("context8", {"num_microbatches": 2}),
     ],
 )
 def test_time_in_parts_equals_the_plain_model(mesh, pipeline):
@@ -112,12 +112,12 @@ def test_time_in_parts_equals_the_plain_model(mesh, pipeline):
 @pytest.mark.parametrize(
     ("mesh", "pipeline"),
     [
-        slow("dp1", {}),
+        more("dp1", {}),
         ("expert4", {}),
         ("dp2pp2expert2", {"num_microbatches": 2, "num_chunks": 2}),
-        slow("pp4expert2", {"num_microbatches": 2, "num_chunks": 4, "schedule": "gpipe"}),
-        slow("pp2expert2tp2", {"num_chunks": 2, "schedule": "v"}),
-        slow("dp2expert2", {"num_microbatches": 2}),
+        more("pp4expert2", {"num_microbatches": 2, "num_chunks": 4, "schedule": "gpipe"}),
+        more("pp2expert2tp2", {"num_chunks": 2, "schedule": "v"}),
+        more("dp2expert2", {"num_microbatches": 2}),
     ],
 )
 def test_experts_over_an_axis_equal_the_plain_model(mesh, pipeline):
@@ -143,21 +143,21 @@ def test_a_number_that_is_not_finite_is_found_in_layers_with_axes_of_their_own(t
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 def test_rows_that_only_data_splits_take_unequal_shares():
     assert_same(Mixture(), dataclasses.replace(laid_out("dp2pp2"), shares=(3, 1)))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("name", "options", "mesh", "pipeline"),
     [
         ("experts.py:Experts", {"num_experts": 4}, "dp2pp2expert2", {"num_microbatches": 2}),
-        slow("experts.py:Experts", {"num_experts": 4, "split": "tensor"}, "pp2tp2", {}),
+        more("experts.py:Experts", {"num_experts": 4, "split": "tensor"}, "pp2tp2", {}),
         ("long_context.py:LongContext", {"num_heads": 2}, "pp2context2", {"num_microbatches": 2}),
-        slow("long_context.py:LongContext", {"exchange": "all_to_all"}, "dp2pp2context2", {}),
+        more("long_context.py:LongContext", {"exchange": "all_to_all"}, "dp2pp2context2", {}),
     ],
 )
 def test_examples_equal_the_plain_model(name, options, mesh, pipeline):
@@ -195,9 +195,9 @@ class Named(Regress):
         return model
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
-@pytest.mark.parametrize("mesh", ["pp2tp2", slow("dp2tp4")])
+@pytest.mark.parametrize("mesh", ["pp2tp2", more("dp2tp4")])
 def test_the_compiler_exchanges_sequences_for_heads_by_their_names(mesh):
     assert_same(Named(), laid_out(mesh))
     setup = Setup.of(Named(), laid_out("tp4"))
@@ -206,7 +206,7 @@ def test_the_compiler_exchanges_sequences_for_heads_by_their_names(mesh):
     assert "all-to-all" in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_predictions_and_evaluations_on_an_axis_equal_those_of_one_device():
     def predicted(task, mesh, **pipeline):
         setup = Setup.of(task, laid_out(mesh, **pipeline))
@@ -221,7 +221,7 @@ def test_predictions_and_evaluations_on_an_axis_equal_those_of_one_device():
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_goes_on_with_another_size_of_its_axis(tmp_path):
     def fit(out_dir, mesh, num_steps, **how):
         train = TrainConfig(num_steps, out_dir=str(tmp_path / out_dir), log_every=1)
@@ -236,7 +236,7 @@ def test_a_run_goes_on_with_another_size_of_its_axis(tmp_path):
     np.testing.assert_allclose(found, parts.evaluations["test"].metrics["loss"], rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_device_has_its_experts_and_its_part_of_the_gradients_sums():
     setup = Setup.of(Mixture(), laid_out("pp2expert2"))
     kernel = init_state(setup).params["layers"]["experts"]["kernel"]
@@ -341,7 +341,7 @@ class OverTime(Context):
 
 
 @pytest.mark.parametrize(
-    ("place", "what"), [("last", "`last`"), slow("first", "`first`"), ("layer", "layer cumulative")]
+    ("place", "what"), [("last", "`last`"), more("first", "`first`"), ("layer", "layer cumulative")]
 )
 def test_what_runs_over_time_is_refused_where_an_axis_splits_it(place, what):
     task, parallel = OverTime(place=place), laid_out("context2")

@@ -4,7 +4,7 @@ What people may have changed (settings, numbers) is taken as it is.
 
 The long form, with 200 bits:
 
-    pytest -n 0 -m slow -s tests/test_bit_flips.py
+    pytest -n 0 -m "" -s tests/test_bit_flips.py
 """
 
 import collections
@@ -91,9 +91,9 @@ def same(one, other):
     return True
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
-    "num_flips", [12, pytest.param(200, marks=pytest.mark.slow)], ids="{} bits".format
+    "num_flips", [12, pytest.param(200, marks=pytest.mark.more)], ids="{} bits".format
 )
 def test_a_bit_that_changes_is_found(run, tmp_path, caplog, num_flips):
     expected = {name: read(run) for name, read in READERS.items()}

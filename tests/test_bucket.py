@@ -3,7 +3,7 @@
 The storage is a fake (`lib/fake_gcs.py`). The long form, with two hosts that share no folder and are killed
 while they save:
 
-    pytest -n 0 -m slow -s tests/test_bucket.py
+    pytest -n 0 -m "" -s tests/test_bucket.py
 """
 
 import os
@@ -99,7 +99,7 @@ def wait_for(condition):
 # ---- a run ----
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_in_a_bucket_is_that_on_a_disk(server, address, text, tmp_path, capsys):
     task, disk = make_task(text), tmp_path / "disk"
     fit(task, ONE, make_train(disk))
@@ -128,7 +128,7 @@ def test_a_run_in_a_bucket_is_that_on_a_disk(server, address, text, tmp_path, ca
         fit(task, ONE, make_train(address))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_weights_are_taken_from_and_written_from_a_bucket(server, address, text, tmp_path, capsys):
     task = make_task(text)
     first = fit(task, ONE, make_train(address))
@@ -142,7 +142,7 @@ def test_weights_are_taken_from_and_written_from_a_bucket(server, address, text,
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_commands_read_a_run_in_a_bucket(server, address, text, tmp_path, capsys):
     fit(make_task(text), ONE, make_train(address))
     for argv in (
@@ -162,7 +162,7 @@ def stem(name):
     return re.sub(r"\b[0-9a-f]{32}$", "", re.sub(r"^checkpoints/\d+/", "", name))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_copy_of_a_run_is_one(server, address, text, tmp_path):
     """From the bucket to a disk and back."""
     fit(make_task(text), ONE, make_train(address, num_steps=2))
@@ -182,7 +182,7 @@ def test_a_copy_of_a_run_is_one(server, address, text, tmp_path):
     assert (back.first_step, len(back.losses)) == (4, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_half_a_checkpoint_is_none_and_a_damaged_one_is_replaced(server, address, text, caplog):
     task, name = make_task(text), address.removeprefix("gs://bucket/")
     fit(task, ONE, make_train(address, num_steps=4))
@@ -208,7 +208,7 @@ def test_half_a_checkpoint_is_none_and_a_damaged_one_is_replaced(server, address
     assert steps_in(address) == [6, 8]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_lines_are_put_now_and_then_and_with_each_checkpoint(server, address, text, monkeypatch):
     puts, kept = [], []
     server.on_put = lambda name: puts.append(name.rpartition("/")[2])
@@ -229,7 +229,7 @@ def test_lines_are_put_now_and_then_and_with_each_checkpoint(server, address, te
 # ---- who may write ----
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_newest_start_has_the_folder(server, address, text):
     """The older run ends before its next save, and says who has it now."""
     begun, newest = [], RunFolder(address)
@@ -250,7 +250,7 @@ def test_the_newest_start_has_the_folder(server, address, text):
     assert len(fit(make_task(text), ONE, make_train(address), resume=True).losses) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_save_under_way_does_not_count_once_another_run_has_begun(server, address, text):
     newest = RunFolder(address)
 
@@ -265,7 +265,7 @@ def test_a_save_under_way_does_not_count_once_another_run_has_begun(server, addr
     assert steps_in(address) == [2]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_bucket_that_forgets_the_run_ends_it(server, address, text):
     with pytest.raises(FileNotFoundError, match=f"^{address} was removed during"):
         fit(make_task(text), ONE, make_train(address), report=Act(3, as_path(address).rmtree))
@@ -275,7 +275,7 @@ def test_a_bucket_that_forgets_the_run_ends_it(server, address, text):
 # ---- what is refused, and what fails ----
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_the_storage_refuses_is_told_in_words(server, address, text, capsys):
     def refuse(name):
         if re.search(r"checkpoints/[4-6]", name):
@@ -324,7 +324,7 @@ def test_paths_in_a_bucket():
     assert as_path(path) is path
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_objects(server, address):
     path = as_path(address)
     assert not path.exists()
@@ -400,7 +400,7 @@ def compiled_in(folder):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_hosts_that_share_no_folder_lose_nothing(server, address, text, tmp_path):
     """Killed in mid-save, resumed on fewer and on more, and on another mesh."""
     hosts, environ = [tmp_path / f"host-{number}" for number in range(2)], compiled_in(tmp_path)
@@ -439,7 +439,7 @@ def test_hosts_that_share_no_folder_lose_nothing(server, address, text, tmp_path
     assert all([*host.iterdir()] == [host / "said"] for host in hosts[:2])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_hosts_end_when_another_run_begins_in_their_folder(server, address, text, tmp_path):
     hosts, newest = [tmp_path / "host-0", tmp_path / "host-1"], RunFolder(address)
     argv = train(text, 10**6, "--mesh", "dp2", "--train.out-dir", address)
@@ -456,7 +456,7 @@ def test_hosts_end_when_another_run_begins_in_their_folder(server, address, text
     newest.lock.check()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("how", [[], ["--resume-or-begin"]], ids=["begun", "resumed"])
 def test_hosts_that_share_nothing_are_refused_at_the_start(text, tmp_path, how):
     hosts = [tmp_path / "host-0", tmp_path / "host-1"]

@@ -69,7 +69,7 @@ def mesh_of(**axes: int) -> jax.sharding.Mesh:
 # What an epoch reads.
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @hypothesis.given(BUCKETED, st.integers(0, 2))
 def test_every_target_is_read_exactly_once_in_every_epoch(bucketed, epoch):
     targets = np.concatenate([batch.targets_BT.ravel() for batch in epoch_of(bucketed, epoch)])
@@ -423,7 +423,7 @@ PARALLEL = jaxpar.Parallel(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_python_docs_in_five_buckets_are_one_program_of_a_pipeline():
     batches = TASK.make_batches("train", seed=0)
     assert len(batches.buckets) == 5
@@ -461,7 +461,7 @@ class Walks(Regress):
         return batches.batch(batches.num_windows - 1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sequences_of_any_task_in_buckets_are_exact_in_a_pipeline(tmp_path):
     task = Walks(kinds=("own gru", "flax gru"), batch_size=8)
     assert "sequences" in dict(task.describe())["batches"]

@@ -218,14 +218,14 @@ SEEN = {  # which calls see a change of a field
     "mean": (fit,),
 }
 ROWS = [
-    pytest.param(what, use, marks=pytest.mark.slow if use not in (SEEN[field][0], *soon) else ())
+    pytest.param(what, use, marks=pytest.mark.more if use not in (SEEN[field][0], *soon) else ())
     for what, (_, field, _) in CHANGES.items()
     for soon in [SEEN[field] if what == "a global" else ()]
     for use in SEEN[field]
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("what", "use"), ROWS)
 def test_what_has_changed_is_seen_by_the_next_call(what, use, tmp_path):
     task, field, change = CHANGES[what]
@@ -318,7 +318,7 @@ def test_a_file_that_a_task_imports_may_change(tmp_path):
     del sys.modules["helper_of_a_task"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_is_loaded_again_is_of_the_files_as_they_are(tmp_path, monkeypatch):
     file, helper = tmp_path / "own.py", tmp_path / "factor_of_a_task.py"
     monkeypatch.syspath_prepend(tmp_path.parent)

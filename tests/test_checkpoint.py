@@ -29,7 +29,7 @@ from lib.checkpoints import (
     restore,
     variables,
 )
-from lib.laws import slow
+from lib.laws import more
 from orbax.checkpoint import v1 as orbax
 
 from jaxpar.config import OptimizerConfig
@@ -72,19 +72,19 @@ INTERLEAVED = make_setup((2, 2, 2), (3, 2, 2, 1), num_groups=2)
     ("before", "after"),
     [
         (ALL_AXES, ONE),
-        slow(ALL_AXES, DATA_ONLY),
-        slow(ALL_AXES, STAGES_ONLY),
-        slow(ALL_AXES, UNEVEN),
+        more(ALL_AXES, DATA_ONLY),
+        more(ALL_AXES, STAGES_ONLY),
+        more(ALL_AXES, UNEVEN),
         (ALL_AXES, ALL_SHARDED),
         (ONE, ALL_AXES),
-        slow(DATA_ONLY, ALL_AXES),
-        slow(STAGES_ONLY, ALL_AXES),
+        more(DATA_ONLY, ALL_AXES),
+        more(STAGES_ONLY, ALL_AXES),
         (ONE, ALL_FSDP),
-        slow(UNEVEN, ONE),
+        more(UNEVEN, ONE),
         (UNEVEN, INTERLEAVED),
-        slow(INTERLEAVED, UNEVEN),
+        more(INTERLEAVED, UNEVEN),
         (ALL_SHARDED, UNEVEN),
-        slow(ALL_FSDP, ONE),
+        more(ALL_FSDP, ONE),
         (ALL_SHARDED, UNEVEN_HOST),
         (UNEVEN_HOST, ONE),
     ],
@@ -118,7 +118,7 @@ def test_empty_slots_are_zero_after_a_restore(run):
         assert value[~empty].any(axis=tuple(range(1, value.ndim))).all()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -533,7 +533,7 @@ def test_another_model_of_the_same_fields_is_named(stored, kind, message):
         restore(stored, make_setup(task=kind(**vars(SMALL))))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_saving_in_another_placement_is_an_error(tmp_path):
     state = init_state(*UNEVEN)
     with (
@@ -555,7 +555,7 @@ class Factored(Toy):
         return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("placement", [(1, 1), (1, 3)])
 def test_state_of_other_shapes_is_stored_by_layer(placement, tmp_path):
     task = Factored(**vars(dataclasses.replace(SMALL, num_layers=sum(placement))))

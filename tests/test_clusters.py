@@ -3,7 +3,7 @@
 A real Slurm on this machine, of two nodes, and Open MPI, where they are installed (Debian's slurm-wlm and
 openmpi-bin):
 
-    pytest -n 0 -m slow tests/test_clusters.py
+    pytest -n 0 -m "" tests/test_clusters.py
 """
 
 import getpass
@@ -186,7 +186,7 @@ def slurm(tmp_path):
         cluster.close()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_slurm_requeues_a_run_that_goes_on_and_cancels_one_for_good(slurm, text):
     job = slurm.submit(slurm_script(train(text, 10**6)), *SHORT)
     log, folder = slurm.folder / f"jaxpar-{job}.log", RunFolder(slurm.folder / f"runs/slurm-{job}")
@@ -232,7 +232,7 @@ def test_slurm_requeues_a_run_that_goes_on_and_cancels_one_for_good(slurm, text)
     assert steps()[-1] == stopped_at[-1] + 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
     """A node is lost, and comes back; then a process dies."""
     folder = RunFolder(slurm.folder / "elastic")
@@ -286,7 +286,7 @@ def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
     assert losses == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_open_mpi_stops_a_run_with_its_state_and_goes_on(text, tmp_path):
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun: install openmpi-bin")

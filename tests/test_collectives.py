@@ -615,7 +615,7 @@ def step_report(mesh, units=(1, 2), **others):
     return parallel, inspect_step(TASK, parallel)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_data_parallelism_sums_the_gradients_once_after_the_loops():
     parallel, report = step_report((2, 1, 1))
     params = annotated(abstract_state(Setup.of(TASK, parallel)).params)
@@ -712,7 +712,7 @@ def test_the_memory_of_a_step_is_told_by_what_it_is_for():
     assert "frozen" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_task_of_ones_own_is_inspected_on_its_own_layout():
     report = inspect_step(Own())  # 3 stages, 2 microbatches: 4 ticks
     assert {c.axes for c in report.collectives} == {("stage",)}

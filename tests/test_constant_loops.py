@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from lib.any_model import assert_same
-from lib.laws import on_devices, slow
+from lib.laws import more, on_devices
 from lib.models import SGD
 
 import jaxpar
@@ -173,9 +173,9 @@ DP, PP, ALL = (2, 1, 1), (1, 2, 1), (2, 2, 2)
         (("first", "jit", "relu", "draw", "jit", "last"), PP, {"head": "sharded"}),
         (("custom_vjp", "scan"), PP, {"zero_bubble": True}),
         (("RNN", "RNN"), PP, {"remat": True}),
-        slow(("first", "RNN", "custom_vjp", "last"), ALL, {"zero_bubble": True}),
-        slow(("first", "RNN", "custom_jvp", "last"), ALL, {"remat": True}),
-        slow(("RNN",) * 4, ALL, {"zero_bubble": True, "schedule": "v"}),
+        more(("first", "RNN", "custom_vjp", "last"), ALL, {"zero_bubble": True}),
+        more(("first", "RNN", "custom_jvp", "last"), ALL, {"remat": True}),
+        more(("RNN",) * 4, ALL, {"zero_bubble": True, "schedule": "v"}),
         (("gelu",) * 6, DP, {}),  # in a loop over layers
         (("gelu", "erf", "gelu", "RNN"), PP, {"zero_bubble": True}),
         (("gelu", "erf", "RNN", "erf"), ALL, {"remat": True}),
@@ -186,7 +186,7 @@ def test_loops_may_begin_with_constants(kinds, mesh, options):
     assert_same(Constants(kinds), Parallel(on_devices(mesh), units))
 
 
-@pytest.mark.parametrize("mesh", [DP, slow(PP)])
+@pytest.mark.parametrize("mesh", [DP, more(PP)])
 def test_they_cost_what_loops_that_begin_with_zeros_like_do(mesh):
     def costs(name):
         setup = Setup.of(Constants((name,) * 2), Parallel(on_devices(mesh)))
@@ -224,7 +224,7 @@ def test_derivatives_that_are_cast_go_with_collectives(mesh, num_layers):
     assert_same(OwnAxis(("gelu of all",) * num_layers), Parallel(sizes))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_takes_them(tmp_path):
     """Its checks before the first step, too."""
     train = jaxpar.TrainConfig(num_steps=2, log_every=1, out_dir=str(tmp_path / "run"))

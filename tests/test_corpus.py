@@ -192,7 +192,7 @@ def test_vocabulary_is_read_as_it_was_written(name, request, tmp_path):
 # Texts in one line.
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_long_line_takes_little_memory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     line = "the cat sat on the mat " * 200_000

@@ -34,7 +34,7 @@ BYTES_ERROR = 0.35
 # What must be there by arithmetic is at most so much more than what the compiler finds room for.
 OVERLAID = 1.05
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+more = functools.partial(pytest.param, marks=pytest.mark.more)
 
 
 @functools.cache
@@ -72,8 +72,8 @@ def random_settings(name, seed):
 # ---- counts ----
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lm", "mixed", *map(slow, ("gru", "transformer", "images"))])
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["lm", "mixed", *map(more, ("gru", "transformer", "images"))])
 def test_numbers_of_a_unit_follow_from_four_that_were_traced(name):
     counts = counts_of(task_of(name), 100, "cpu")
     steps, rows = counts.facts.num_steps, counts.facts.batch_size
@@ -118,8 +118,8 @@ def assert_near(estimated, compiled, axes):
     ("name", "seed"),
     [
         ("lm", 0),
-        *(slow(name, seed) for name, seed in (("gru", 1), ("mixed", 2), ("images", 12))),
-        *(slow(name, seed) for name in NAMES[:4] for seed in (3,)),
+        *(more(name, seed) for name, seed in (("gru", 1), ("mixed", 2), ("images", 12))),
+        *(more(name, seed) for name in NAMES[:4] for seed in (3,)),
     ],
 )
 def test_bytes_over_data_and_stage_and_the_least_memory_are_near_those_compiled(name, seed):
@@ -131,7 +131,7 @@ def test_bytes_over_data_and_stage_and_the_least_memory_are_near_those_compiled(
 
 @pytest.mark.parametrize(
     ("layer", "heads", "mesh"),
-    [("lstm", 1, "tp2"), slow("gru", 1, "dp2pp2tp2"), slow("slstm", 4, "dp2pp2tp2")],
+    [("lstm", 1, "tp2"), more("gru", 1, "dp2pp2tp2"), more("slstm", 4, "dp2pp2tp2")],
 )
 def test_bytes_over_tensor_of_a_recurrent_layer_are_near_those_of_the_compiled_step(
     layer, heads, mesh
@@ -184,7 +184,7 @@ def test_stages_wait_as_the_table_of_ticks_says():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_machine_counts_by_its_numbers():
     slow = dataclasses.replace(H100, near=Link(1e6, 1e-2))
     costs = [cost_of("dp8", machine=machine) for machine in (H100, slow)]
@@ -214,13 +214,13 @@ def test_unequal_shares_are_those_of_the_group_with_most():
     assert uneven.parts["layers"] == pytest.approx(1.5 * equal.parts["layers"], rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     "change",
     [
         {"tie_embedding": True, "dtype": "bfloat16"}, {"packed": True},
-        slow({"num_buckets": 2, "bucket_multiple": 4}), slow({"layer": "rglru"}), slow({"layer": "gru"}),
-        slow({"layer": "slstm"}), slow({"dropout": 0.0}), slow({"layer": "gated_delta"}),
+        more({"num_buckets": 2, "bucket_multiple": 4}), more({"layer": "rglru"}), more({"layer": "gru"}),
+        more({"layer": "slstm"}), more({"dropout": 0.0}), more({"layer": "gated_delta"}),
     ],
     ids=str,
 )  # fmt: skip
@@ -319,14 +319,14 @@ def test_what_does_not_fit_the_mesh_is_refused():
         estimate_step(dataclasses.replace(task_of("lm"), batch_size=9), "dp2", machine=CPU)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_mesh_to_be_inferred_takes_all_devices_of_the_machine():
     cost = estimate_step(task_of("lm"), "dp-1tp2", machine="v5e:4x4")
     assert cost.parallel.mesh == MeshConfig(data=8, tensor=2)
     assert estimate_step(task_of("lm")).parallel.mesh == MeshConfig(data=8)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stage_has_its_layers():
     settings = make_settings((1, 2, 1), (2, 2), task_of("mixed"))
     step = Step(counts_of(settings.task, 100, "cpu"), settings.parallel, settings.train)
@@ -334,7 +334,7 @@ def test_a_stage_has_its_layers():
     assert (step.layers_GSK.sum((0, 2)) > 0).all()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_prints_what_is_known_side_by_side(capsys):
     flags = "inspect lm --compare --num-layers 1 --hidden-size 16 --embed-size 16 --mesh dp2 --devices 0 1"
     assert main(flags.split()) == 0

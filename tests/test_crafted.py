@@ -230,7 +230,7 @@ def here(world, tmp_path, monkeypatch):
     return here
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", CRAFTED)
 def test_a_crafted_file_ends_in_one_line(name, here, capsys):
     change, argv, message = CRAFTED[name]
@@ -346,7 +346,7 @@ CHECKPOINTS = {
 
 # Where Orbax cannot read an array, it leaves those of others unfinished: each complains when it is collected.
 # That is to be here, not in another test.
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <coroutine object _read_array:pytest.PytestUnraisableExceptionWarning"
 )
@@ -446,7 +446,7 @@ def test_who_runs_the_file_of_a_task(name, here):
     assert (here / "ran").exists() == (name in RUNS_THE_FILE)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_of_a_huge_model_takes_no_memory(here):
     model_of_one_terabyte()
     reseal()

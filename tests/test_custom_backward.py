@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from lib.laws import MODEL, RELATIVE_ERROR, assert_close, by_layer, make_settings, slow
+from lib.laws import MODEL, RELATIVE_ERROR, assert_close, by_layer, make_settings, more
 
 import jaxpar
 from jaxpar import (
@@ -155,14 +155,14 @@ def on_one_device():
     [
         ((1, 2, 1), (2, 2), {"zero_bubble": True, "head": "sharded"}),
         ((2, 2, 1), (2, 2), {"head": "last"}),
-        slow((1, 2, 1), (2, 2), {"zero_bubble": True, "schedule": "interleaved", "num_groups": 2}),
-        slow((1, 1, 1), (2, 1), {}),
-        slow((2, 1, 1), (1, 1), {}),
-        slow((2, 1, 1), (2, 1), {"layout": {"shares": (1, 3)}}),
-        slow((1, 2, 2), (2, 2), {}),
-        slow((1, 2, 1), (2, 2), {"remat": True}),
-        slow((1, 2, 1), (1, 4), {"remat": True, "remat_keeps": "carries"}),
-        slow((1, 4, 1), (2, 2), {"schedule": "v", "head": "last"}),
+        more((1, 2, 1), (2, 2), {"zero_bubble": True, "schedule": "interleaved", "num_groups": 2}),
+        more((1, 1, 1), (2, 1), {}),
+        more((2, 1, 1), (1, 1), {}),
+        more((2, 1, 1), (2, 1), {"layout": {"shares": (1, 3)}}),
+        more((1, 2, 2), (2, 2), {}),
+        more((1, 2, 1), (2, 2), {"remat": True}),
+        more((1, 2, 1), (1, 4), {"remat": True, "remat_keeps": "carries"}),
+        more((1, 4, 1), (2, 2), {"schedule": "v", "head": "last"}),
     ],
 )
 def test_the_gradient_is_that_of_the_mean_loss_on_every_mesh(on_one_device, mesh, units, options):
@@ -297,7 +297,7 @@ def test_backward_passes_of_jaxpar_need_no_trial():
     assert custom_backward._functions(programs) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     "options",
     [
@@ -313,7 +313,7 @@ class AnyLength(Own):
     variable_length = True
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_shorter_batch_counts_what_it_has():
     found = []
     for mesh, units in [((1, 1, 1), (1, 1)), ((1, 2, 1), (2, 4))]:

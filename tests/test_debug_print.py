@@ -5,7 +5,7 @@ import re
 
 import jax
 import pytest
-from lib.laws import on_devices, slow
+from lib.laws import more, on_devices
 from lib.models import Regress, Regression
 
 from jaxpar import Parallel
@@ -29,7 +29,7 @@ class Talking(Regress):
         return Talks(self.kinds, rngs=rngs)
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1), slow((2, 1, 2)), slow((2, 2, 2))])
+@pytest.mark.parametrize("mesh", [(2, 1, 1), more((2, 1, 2)), more((2, 2, 2))])
 def test_each_group_prints_what_its_rows_are(mesh, capfd):
     setup = Setup.of(Talking(), Parallel(on_devices(mesh)))
     batch = setup.task.make_batches("train", 0).batch(0)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from lib.any_model import Calm, assert_same
 from lib.awd import awd
-from lib.laws import assert_same_as_plain, make_settings, on_devices, slow
+from lib.laws import assert_same_as_plain, make_settings, more, on_devices
 from lib.models import MAKERS, WIDTH, Regress, Regression
 
 from jaxpar import (
@@ -128,20 +128,20 @@ class Rows(Task):
 LAW = {
     "rows": (Draws(("noisy", "noisy")), (2, 1, 1), {}),
     "units": (Draws(("noisy", "noisy")), (1, 2, 1), {"num_microbatches": 2, "num_chunks": 2}),
-    "both": slow(Draws(("noisy", "noisy")), (2, 2, 1), {"num_microbatches": 2, "num_chunks": 4}),
+    "both": more(Draws(("noisy", "noisy")), (2, 2, 1), {"num_microbatches": 2, "num_chunks": 4}),
     "both ways": (Draws(("noisy both ways",)), (1, 2, 1), {"num_microbatches": 2}),
     "groups": (Draws(("noisy", "group")), (1, 2, 1), {"num_microbatches": 2, "num_chunks": 2}),
-    "groups, rows": slow(Draws(("group", "group")), (2, 1, 1), {}),
+    "groups, rows": more(Draws(("group", "group")), (2, 1, 1), {}),
     "without time": (Rows(), (2, 1, 1), {}),
-    "without time, units": slow(Rows(), (1, 2, 1), {"num_microbatches": 4}),
+    "without time, units": more(Rows(), (1, 2, 1), {"num_microbatches": 4}),
     **{
-        kind: slow(Draws((kind, kind)), (2, 2, 1), {"num_microbatches": 2, "num_chunks": 2})
+        kind: more(Draws((kind, kind)), (2, 2, 1), {"num_microbatches": 2, "num_chunks": 2})
         for kind in ("own gru", "mingru", "rglru", "slstm")
     },
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("task", "mesh", "units"), LAW.values(), ids=LAW)
 def test_what_is_drawn_is_the_same_on_any_mesh(task, mesh, units):
@@ -149,12 +149,12 @@ def test_what_is_drawn_is_the_same_on_any_mesh(task, mesh, units):
 
 
 @pytest.mark.law
-@pytest.mark.slow
+@pytest.mark.full
 def test_masks_that_are_held_are_the_same_on_any_mesh():
     assert_same_as_plain(make_settings((2, 2, 1), (2, 2), awd(word_dropout=0.2, drop_connect=0.2)))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("time_major", [True, False])
 def test_a_blocks_draw_is_part_of_the_wholes(time_major):
     key, shape, block = jax.random.key(5), (6, 8, 3), (slice(2, 5), slice(4, 8))
@@ -298,12 +298,12 @@ REFUSED = [
     ("first", "everywhere", ONE, f"^`first` {DRAWS}"),
     ("layer", "everywhere", ONE, f"^layer layer0 {DRAWS}"),
     ("last", "everywhere", ONE, f"^`last` {DRAWS}"),
-    slow("first", "by_first_row", ONE, f"^`first` {DRAWS}"),
-    slow("last", "by_first_row", ONE, f"^`last` {DRAWS}"),
+    more("first", "by_first_row", ONE, f"^`first` {DRAWS}"),
+    more("last", "by_first_row", ONE, f"^`last` {DRAWS}"),
     ("layer", "by_first_row", ONE, f"^layer layer0 {DRAWS}"),
     ("layer", "by_rows_alone", HALVES, f"^layer layer0 {DRAWS}"),
-    slow("first", "by_chunk", HALVES, f"^`first` {DRAWS}"),
-    slow("last", "by_chunk", HALVES, f"^`last` {DRAWS}"),
+    more("first", "by_chunk", HALVES, f"^`first` {DRAWS}"),
+    more("last", "by_chunk", HALVES, f"^`last` {DRAWS}"),
     ("first", "one_constant", ONE, f"^`first` {DRAWS}"),
     ("layer", "place_in_block", ONE, f"^layer layer0 {DRAWS}"),
 ]
@@ -320,7 +320,7 @@ def test_draws_that_depend_on_how_a_batch_is_cut_are_refused(place, noise, paral
 @pytest.mark.parametrize(
     ("place", "noise", "parallel"),
     [
-        *(slow(place, "right", HALVES) for place in ("first", "last")),
+        *(more(place, "right", HALVES) for place in ("first", "last")),
         ("layer", "right", HALVES),
         ("first", "held", HALVES),
         ("layer", "by_rows_alone", ONE),
@@ -346,8 +346,8 @@ class Split(OfModel):
         return model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["first", slow("last")])
+@pytest.mark.more
+@pytest.mark.parametrize("place", ["first", more("last")])
 def test_draws_of_a_whole_window_are_refused_where_an_axis_splits_time(place):
     parallel = Parallel(MeshConfig.parse("dp1context2"))
     check_rows_alone(Setup.of(Split(place=place, noise="right"), parallel).parts)

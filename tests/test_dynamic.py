@@ -18,7 +18,7 @@ from recipes.dynamic_evaluation import evaluate_dynamically
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+more = functools.partial(pytest.param, marks=pytest.mark.more)
 ADAPTATION = {"rate": 0.5, "decay": 0.1}
 
 
@@ -76,13 +76,13 @@ def plain_loop(folder, split, batch_size, seq_len, rate=0.0, decay=0.0):
     return np.exp(total / count)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("sizes", "adaptation"),
     [
         ({"batch_size": 1, "seq_len": 5}, ADAPTATION),
-        slow({"batch_size": 1}, {}),
-        slow({}, {"rate": 0.5}),
+        more({"batch_size": 1}, {}),
+        more({}, {"rate": 0.5}),
     ],
 )
 def test_evaluation_is_a_plain_loop(run, sizes, adaptation):
@@ -96,9 +96,9 @@ def test_evaluation_is_a_plain_loop(run, sizes, adaptation):
         np.testing.assert_allclose(found.metrics["perplexity"], expected, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
-@pytest.mark.parametrize("mesh", ["dp2pp2tp2", slow("dp4tp2"), slow("pp2dp4")])
+@pytest.mark.parametrize("mesh", ["dp2pp2tp2", more("dp4tp2"), more("pp2dp4")])
 def test_dynamic_evaluation_is_the_same_on_every_mesh(run, mesh):
     expected = evaluate_dynamically(run.path, **ADAPTATION, batch_size=8)
     found = evaluate_dynamically(run.path, mesh, **ADAPTATION, batch_size=8)
@@ -106,7 +106,7 @@ def test_dynamic_evaluation_is_the_same_on_every_mesh(run, mesh):
         np.testing.assert_allclose(own.loss, other.loss, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("make", "message"),
     [

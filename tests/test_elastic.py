@@ -62,7 +62,7 @@ def test_where_nothing_fits_it_is_what_needs_the_least(monkeypatch):
     assert reason.endswith(" needs the least memory by estimates for cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_mesh_that_the_batch_does_not_fit_is_passed_over():
     """Twelve rows are not for eight groups."""
     asked = Parallel.of("dp1pp6", Parallel())
@@ -147,7 +147,7 @@ def start(processes, arguments):
 
 
 @pytest.mark.law
-@pytest.mark.slow
+@pytest.mark.full
 def test_fewer_processes_and_then_more_have_the_losses_of_one_device(text, tmp_path):
     out_dir = tmp_path / "run"
     process = start(2, flags(text, out_dir, 1_000_000, "--mesh", "dp2"))

@@ -22,7 +22,7 @@ from lib.checkpoints import (
     next_losses,
     restore,
 )
-from lib.laws import MODEL, assert_same_as_plain, make_settings, on_devices, slow
+from lib.laws import MODEL, assert_same_as_plain, make_settings, more, on_devices
 from lib.layers import Ends
 from lib.models import Regress
 
@@ -78,18 +78,18 @@ LANGUAGE = [
     ((1, 2, 1), {}, {"head": "last"}, {}),
     ((1, 4, 1), {"tie_embedding": True}, {"remat": True}, {"update": "sharded"}),
     ((2, 2, 2), {"embed_size": 8}, {"zero_bubble": False}, {"fsdp": True}),
-    slow((1, 8, 1), {}, {}, {}),
-    slow((1, 8, 1), {"tie_embedding": True}, {}, {}),
-    slow((1, 2, 4), {"embed_size": 8}, {}, {"fsdp": True}),
-    slow((1, 2, 4), {"tie_embedding": True}, {}, {}),
-    slow((1, 2, 1), {}, {"schedule": "interleaved", "num_groups": 2}, {}),
-    slow((1, 2, 1), {"tie_embedding": True}, {"schedule": "v"}, {}),
-    slow((2, 2, 2), {"tie_embedding": True}, {"schedule": "gpipe"}, {"fsdp": True}),
-    slow((1, 4, 1), {}, {"remat": True, "remat_keeps": "carries"}, {}),
+    more((1, 8, 1), {}, {}, {}),
+    more((1, 8, 1), {"tie_embedding": True}, {}, {}),
+    more((1, 2, 4), {"embed_size": 8}, {}, {"fsdp": True}),
+    more((1, 2, 4), {"tie_embedding": True}, {}, {}),
+    more((1, 2, 1), {}, {"schedule": "interleaved", "num_groups": 2}, {}),
+    more((1, 2, 1), {"tie_embedding": True}, {"schedule": "v"}, {}),
+    more((2, 2, 2), {"tie_embedding": True}, {"schedule": "gpipe"}, {"fsdp": True}),
+    more((1, 4, 1), {}, {"remat": True, "remat_keeps": "carries"}, {}),
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "sizes", "pipeline", "layout"), LANGUAGE)
 def test_a_language_model_whose_table_is_in_rows_equals_plain(large, mesh, sizes, pipeline, layout):
@@ -103,10 +103,10 @@ def test_a_language_model_whose_table_is_in_rows_equals_plain(large, mesh, sizes
 OWN = [
     ((1, 2, 1), ("deep", "twice"), {"head": "sharded"}, None),
     ((2, 2, 2), ("loop",), {}, "words"),
-    slow((1, 4, 1), ("deep", "array"), {"head": "sharded", "remat": True}, None),
-    slow((1, 2, 4), ("twice",), {"zero_bubble": False}, None),
-    slow((1, 2, 1), ("deep",), {"schedule": "interleaved", "num_groups": 2}, "up"),
-    slow((2, 4, 1), ("deep",), {"head": "sharded"}, "scale"),
+    more((1, 4, 1), ("deep", "array"), {"head": "sharded", "remat": True}, None),
+    more((1, 2, 4), ("twice",), {"zero_bubble": False}, None),
+    more((1, 2, 1), ("deep",), {"schedule": "interleaved", "num_groups": 2}, "up"),
+    more((2, 4, 1), ("deep",), {"head": "sharded"}, "scale"),
 ]
 
 
@@ -213,7 +213,7 @@ def trained_on_one(task):
 
 
 PLACED = "first, 0 | 1 | 2 | 3, last"
-ON_MESHES = [((1, 4, 1), PLACED), slow((2, 2, 1), "first, 0-1 | 2-3, last")]
+ON_MESHES = [((1, 4, 1), PLACED), more((2, 2, 1), "first, 0-1 | 2-3, last")]
 
 
 @pytest.mark.rows(1)
@@ -240,7 +240,7 @@ def test_own_optimizers_update_placed_ends_as_on_one_device(large, mesh, placeme
     jax.tree.map(np.testing.assert_array_equal, *arrays)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     "pipeline",
     [
@@ -280,13 +280,13 @@ UNTIED = dataclasses.replace(TASK, vocab_size=128, num_layers=4)  # tasks of thi
 TIED = dataclasses.replace(UNTIED, tie_embedding=True)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         (make_setup((1, 4, 1), task=UNTIED), make_setup((2, 2, 2), task=UNTIED, update="host")),
-        slow(make_setup((2, 2, 2), task=TIED, update="host"), make_setup((1, 1, 1), task=TIED)),
-        slow(make_setup((1, 1, 1), task=UNTIED), make_setup((1, 2, 4), task=UNTIED, fsdp=True)),
+        more(make_setup((2, 2, 2), task=TIED, update="host"), make_setup((1, 1, 1), task=TIED)),
+        more(make_setup((1, 1, 1), task=UNTIED), make_setup((1, 2, 4), task=UNTIED, fsdp=True)),
     ],
 )
 def test_a_run_goes_on_where_parts_are_others(large, run, before, after):
@@ -298,8 +298,8 @@ def test_a_run_goes_on_where_parts_are_others(large, run, before, after):
     np.testing.assert_allclose(next_losses(after, state), losses, rtol=RELATIVE_ERROR)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, slow(True)])
+@pytest.mark.more
+@pytest.mark.parametrize("tied", [False, more(True)])
 def test_predictions_of_a_table_in_rows_equal_plain(large, tied):
     task = dataclasses.replace(predictions.TASK, hidden_size=8, embed_size=8, tie_embedding=tied)
     parallel = Parallel("pp2", PipelineConfig(num_chunks=2))
@@ -328,7 +328,7 @@ def test_ids_that_no_word_has_are_what_they_are_to_a_whole_table(layer):
 # ---- the choice ----
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_costs_less_is_chosen_and_said():
     def said(task, parallel):
         [(what, text)] = describe_outer_modules(Setup.of(task, parallel).storage)
@@ -362,7 +362,7 @@ def report_of(tied, head):
     return inspect_step(*settings)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("tied", "head"), [(False, "last"), (True, "auto")])
 def test_no_table_is_sent_over_stages(tied, head):
     report = report_of(tied, head)

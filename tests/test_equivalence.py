@@ -13,7 +13,7 @@ from lib.laws import (
     by_layer,
     make_batch,
     make_settings,
-    slow,
+    more,
     train_two_steps,
 )
 
@@ -29,7 +29,7 @@ UNITS = [(1, 1), (2, 1), (1, 4), (2, 4)]  # microbatches, chunks of time
 # Microbatches and chunks are what moves between stages; without stages they change nothing.
 LAYOUTS = [(mesh, UNITS[-1]) for mesh in MESHES] + [((2, 2, 2), units) for units in UNITS[:-1]]
 LAYOUTS += [
-    slow(mesh, units)
+    more(mesh, units)
     for mesh in MESHES
     for number, units in enumerate(UNITS[:-1])
     if mesh[1] > 1 and (mesh, units) not in LAYOUTS
@@ -42,20 +42,20 @@ def test_loss_and_gradients_equal_plain(mesh, units):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("placement", [(2, 3, 2), (1, 5, 1), slow("balanced")])
+@pytest.mark.parametrize("placement", [(2, 3, 2), (1, 5, 1), more("balanced")])
 def test_uneven_placement_equals_plain(placement):
     task = dataclasses.replace(MODEL, num_layers=7)
     assert_same_as_plain(make_settings((2, 3, 1), (2, 2), task=task, placement=placement))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [slow({"embed_size": 8}), {"tie_embedding": True}])
+@pytest.mark.more
+@pytest.mark.parametrize("sizes", [more({"embed_size": 8}), {"tie_embedding": True}])
 def test_model_variants_equal_plain(sizes):
     assert_same_as_plain(make_settings((2, 2, 2), (2, 2), task=dataclasses.replace(MODEL, **sizes)))
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("optimizer", ["adam", slow("sgd")])
+@pytest.mark.parametrize("optimizer", ["adam", more("sgd")])
 @pytest.mark.parametrize(
     ("mesh_sizes", "storage"),
     [
@@ -97,7 +97,7 @@ def test_windows_carry_their_state_on_every_mesh():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_dropout_masks_are_new_at_every_step_and_the_same_on_every_mesh():
     def gradients(settings):
         mesh = settings.parallel.mesh.build()

@@ -17,7 +17,7 @@ import optax
 import pandas as pd
 import pytest
 from flax import nnx
-from lib.laws import slow
+from lib.laws import more
 from lib.references import FOLDER, RELATIVE_ERROR, assert_close
 from sklearn.linear_model import LinearRegression
 from statsmodels.datasets import co2
@@ -258,31 +258,31 @@ def assert_batches_equal_plain(task, parallel):
 
 
 LAYOUTS = [
-    slow(FORECAST, make_parallel((1, 1, 1), num_microbatches=2)),
-    slow(FORECAST, make_parallel((8, 1, 1))),
+    more(FORECAST, make_parallel((1, 1, 1), num_microbatches=2)),
+    more(FORECAST, make_parallel((8, 1, 1))),
     (FORECAST, make_parallel((1, 8, 1), num_microbatches=2, num_chunks=4)),
-    slow(FORECAST, make_parallel((1, 2, 4), num_chunks=2, remat=True)),
-    slow(FORECAST, make_parallel((2, 2, 2), shares=(3, 1), num_microbatches=2, num_chunks=8)),
-    slow(FORECAST, make_parallel((4, 2, 1), num_chunks=2, placement=(5, 3))),
-    slow(CHARACTERS, make_parallel((1, 1, 1))),
-    slow(CHARACTERS, make_parallel((8, 1, 1))),
-    slow(CHARACTERS, make_parallel((1, 2, 4), num_microbatches=4)),
+    more(FORECAST, make_parallel((1, 2, 4), num_chunks=2, remat=True)),
+    more(FORECAST, make_parallel((2, 2, 2), shares=(3, 1), num_microbatches=2, num_chunks=8)),
+    more(FORECAST, make_parallel((4, 2, 1), num_chunks=2, placement=(5, 3))),
+    more(CHARACTERS, make_parallel((1, 1, 1))),
+    more(CHARACTERS, make_parallel((8, 1, 1))),
+    more(CHARACTERS, make_parallel((1, 2, 4), num_microbatches=4)),
     (CHARACTERS, make_parallel((2, 2, 2), num_microbatches=2, remat=True)),
-    slow(CHARACTERS, make_parallel((4, 2, 1), shares=(1, 1, 1, 5), placement=(1, 3))),
-    slow(TRANSLATE, make_parallel((1, 1, 1))),
-    slow(TRANSLATE, make_parallel((8, 1, 1))),
-    slow(TRANSLATE, make_parallel((1, 2, 4), num_microbatches=2)),
+    more(CHARACTERS, make_parallel((4, 2, 1), shares=(1, 1, 1, 5), placement=(1, 3))),
+    more(TRANSLATE, make_parallel((1, 1, 1))),
+    more(TRANSLATE, make_parallel((8, 1, 1))),
+    more(TRANSLATE, make_parallel((1, 2, 4), num_microbatches=2)),
     (TRANSLATE, make_parallel((2, 2, 2), shares=(1, 3), num_microbatches=4)),
-    slow(TRANSLATE, make_parallel((4, 2, 1), num_microbatches=2, remat=True)),
-    slow(DIGITS, make_parallel((1, 1, 1))),
-    slow(DIGITS, make_parallel((8, 1, 1))),
-    slow(DIGITS, make_parallel((1, 8, 1), num_chunks=2)),
-    slow(DIGITS, make_parallel((1, 2, 4), num_microbatches=2, num_chunks=4)),
-    slow(DIGITS, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=2, remat=True)),
-    slow(DIGITS, make_parallel((4, 2, 1), num_microbatches=4, num_chunks=8)),
+    more(TRANSLATE, make_parallel((4, 2, 1), num_microbatches=2, remat=True)),
+    more(DIGITS, make_parallel((1, 1, 1))),
+    more(DIGITS, make_parallel((8, 1, 1))),
+    more(DIGITS, make_parallel((1, 8, 1), num_chunks=2)),
+    more(DIGITS, make_parallel((1, 2, 4), num_microbatches=2, num_chunks=4)),
+    more(DIGITS, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=2, remat=True)),
+    more(DIGITS, make_parallel((4, 2, 1), num_microbatches=4, num_chunks=8)),
     (HYBRID, make_parallel((2, 1, 4))),
-    slow(HYBRID, make_parallel((8, 1, 1))),
-    slow(MAMBA, make_parallel((8, 1, 1))),
+    more(HYBRID, make_parallel((8, 1, 1))),
+    more(MAMBA, make_parallel((8, 1, 1))),
     (MAMBA, make_parallel((2, 4, 1), num_microbatches=2)),
 ]
 
@@ -295,14 +295,14 @@ def label(value):
     return "-".join(map(str, parts))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "parallel"), LAYOUTS, ids=label)
 def test_loss_metrics_and_gradients_equal_plain(name, parallel):
     assert_batches_equal_plain(make_task(name), parallel)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *map(slow, (1, 2))])
+@pytest.mark.more
+@pytest.mark.parametrize("seed", [0, *map(more, (1, 2))])
 def test_layouts_drawn_at_random_equal_plain(seed):
     rng = np.random.default_rng(seed)
     name = rng.choice([FORECAST, CHARACTERS, TRANSLATE, DIGITS])
@@ -318,14 +318,14 @@ def test_layouts_drawn_at_random_equal_plain(seed):
     assert_batches_equal_plain(make_task(str(name)), parallel)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "parallel"),
     [
         (FORECAST, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=4)),
-        slow(CHARACTERS, make_parallel((1, 2, 4), num_microbatches=2)),
+        more(CHARACTERS, make_parallel((1, 2, 4), num_microbatches=2)),
         (TRANSLATE, make_parallel((4, 2, 1), num_microbatches=2)),
-        slow(DIGITS, make_parallel((1, 8, 1), num_microbatches=2, num_chunks=2)),
+        more(DIGITS, make_parallel((1, 8, 1), num_microbatches=2, num_chunks=2)),
     ],
     ids=label,
 )
@@ -345,15 +345,16 @@ def test_parameters_agree_after_two_optimizer_steps(name, parallel):
     assert_close(by_layer(state.params, Setup.of(task, parallel).partition), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.trains
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "mesh", "rate"),
     [
         (FORECAST, "dp2pp2tp2", 0.005),
-        slow(CHARACTERS, "pp2tp4", 0.01),
-        slow(TRANSLATE, "dp4pp2", 0.01),
-        slow(DIGITS, "dp2pp4", 0.01),
-        slow(MAMBA, "dp2pp4", 0.01),
+        more(CHARACTERS, "pp2tp4", 0.01),
+        more(TRANSLATE, "dp4pp2", 0.01),
+        more(DIGITS, "dp2pp4", 0.01),
+        more(MAMBA, "dp2pp4", 0.01),
     ],
 )
 def test_example_learns(name, mesh, rate, tmp_path):
@@ -392,7 +393,7 @@ def outputs(model, batch):
     return model.layers(model.layers.initial_carry(rows), model.first(batch, at), at)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_forecaster_is_printed_beside_two_guesses(capsys, monkeypatch, tmp_path):
     rng, num_weeks, context = np.random.default_rng(0), 800, 52
     year = np.arange(num_weeks) * 2 * np.pi / 52.18
@@ -445,7 +446,7 @@ def test_the_forecaster_is_printed_beside_two_guesses(capsys, monkeypatch, tmp_p
         )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_translator_is_printed_beside_a_memory_of_german(capsys, monkeypatch, tmp_path):
     rng = np.random.default_rng(0)
     words = {"a": "eins", "b": "einsam", "c": "sam", "d": "samt", "e": "einst"}
@@ -511,7 +512,7 @@ def test_the_hybrid_sends_a_fifth_of_what_data_parallelism_sends():
     assert {each.op for each in reports[0].collectives} >= {"all-to-all"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_unequal_shares_have_the_losses_of_even_ones(capsys, monkeypatch):
     module = sys.modules[find_task(f"{FOLDER}/shares.py:Slowed").__module__]
     monkeypatch.setattr(module, "WORK", 1)
@@ -551,7 +552,7 @@ def translated(tmp_path_factory):
     return found, sources[::3], task, load_run(folder / "run").model()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_beam_of_one_is_greedy_search(translated):
     found, sources, task, model = translated
     source = task.numbers([f"{text}\n" for text in sources]).T
@@ -569,7 +570,7 @@ def test_a_beam_of_one_is_greedy_search(translated):
     assert len({*texts}) > len(texts) / 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_beam_of_four_finds_likelier_translations(translated):
     found, *_ = translated
     greedy, beam = found["dp1", 1][1], found["dp1", 4][1]
@@ -577,14 +578,14 @@ def test_a_beam_of_four_finds_likelier_translations(translated):
     assert (beam > greedy + 1e-3).any()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_translations_are_the_same_on_stages(translated):
     found, *_ = translated
     assert found["pp2", 4][0] == found["dp1", 4][0]
     np.testing.assert_allclose(found["pp2", 4][1], found["dp1", 4][1], rtol=RELATIVE_ERROR)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("beam", [1, 4])
 def test_a_likelihood_is_the_loss_of_that_translation(beam, translated):
     found, sources, task, model = translated
@@ -603,7 +604,7 @@ def test_a_likelihood_is_the_loss_of_that_translation(beam, translated):
     np.testing.assert_allclose(-scores, losses, rtol=RELATIVE_ERROR)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_translation_prints_bleu_and_refuses_what_is_no_pair(translated, capsys, tmp_path):
     *_, task, _ = translated
     module = sys.modules[type(task).__module__]
@@ -624,14 +625,14 @@ def of_distillation(**options):
     return find_task(f"{FOLDER}/distillation.py:Digits")(width=8, batch_size=16, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     "parallel",
     [
         make_parallel((2, 2, 1), num_microbatches=2),
-        slow(make_parallel((1, 4, 1), num_microbatches=4)),
-        slow(make_parallel((2, 2, 2), shares=(1, 3))),
-        slow(make_parallel((8, 1, 1))),
+        more(make_parallel((1, 4, 1), num_microbatches=4)),
+        more(make_parallel((2, 2, 2), shares=(1, 3))),
+        more(make_parallel((8, 1, 1))),
     ],
     ids=label,
 )
@@ -659,7 +660,7 @@ def test_a_pair_has_the_loss_and_the_gradients_of_one_device(parallel):
     assert [int(state.step) for state in states] == [1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_student_gains_by_its_teacher(capsys):
     module = sys.modules[type(of_distillation()).__module__]
     with jax.numpy_dtype_promotion("standard"):  # strict is of these tests

@@ -71,7 +71,7 @@ SHORT = [name for name in LAYERS if name != "flax" and "," not in name]
     ("name", "dtype"),
     [
         *((name, "float32") for name in LAYERS),
-        *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in SHORT),
+        *(pytest.param(name, "bfloat16", marks=pytest.mark.more) for name in SHORT),
     ],
 )
 def test_outputs_and_gradients_are_finite(name, dtype):
@@ -89,7 +89,7 @@ def test_outputs_and_gradients_are_finite(name, dtype):
         assert not wrong, f"seed {seed}: {wrong}"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("log_i", [-1000.0, 0.0, 100.0, 1000.0])
 def test_an_mlstm_reads_zeros_where_it_asks_nothing(log_i):
     """q = 0 at every step, and input gates that float32 has no number for."""

@@ -203,7 +203,7 @@ def test_batches_that_are_no_function_of_step_and_rows_are_refused(own, tmp_path
 # ---- a run that is resumed ----
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_other_data_of_a_task_that_does_not_describe_them_are_refused(own, tmp_path):
     fit(own, on("dp2"), make_train(tmp_path))
     fit(own, on("dp4"), make_train(tmp_path, num_steps=5), resume=True)  # the same, on another mesh
@@ -232,7 +232,7 @@ def test_a_row_that_changes_in_a_later_batch_is_found(own, tmp_path):
         fit(own, on("dp4"), make_train(tmp_path, num_steps=6), resume=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_batches_that_are_cut_otherwise_are_not_compared(own, tmp_path):
     """Their settings say so: other rows are what was asked for."""
     free = dataclasses.make_dataclass(
@@ -300,8 +300,8 @@ def _command_line(source):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+@pytest.mark.more
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2", marks=pytest.mark.more)])
 def test_processes_with_other_data_are_refused(own, tmp_path, mesh):
     (tmp_path / "own.py").write_text(_command_line(SOURCE))
     np.save(tmp_path / "other.npy", rows() + 1)
@@ -316,8 +316,8 @@ def test_processes_with_other_data_are_refused(own, tmp_path, mesh):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+@pytest.mark.more
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2", marks=pytest.mark.more)])
 def test_processes_that_read_other_rows_later_are_found_at_the_next_checkpoint(own, tmp_path, mesh):
     (tmp_path / "own.py").write_text(_command_line(SOURCE))
     data = (tmp_path / "data.npy",) * 2

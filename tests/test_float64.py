@@ -56,7 +56,7 @@ def test_the_textbooks_gradients_are_the_slopes_of_its_loss():
 SIZES = st.tuples(st.integers(1, 12), st.integers(1, 6), st.integers(1, 20), st.integers(1, 20))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize("dtype", RELATIVE_ERRORS)
 @settings(max_examples=8)
@@ -126,7 +126,7 @@ def models(draw):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize("dtype", RELATIVE_ERRORS)
 @settings(max_examples=3)

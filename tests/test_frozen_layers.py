@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from lib.any_model import assert_same
-from lib.laws import on_devices, slow
+from lib.laws import more, on_devices
 from lib.models import SGD
 
 import jaxpar
@@ -115,7 +115,7 @@ BOTH_WAYS, IN_BLOCKS = (
     [
         (("lstm", "slstm", "mlstm", "rglru", "linear", "lstm both ways"), DP, "frozen"),
         *(
-            slow(names, mesh, how)
+            more(names, mesh, how)
             for names in (ALONE, BOTH_WAYS, IN_BLOCKS)
             for mesh in (DP, PP, ALL)
             for how in ("frozen", "trained")
@@ -131,7 +131,7 @@ def test_all_layers_are_differentiated(names, mesh, how):
     assert (len(jax.tree.leaves(grads)) == 2) == (how == "frozen")
 
 
-@pytest.mark.parametrize("mesh", [DP, slow(PP), slow(ALL)])
+@pytest.mark.parametrize("mesh", [DP, more(PP), more(ALL)])
 def test_layers_are_frozen_below_others(mesh):
     units = PipelineConfig(num_microbatches=2)
     assert_same(Layers(("lstm both ways", "gru"), "some"), Parallel(on_devices(mesh), units))

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 from lib.any_model import assert_same
-from lib.laws import MODEL, assert_same_as_plain, make_settings, on_devices, slow
+from lib.laws import MODEL, assert_same_as_plain, make_settings, more, on_devices
 from lib.models import Regress
 
 from jaxpar import Parallel, PipelineConfig
@@ -26,9 +26,9 @@ def fsdp(mesh, shares=None, **pipeline):
     ("mesh", "task", "pipeline"),
     [
         ((2, 1, 2), {}, {"num_microbatches": 2}),
-        slow((8, 1, 1), {"tie_embedding": True}, {}),
-        slow((2, 1, 1), {}, {"remat": True, "num_chunks": 2, "num_microbatches": 2}),
-        slow((2, 1, 1), {}, {"remat": True, "num_chunks": 4, "remat_keeps": "carries"}),
+        more((8, 1, 1), {"tie_embedding": True}, {}),
+        more((2, 1, 1), {}, {"remat": True, "num_chunks": 2, "num_microbatches": 2}),
+        more((2, 1, 1), {}, {"remat": True, "num_chunks": 4, "remat_keeps": "carries"}),
     ],
 )
 def test_a_language_model_equals_plain(mesh, task, pipeline):
@@ -42,8 +42,8 @@ def test_a_language_model_equals_plain(mesh, task, pipeline):
     ("kinds", "freeze", "parallel"),
     [
         (("gru", "gru", "dense", "cell"), "gru", fsdp((4, 1, 1))),
-        slow(("wide 20", "wide 60", "own gru"), None, fsdp((2, 1, 2))),
-        slow(("gru", "dense", "gru"), "scale", fsdp((2, 1, 1), (3, 1))),  # gathers them all at once
+        more(("wide 20", "wide 60", "own gru"), None, fsdp((2, 1, 2))),
+        more(("gru", "dense", "gru"), "scale", fsdp((2, 1, 1), (3, 1))),  # gathers them all at once
     ],
 )
 def test_kinds_of_layers_and_frozen_ones_equal_their_definition(kinds, freeze, parallel):
@@ -85,7 +85,7 @@ def test_memory_grows_by_less_than_the_layers_that_are_added():
     assert 0.25 < (more - few) / (4 * 2 * KERNEL) < 0.6
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("parallel", [fsdp((2, 2, 1), num_microbatches=2), fsdp((2, 1, 1), (3, 1))])
 def test_stages_and_unequal_shares_gather_once_a_step(parallel):
     over_data = report_of(4, parallel).along("data")

@@ -128,20 +128,20 @@ print(json.dumps({"messages": messages, "steps": steps, "losses": [continued, un
 """
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
+def more(*values):
+    return pytest.param(*values, marks=pytest.mark.more)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("case", "num_processes", "culprit", "ends_by"),
     [
         ("shards", 2, 1, "a step"),
-        *(slow("shards", n, k, "a step") for n, k in ((1, 0), (2, 0), (3, 2))),
-        *(slow("shards", n, k, how) for n, k in ((1, 0), (2, 0), (2, 1)) for how in ("end", "signal")),
-        *(slow("parts", n, 0, how) for n in (1, 2, 3) for how in ("a step", "end")),
-        *(slow("folder", n, 0, how) for n in (1, 2, 3) for how in ("a step", "end")),
-        *(slow("metrics", n, 0, how) for n in (1, 2, 3) for how in ("a step", "end")),
+        *(more("shards", n, k, "a step") for n, k in ((1, 0), (2, 0), (3, 2))),
+        *(more("shards", n, k, how) for n, k in ((1, 0), (2, 0), (2, 1)) for how in ("end", "signal")),
+        *(more("parts", n, 0, how) for n in (1, 2, 3) for how in ("a step", "end")),
+        *(more("folder", n, 0, how) for n in (1, 2, 3) for how in ("a step", "end")),
+        *(more("metrics", n, 0, how) for n in (1, 2, 3) for how in ("a step", "end")),
     ],
 )  # fmt: skip
 def test_a_full_disk_of_one_process_ends_all_alike(
@@ -186,7 +186,7 @@ def test_a_full_disk_of_one_process_ends_all_alike(
         assert wait_for(start_by_hand(again, num_processes))[0] == [0] * num_processes
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_a_run_that_cannot_begin_ends_in_all_processes(num_processes, text, tmp_path):
     arguments = [
@@ -232,9 +232,9 @@ def wait_for(processes):
     return [process.returncode for process in processes], lines
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
-    "num_processes", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))]
+    "num_processes", [2, *(pytest.param(n, marks=pytest.mark.more) for n in (1, 3))]
 )
 def test_a_small_disk_keeps_its_newest_checkpoint(num_processes, text, tmp_path):
     disk, out_dir = tmp_path / "disk", tmp_path / "disk" / "run"
@@ -321,7 +321,7 @@ def on_small_disk(disk, size, script):
     return [*private, f"{mount} && {script}", "sh"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_save_that_fails_in_the_background_ends_the_run_before_the_next(
     text, tmp_path, monkeypatch
 ):
@@ -344,7 +344,7 @@ class Slow(Report):
         time.sleep(0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_full_disk_under_stdout_ends_no_run(text, tmp_path):
     out_dir = tmp_path / "run"
     command = [
@@ -362,7 +362,7 @@ def test_a_full_disk_under_stdout_ends_no_run(text, tmp_path):
     assert [line["step"] for line in lines if line["split"] == "train"] == [*range(1, 13)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_a_script_prints_on_a_full_disk_ends_no_run(text, tmp_path, monkeypatch, caplog):
     with open("/dev/full", "w", buffering=1) as full:
         monkeypatch.setattr(sys, "stdout", full)

@@ -42,7 +42,7 @@ def losses(layer, mesh):
 
 # Of each layer one device and all axes by default; stages alone go the same ways.
 ROWS = [
-    pytest.param(layer, mesh, marks=[pytest.mark.slow] * (mesh == "pp2" and layer != "lstm"))
+    pytest.param(layer, mesh, marks=[pytest.mark.more] * (mesh == "pp2" and layer != "lstm"))
     for layer in LAYERS
     for mesh in MESHES
 ]

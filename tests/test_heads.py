@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from lib.laws import MODEL, assert_same_as_plain, make_settings, slow
+from lib.laws import MODEL, assert_same_as_plain, make_settings, more
 
 from jaxpar import LayerContext
 from jaxpar.analysis.program import inspect_step
@@ -47,7 +47,7 @@ def results(layer, w_h, x, carry, resets):
     return out, d_w_h, [d_rest["w_x"], d_rest["b"]], rest
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize("name", LAYERS)
 def test_heads_are_a_matrix_of_blocks(name):
@@ -81,23 +81,23 @@ def test_one_head_has_the_matrix_that_it_had():
 HEADS = dataclasses.replace(MODEL, num_heads=4)
 LAW = [
     ((2, 2, 2), (2, 4), HEADS, {"zero_bubble": True}),
-    slow((1, 1, 4), (1, 1), dataclasses.replace(HEADS, layer="slstm"), {}),
-    slow((1, 2, 2), (2, 2), dataclasses.replace(HEADS, layer="gru"), {"remat": True}),
-    slow((1, 4, 2), (2, 4), dataclasses.replace(HEADS, layer="slstm"), {"schedule": "gpipe"}),
-    slow((2, 2, 2), (2, 2), dataclasses.replace(HEADS, packed=True), {"unroll": True}),
+    more((1, 1, 4), (1, 1), dataclasses.replace(HEADS, layer="slstm"), {}),
+    more((1, 2, 2), (2, 2), dataclasses.replace(HEADS, layer="gru"), {"remat": True}),
+    more((1, 4, 2), (2, 4), dataclasses.replace(HEADS, layer="slstm"), {"schedule": "gpipe"}),
+    more((2, 2, 2), (2, 2), dataclasses.replace(HEADS, packed=True), {"unroll": True}),
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units", "task", "options"), LAW)
 def test_loss_and_gradients_of_heads_equal_plain(mesh, units, task, options):
     assert_same_as_plain(make_settings(mesh, units, task, **options))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 2, 2), slow((1, 1, 2)), slow((2, 2, 2))])
-@pytest.mark.parametrize("layer", ["lstm", slow("gru"), slow("slstm")])
+@pytest.mark.more
+@pytest.mark.parametrize("mesh", [(1, 2, 2), more((1, 1, 2)), more((2, 2, 2))])
+@pytest.mark.parametrize("layer", ["lstm", more("gru"), more("slstm")])
 def test_no_time_step_waits_for_another_device(mesh, layer):
     """Loops over time have 7 turns here, or the 7 steps of a chunk."""
     task = dataclasses.replace(MODEL, layer=layer, seq_len=7 * mesh[1])

@@ -132,7 +132,7 @@ CELLS = {
 }
 # Those that go the same ways as others.
 ROWS = [
-    pytest.param(name, marks=pytest.mark.slow) if name in ("LSTMCell", "SimpleCell") else name
+    pytest.param(name, marks=pytest.mark.more) if name in ("LSTMCell", "SimpleCell") else name
     for name in CELLS
 ]
 

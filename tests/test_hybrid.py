@@ -100,7 +100,7 @@ def test_parameters_lie_where_the_strategy_puts_them():
         assert actual == expected, strategy
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 def test_the_hybrid_sends_least_and_gathers_no_parameters():
     sent, gathered = {}, set()
@@ -134,7 +134,7 @@ def test_a_width_that_does_not_split_is_refused_by_its_name():
         init_state(task, on_mesh(2, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_evaluation_counts_every_image_once():
     task, parallel = make_task(), on_mesh(2, 4)
     mesh = parallel.mesh.build()
@@ -184,7 +184,7 @@ def losses(out_dir):
     return {line["step"]: line["loss"] for line in lines if line["split"] == "train"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_line_trains_resumes_and_evaluates_on_any_mesh(run, tmp_path, capsys):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["split"] == "train"] == [1, 2, 4, 6]

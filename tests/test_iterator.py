@@ -165,7 +165,7 @@ BACK = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("source", "read", "expected"),
     [
@@ -299,7 +299,7 @@ except ValueError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_processes_read_one_stream_and_tell_if_they_do_not(whole, tmp_path):
     script = tmp_path / "streams.py"
     script.write_text(STREAMS)

@@ -2,7 +2,7 @@
 
 The long form, with its 100 kills of one process, and 100 of two with their launcher:
 
-    pytest -n 0 -m slow -s tests/test_kills.py
+    pytest -n 0 -m "" -s tests/test_kills.py
 """
 
 import contextlib
@@ -150,10 +150,10 @@ def wait_for_a_line(run, process, size):
         time.sleep(0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     "num_kills",
-    [2, pytest.param(100, marks=pytest.mark.slow)],
+    [2, pytest.param(100, marks=pytest.mark.more)],
     ids="{} kills".format,
 )
 def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp_path, num_kills):
@@ -190,7 +190,7 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp
 
 @pytest.mark.parametrize(
     "num_kills",
-    [pytest.param(2, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)],
+    [pytest.param(2, marks=pytest.mark.more), pytest.param(100, marks=pytest.mark.more)],
     ids="{} kills".format,
 )
 def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
@@ -233,7 +233,7 @@ def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
     assert kills == num_kills
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_losses_are_compared_to_the_last_bit(undisturbed):
     whole = undisturbed[0]
     losses = whole.losses()

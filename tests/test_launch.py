@@ -207,7 +207,7 @@ def run(text, tmp_path_factory):
     return out_dir, out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
     one = tmp_path / "one"
@@ -226,7 +226,7 @@ DRAWN = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_once):
     """The two begin before a checkpoint in which a bit has changed, and name its file."""
 
@@ -249,7 +249,7 @@ def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_
     assert losses == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_process_0_alone_prints_and_writes(run):
     out_dir, out = run
     assert all(line.startswith("[0] ") for line in out.splitlines()), out
@@ -260,7 +260,7 @@ def test_process_0_alone_prints_and_writes(run):
     assert [path.name for path in (out_dir / "checkpoints").iterdir()] == ["10"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_failure_ends_all_with_its_message_and_exit_code(run, text):
     arguments = flags(text, "--mesh", "dp2", "--train.out-dir", str(run[0]))
     code, out, err = finish(start(arguments))
@@ -272,13 +272,13 @@ def test_failure_ends_all_with_its_message_and_exit_code(run, text):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--mesh", "dp2"], "needs 2 devices, got 4\n.*name 2 with devices"),
         pytest.param(
-            ["--batch-size", "6"], "batch_size=6 does not divide by data=4", marks=pytest.mark.slow
+            ["--batch-size", "6"], "batch_size=6 does not divide by data=4", marks=pytest.mark.more
         ),
     ],
 )
@@ -291,7 +291,7 @@ def test_several_processes_leave_no_device_out(more, message, text, tmp_path):
     assert not out_dir.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_numbers_that_are_not_finite_end_all_with_the_state_saved(text, tmp_path):
     out_dir = tmp_path / "run"
     arguments = flags(
@@ -306,8 +306,8 @@ def test_numbers_that_are_not_finite_end_all_with_the_state_saved(text, tmp_path
     assert saved == [str(int(said[1]) - 1)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.more
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.more)])
 def test_a_killed_process_ends_the_others(victim, text, tmp_path):
     process, children = start_long_run(text, str(tmp_path / "run"))
     os.kill(children[victim], signal.SIGKILL)
@@ -320,7 +320,7 @@ def test_a_killed_process_ends_the_others(victim, text, tmp_path):
     assert_gone(children, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_process_started_by_hand_says_which_other_was_killed(text, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -360,7 +360,7 @@ def test_children_end_with_their_launcher_however_it_ends(text, tmp_path):
     process.stderr.close()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_terminal_that_closes_lets_the_run_save_its_state(text, tmp_path):
     """First nobody reads what is printed, then SIGHUP comes."""
     process, _ = start_long_run(text, str(tmp_path / "run"))
@@ -397,7 +397,7 @@ def test_a_reader_that_goes_away_ends_nothing_but_the_printing():
     process.stderr.close()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_hangs_ends_all(victim, text, tmp_path):
     process, children = start_long_run(text, str(tmp_path / "run"))
@@ -412,7 +412,7 @@ def test_a_process_that_hangs_ends_all(victim, text, tmp_path):
     assert_gone(children, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_process_that_stands_still_for_a_while_ends_nothing(text, tmp_path):
     """Process 0, which has JAX's coordinator."""
     process, children = start_long_run(text, str(tmp_path / "run"))
@@ -428,8 +428,8 @@ def test_a_process_that_stands_still_for_a_while_ends_nothing(text, tmp_path):
     assert "stopped by SIGTERM" in out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("closed", [">&- 2>&- <&-", pytest.param("<&-", marks=pytest.mark.slow)])
+@pytest.mark.more
+@pytest.mark.parametrize("closed", [">&- 2>&- <&-", pytest.param("<&-", marks=pytest.mark.more)])
 def test_streams_that_are_closed_end_no_run(closed, text, tmp_path):
     out_dir = tmp_path / "run"
     command = [sys.executable, "-m", "jaxpar", "launch", "--", *flags(text, "--mesh", "dp2")]
@@ -441,7 +441,7 @@ def test_streams_that_are_closed_end_no_run(closed, text, tmp_path):
     assert len(train_losses(out_dir)) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ctrl_c_lets_the_run_save_its_state(text, tmp_path):
     process, _ = start_long_run(text, str(tmp_path / "run"))
     process.send_signal(signal.SIGINT)
@@ -453,7 +453,7 @@ def test_ctrl_c_lets_the_run_save_its_state(text, tmp_path):
     assert "error" not in err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_failed_process_does_not_wait_for_the_others(tmp_path):
     # Process 1 fails alone, process 0 waits for it; without a launcher to end it.
     program = (

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from lib.laws import RELATIVE_ERROR, assert_close, by_layer, make_settings, slow
+from lib.laws import RELATIVE_ERROR, assert_close, by_layer, make_settings, more
 from lib.layers import PENALTY, Penalized
 from lib.models import Regress, Regression
 
@@ -108,7 +108,7 @@ def in_plain_python(task):
     return value, of_layers, grads
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("task", [Task(), MIXED])
 def test_the_plain_model_adds_what_its_layers_add(task):
     value, of_layers, expected = in_plain_python(task)
@@ -137,11 +137,11 @@ INTERLEAVED, V = {"schedule": "interleaved", "num_groups": 2}, {"schedule": "v"}
         (Task(), (1, 2, 1), (1, 4), SEGMENTS),
         (MIXED, (1, 2, 2), (2, 2), V),
         (MIXED, (2, 2, 1), (2, 2), REMAT),
-        slow(Task(), (1, 2, 2), (2, 2), {"zero_bubble": False}),
-        slow(Task(), (1, 2, 1), (2, 2), INTERLEAVED),
-        slow(Task(), (1, 2, 1), (2, 2), {**V, **REMAT}),
-        slow(MIXED, (1, 2, 1), (2, 2), {**INTERLEAVED, "zero_bubble": False}),
-        slow(MIXED, (1, 4, 1), (4, 1), {"schedule": "gpipe"}),
+        more(Task(), (1, 2, 2), (2, 2), {"zero_bubble": False}),
+        more(Task(), (1, 2, 1), (2, 2), INTERLEAVED),
+        more(Task(), (1, 2, 1), (2, 2), {**V, **REMAT}),
+        more(MIXED, (1, 2, 1), (2, 2), {**INTERLEAVED, "zero_bubble": False}),
+        more(MIXED, (1, 4, 1), (4, 1), {"schedule": "gpipe"}),
     ],
 )
 def test_sums_of_layers_equal_plain(task, mesh, units, options):
@@ -171,9 +171,9 @@ class Penalized2(Penalized):
         return carry, y_TBW, Sums(PENALTY * jnp.sum(jnp.square(y_TBW)), 0)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
-@pytest.mark.parametrize("options", [{}, slow({"remat": True}), slow({"schedule": "v"})])
+@pytest.mark.parametrize("options", [{}, more({"remat": True}), more({"schedule": "v"})])
 def test_sums_of_layers_beside_a_head_that_stages_share_equal_plain(options):
     task = Text(4, 16, 16, vocab_size=96, batch_size=8, seq_len=8, dropout=0.0)
     wanted, grads, _ = results(make_settings(task=task))
@@ -184,7 +184,7 @@ def test_sums_of_layers_beside_a_head_that_stages_share_equal_plain(options):
     assert_close(found, grads)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_evaluation_reports_them():
     settings = make_settings((1, 2, 1), (2, 2), MIXED)
     setup = Setup.of(*settings)
@@ -199,7 +199,7 @@ def test_evaluation_reports_them():
         np.testing.assert_allclose(sums.by_name[name], value, rtol=RELATIVE_ERROR, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

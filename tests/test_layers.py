@@ -29,7 +29,7 @@ from jaxpar.nn import (
 )  # fmt: skip
 
 # A row that goes the same ways as others.
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+more = functools.partial(pytest.param, marks=pytest.mark.more)
 
 MORE_WIDTH = {
     "float32": 0,
@@ -124,7 +124,7 @@ SIZES = st.tuples(st.integers(1, 12), st.integers(1, 6), st.integers(1, 20))
 
 @pytest.mark.rows(1)
 @pytest.mark.law
-@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+@pytest.mark.parametrize("dtype", ["float32", more("bfloat16")])
 @pytest.mark.parametrize(
     ("name", "heads"),
     [*((name, {}) for name in LAYERS), *((name, HEADS) for name in ("gru", "slstm"))],

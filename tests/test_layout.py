@@ -70,7 +70,7 @@ def test_rows_that_do_not_divide_into_microbatches_are_told_of():
         jaxpar.init_state(*with_rows(10, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_whoever_is_given_no_mesh_takes_the_same_devices():
     state = jaxpar.init_state(SMALL)
     devices = set(jax.devices()[:6])
@@ -86,7 +86,7 @@ def test_whoever_is_given_no_mesh_takes_the_same_devices():
     assert batch["x"].sharding.shard_shape((12, 4, 1)) == (2, 4, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 @pytest.mark.usefixtures("compile_once")
 def test_losses_without_a_mesh_are_those_of_one_device(tmp_path):

@@ -145,7 +145,7 @@ def test_every_type_is_saved_and_restored(before, after, tmp_path):
     make_train_step(other)(restored, batch)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("mesh", ["dp1", "pp2"])
 def test_a_resumed_run_has_the_losses_that_it_would_have_had(mesh, tmp_path):
     def fit(name, steps, mesh, **options):
@@ -198,7 +198,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(what, tmp_path):
     folder = tmp_path / "run"

@@ -62,11 +62,11 @@ def plainly(task):
 
 # ---- layers ----
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+more = functools.partial(pytest.param, marks=pytest.mark.more)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", ["gru", *map(slow, ("rglru", "mingru", "slstm", "gated_delta"))])
+@pytest.mark.more
+@pytest.mark.parametrize("layer", ["gru", *map(more, ("rglru", "mingru", "slstm", "gated_delta"))])
 def test_layers_of_any_kind_learn_a_batch_by_heart(layer):
     config = OptimizerConfig(learning_rate=0.02, lr_schedule="constant", warmup_steps=0)
     task = dataclasses.replace(TASK, layer=layer, dropout=0.0, optimizer=config)
@@ -90,9 +90,9 @@ def test_what_other_layers_than_lstm_cannot_do_is_refused():
 
 HEADS = [
     ((1, 1, 1), (1, 1), {}),
-    pytest.param((1, 2, 1), (1, 2), {"head": "last"}, marks=pytest.mark.slow),
+    pytest.param((1, 2, 1), (1, 2), {"head": "last"}, marks=pytest.mark.more),
     ((2, 2, 2), (2, 3), {"head": "last"}),
-    pytest.param((1, 2, 1), (1, 2), {"head": "sharded"}, marks=pytest.mark.slow),
+    pytest.param((1, 2, 1), (1, 2), {"head": "sharded"}, marks=pytest.mark.more),
     ((2, 2, 2), (2, 3), {"head": "sharded"}),
 ]
 
@@ -139,7 +139,7 @@ def test_the_probabilities_of_the_words_add_up_to_one():
     np.testing.assert_array_equal(probabilities[..., NUM_WORDS:], 0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_training_leaves_padding_as_it_is():
     task = dataclasses.replace(TASK, optimizer=OptimizerConfig("sgd", 0.5, warmup_steps=0))
     mesh, state, batch = placed(task, ONE)
@@ -325,7 +325,7 @@ def test_a_step_takes_no_token_outside_the_vocabulary(name, value, message):
 # ---- the pieces of the model ----
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units"), [((1, 1, 1), (1, 1)), ((1, 2, 2), (2, 2))])
 def test_logits_in_pieces_are_those_at_once(monkeypatch, mesh, units):

@@ -15,8 +15,8 @@ from lib.laws import (
     assert_same_as_plain,
     by_layer,
     make_settings,
+    more,
     on_devices,
-    slow,
 )
 
 import jaxpar.step.forward
@@ -35,16 +35,16 @@ from jaxpar.step.step import abstract_batch, batch_sharding, make_loss_and_grad
 
 KEPT = [
     ((2, 2, 1), (2, 4), {"remat_keeps": "carries", "head": "sharded"}),
-    slow((1, 1, 1), (1, 4), {"remat_keeps": "carries"}),
-    slow((1, 1, 1), (2, 4), {"remat_keeps": "host"}),
-    slow((2, 2, 1), (2, 4), {"remat_keeps": "carries", "schedule": "gpipe", "head": "last"}),
-    slow((1, 2, 2), (2, 4), {"remat_keeps": "carries", "schedule": "interleaved", "num_groups": 2}),
-    slow((1, 1, 1), (1, 4), {}),
-    slow((2, 2, 1), (2, 4), {"remat_keeps": "host", "head": "last"}),
-    slow((2, 1, 2), (2, 8), {"remat_keeps": "carries"}),
-    slow((1, 4, 2), (2, 4), {"remat_keeps": "carries", "head": "last"}),
-    slow((1, 2, 1), (1, 4), {"remat_keeps": "carries", "head": "last", "unroll": True}),
-    slow((1, 2, 2), (2, 4), {"remat_keeps": "host", "schedule": "interleaved", "num_groups": 2}),
+    more((1, 1, 1), (1, 4), {"remat_keeps": "carries"}),
+    more((1, 1, 1), (2, 4), {"remat_keeps": "host"}),
+    more((2, 2, 1), (2, 4), {"remat_keeps": "carries", "schedule": "gpipe", "head": "last"}),
+    more((1, 2, 2), (2, 4), {"remat_keeps": "carries", "schedule": "interleaved", "num_groups": 2}),
+    more((1, 1, 1), (1, 4), {}),
+    more((2, 2, 1), (2, 4), {"remat_keeps": "host", "head": "last"}),
+    more((2, 1, 2), (2, 8), {"remat_keeps": "carries"}),
+    more((1, 4, 2), (2, 4), {"remat_keeps": "carries", "head": "last"}),
+    more((1, 2, 1), (1, 4), {"remat_keeps": "carries", "head": "last", "unroll": True}),
+    more((1, 2, 2), (2, 4), {"remat_keeps": "host", "schedule": "interleaved", "num_groups": 2}),
 ]
 
 
@@ -52,7 +52,7 @@ KEPT = [
 KEEPS_ON_HOST = property(lambda spec: spec.config.remat_keeps == "host")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units", "options"), KEPT)
 def test_what_is_kept_and_where_changes_no_number(mesh, units, options, monkeypatch):
@@ -144,15 +144,15 @@ def in_float64(num_steps):
         return float(value), jax.tree.map(np.asarray, grads)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("num_steps", "mesh", "options"),
     [
         (2_048, (1, 2, 1), {"remat_keeps": "carries"}),
-        slow(65_536, (1, 1, 1), {}),
-        slow(65_536, (1, 1, 1), {"remat_keeps": "carries"}),
-        slow(65_536, (1, 2, 1), {"schedule": "gpipe"}),
-        slow(65_536, (1, 2, 1), {"remat_keeps": "carries"}),
+        more(65_536, (1, 1, 1), {}),
+        more(65_536, (1, 1, 1), {"remat_keeps": "carries"}),
+        more(65_536, (1, 2, 1), {"schedule": "gpipe"}),
+        more(65_536, (1, 2, 1), {"remat_keeps": "carries"}),
     ],
 )
 def test_gradients_over_many_steps_equal_a_plain_float64_program(num_steps, mesh, options):
@@ -179,7 +179,7 @@ def temporary_bytes(num_steps, **options):
     return step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_grows_by_what_is_kept_alone():
     """Of 57,344 steps more: residuals without remat; inputs and carries with it; else a few carries."""
     short, long, word = 8_192, 65_536, 4

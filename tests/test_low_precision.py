@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from lib.laws import make_settings, slow
+from lib.laws import make_settings, more
 
 import jaxpar
 from jaxpar import LayerContext, OptimizerConfig, SeriesBatches, Stack, Sums
@@ -122,19 +122,19 @@ TOLERANCES = {"bfloat16": 2**-7, "float16": 2**-10}
     [
         ((2, 1, 1), (1, 1), {}),
         ((2, 2, 1), (2, 2), {"zero_bubble": True}),
-        slow((1, 1, 2), (1, 1), {}),
-        slow((1, 1, 1), (2, 1), {}),
-        slow((1, 2, 1), (2, 2), {"head": "sharded"}),
-        slow((1, 2, 1), (2, 2), {"schedule": "interleaved", "num_groups": 2}),
-        slow((1, 2, 1), (2, 2), {"remat": True}),
-        slow((2, 2, 2), (2, 2), {"zero_bubble": False}),
-        slow((2, 1, 1), (1, 1), {"layout": {"update": "sharded"}}),
-        slow((2, 1, 1), (1, 1), {"layout": {"update": "host"}}),
-        slow((2, 2, 1), (2, 2), {"layout": {"fsdp": True}}),
-        slow((2, 1, 1), (2, 1), {"layout": {"shares": (1, 3)}}),
+        more((1, 1, 2), (1, 1), {}),
+        more((1, 1, 1), (2, 1), {}),
+        more((1, 2, 1), (2, 2), {"head": "sharded"}),
+        more((1, 2, 1), (2, 2), {"schedule": "interleaved", "num_groups": 2}),
+        more((1, 2, 1), (2, 2), {"remat": True}),
+        more((2, 2, 2), (2, 2), {"zero_bubble": False}),
+        more((2, 1, 1), (1, 1), {"layout": {"update": "sharded"}}),
+        more((2, 1, 1), (1, 1), {"layout": {"update": "host"}}),
+        more((2, 2, 1), (2, 2), {"layout": {"fsdp": True}}),
+        more((2, 1, 1), (2, 1), {"layout": {"shares": (1, 3)}}),
     ],
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
+@pytest.mark.parametrize("dtype", ["bfloat16", more("float16")])
 def test_models_of_few_digits_train_on_every_mesh(dtype, mesh, units, options):
     task = Low(dtype)
     found, sums = losses(make_settings(mesh, units, task, **options))

@@ -51,7 +51,7 @@ def run(text, tmp_path_factory):
     return out_dir, printed.getvalue()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
     out_dir, printed = run
     expected = [
@@ -114,12 +114,12 @@ ON_DEVICES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.usefixtures("compile_once")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.more)
         if name in ("rows for one", "microbatches", "one device")
         else name
         for name in ON_DEVICES
@@ -139,7 +139,7 @@ def test_the_table_says_which_devices_a_run_takes_and_why(name, text, tmp_path, 
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_without_a_mesh_goes_on_with_the_one_that_it_found(text, tmp_path):
     """As if that had been asked for: on fewer devices it is refused, and takes another one if told so."""
     run = ["--train.out-dir", str(tmp_path / "run")]
@@ -170,7 +170,7 @@ def test_a_run_without_a_mesh_goes_on_with_the_one_that_it_found(text, tmp_path)
     assert "resumed at step 4" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_evaluate_and_sample_need_the_folder_alone(run, capsys):
     out_dir, printed = run
     assert main(["evaluate", str(out_dir)]) == 0
@@ -184,7 +184,7 @@ def test_evaluate_and_sample_need_the_folder_alone(run, capsys):
     assert capsys.readouterr().out == first
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_weights_go_out_and_come_in(run, text, tmp_path, capsys):
     out_dir, _ = run
     file, new = str(tmp_path / "model.safetensors"), str(tmp_path / "new")
@@ -205,7 +205,7 @@ def test_weights_go_out_and_come_in(run, text, tmp_path, capsys):
     assert re.search(r"step 1/1  loss +\S+", capsys.readouterr().out)[0] == told[0] == told[1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_resume_takes_the_settings_of_the_run(run, capsys):
     out_dir, _ = run
     assert (
@@ -217,7 +217,7 @@ def test_resume_takes_the_settings_of_the_run(run, capsys):
     assert "step 6/6" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_has_taken_its_steps_says_so_and_how_it_goes_on(run, tmp_path, capsys):
     """And other sizes of batches, of which no step is taken, are no change of the data for who comes next."""
     out_dir = shutil.copytree(run[0], tmp_path / "run")
@@ -236,7 +236,7 @@ def test_a_run_that_has_taken_its_steps_says_so_and_how_it_goes_on(run, tmp_path
     assert f"step {found[2]}/{found[2]}" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_files_for_others_may_be_read_as_the_umask_says(run, tmp_path):
     before = os.umask(0o026)
     try:
@@ -253,7 +253,7 @@ def test_files_for_others_may_be_read_as_the_umask_says(run, tmp_path):
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("compile_once")
 def test_one_command_begins_a_run_and_goes_on_with_it(text, tmp_path, capsys):
     out_dir = tmp_path / "run"
@@ -283,7 +283,7 @@ def test_one_command_begins_a_run_and_goes_on_with_it(text, tmp_path, capsys):
     assert RunFolder(out_dir).holds_run
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_inspect_prints_a_table_or_json(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings = ["inspect", *flags(text)[1:], "--simulate", "8"]
@@ -371,7 +371,7 @@ DIVERGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_numbers_that_are_not_finite_have_an_exit_code_of_their_own(text, tmp_path, capsys):
     out_dir = tmp_path / "run"
     assert main(flags(text, *DIVERGES, "--devices", "0", "--train.out-dir", str(out_dir))) == 3
@@ -395,7 +395,7 @@ def test_numbers_that_are_not_finite_have_an_exit_code_of_their_own(text, tmp_pa
     assert "a larger --train.max-skipped (now 1)" in captured.err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ctrl_c_saves_and_resume_goes_on(text, tmp_path):
     out_dir = tmp_path / "run"
     command = [sys.executable, "-m", "jaxpar"]
@@ -439,7 +439,7 @@ def test_ctrl_c_saves_and_resume_goes_on(text, tmp_path):
     assert f"step {step + 2}/{step + 2}" in resumed.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_devices_that_jax_cannot_start_are_refused(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "jaxpar", "train", "lm", "--train.out-dir", str(tmp_path / "run")],
@@ -480,7 +480,7 @@ def test_the_second_start_finds_its_programs_compiled(text, tmp_path):
     assert start(2) == written
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_plan_prints_the_command_of_its_choice(capsys, monkeypatch):
     rankings = []
 

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from lib.any_model import Calm, assert_same
 from lib.drawn import FAR_APART
-from lib.laws import on_devices, slow
+from lib.laws import more, on_devices
 from lib.models import MAKERS, WIDTH, Regression
 
 import jaxpar
@@ -165,8 +165,8 @@ def with_gradients(function, arguments, cotangents=None):
 @pytest.mark.parametrize(
     ("steps", "chunk", "reset"),
     [
-        (13, 5, 0.2), slow(1, 64, 0.0), slow(12, 4, 0.0), slow(12, 4, 1.0), slow(9, 1, 0.2), slow(7, 64, 0.5),
-        slow(70, 64, 0.02),
+        (13, 5, 0.2), more(1, 64, 0.0), more(12, 4, 0.0), more(12, 4, 1.0), more(9, 1, 0.2), more(7, 64, 0.5),
+        more(70, 64, 0.02),
     ],
 )  # fmt: skip
 def test_chunks_and_their_gradients_equal_steps(name, steps, chunk, reset):
@@ -202,7 +202,7 @@ def test_gates_that_are_wide_open_or_shut_stay_finite_and_right(name):
     assert_close((after, y), expected, ROUNDING["float32"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_inverse_is_exact_where_powers_overflow():
     """Of equal keys, each written twice over: powers of A reach 1e26, the inverse has ones and twos."""
     for size in (1, 3, 64):
@@ -211,7 +211,7 @@ def test_an_inverse_is_exact_where_powers_overflow():
         assert_close(inverse(a), expected, ROUNDING["float32"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_negative_eigenvalues_count_parities():
     """Of a thousand bits: what is written first changes its sign at each one. Without them it never does."""
     bits = np.random.default_rng(0).integers(2, size=1000)
@@ -254,7 +254,7 @@ def layer_by_steps(name, layer, x, resets):
 
 @pytest.mark.rows(1)
 @pytest.mark.law
-@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+@pytest.mark.parametrize("dtype", ["float32", more("bfloat16")])
 @pytest.mark.parametrize("name", MEMORIES)
 def test_a_layer_and_its_gradients_equal_its_formulas(name, dtype):
     layer, rng = MEMORIES[name].layer(32, inputs=24, rngs=nnx.Rngs(0)), np.random.default_rng(0)
@@ -455,7 +455,7 @@ def temporary_bytes(name, steps):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", [*MEMORIES])
 def test_memory_grows_with_inputs_and_outputs_alone(name):
     """What is kept of a step: vectors and gates of its heads with their cotangents, and y; no matrices.
@@ -498,13 +498,13 @@ UNITS = {"num_microbatches": 2, "num_chunks": 4}
     ("kinds", "mesh", "units"),
     [
         (("mlstm", "gated_delta"), (2, 2, 2), UNITS),
-        slow(("mlstm", "gated_delta"), (1, 1, 2), {}),
-        slow(
+        more(("mlstm", "gated_delta"), (1, 1, 2), {}),
+        more(
             ("mlstm", "gated_delta", "gated_delta", "mlstm"), (1, 2, 2), {**UNITS, "schedule": "v"}
         ),
-        slow(("mlstm",) * 3, (1, 2, 1), {**UNITS, "remat": True, "remat_keeps": "carries"}),
-        slow(("gated_delta",) * 2, (2, 2, 1), {**UNITS, "zero_bubble": False}),
-        slow(("mlstm",) * 4, (1, 4, 2), {"num_chunks": 2}),
+        more(("mlstm",) * 3, (1, 2, 1), {**UNITS, "remat": True, "remat_keeps": "carries"}),
+        more(("gated_delta",) * 2, (2, 2, 1), {**UNITS, "zero_bubble": False}),
+        more(("mlstm",) * 4, (1, 4, 2), {"num_chunks": 2}),
     ],
 )
 def test_they_are_the_same_on_every_mesh_and_schedule(kinds, mesh, units):
@@ -513,7 +513,7 @@ def test_they_are_the_same_on_every_mesh_and_schedule(kinds, mesh, units):
 
 
 @pytest.mark.law
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("layer", ["mlstm", "gated_delta"])
 def test_an_evaluation_and_a_resumed_run_are_the_same_on_another_mesh(layer, text, tmp_path):
     task = LM(
@@ -535,8 +535,8 @@ def test_an_evaluation_and_a_resumed_run_are_the_same_on_another_mesh(layer, tex
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", ["mlstm", slow("gated_delta")])
+@pytest.mark.more
+@pytest.mark.parametrize("layer", ["mlstm", more("gated_delta")])
 def test_nothing_is_sent_over_tensor_within_the_loop_over_chunks(layer):
     """A window has eight chunks: in their loop, each collective would run as often."""
     task = LM(1, 16, 16, vocab_size=384, batch_size=2, seq_len=512, layer=layer, dropout=0.0)
@@ -548,8 +548,8 @@ def test_nothing_is_sent_over_tensor_within_the_loop_over_chunks(layer):
 # ---- what they cost ----
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [8, slow(128)])
+@pytest.mark.more
+@pytest.mark.parametrize("steps", [8, more(128)])
 def test_flops_are_those_of_products_of_steps_with_steps_and_with_states(steps):
     """Of chunks of any length."""
     task = LM(

@@ -79,14 +79,14 @@ def check_order(measured):
 SLACK = 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_units_run_when_what_they_need_is_there(measured):
     check_order(measured)
     heads = [span for span in measured.spans if span.part == HEAD]
     assert [span.stage for span in heads] == [1] * 4  # on the last stage, once a unit
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_interleaved_pipeline_with_a_split_head_is_measured():
     parallel = parallel_of(
         MeshConfig(stage=2, devices=(3, 1)),
@@ -98,7 +98,7 @@ def test_an_interleaved_pipeline_with_a_split_head_is_measured():
     assert sorted(heads) == [0, 0, 1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_w_runs_after_its_backward_on_every_stage():
     parallel = parallel_of(
         MeshConfig(stage=2, devices=(0, 1)), num_microbatches=4, zero_bubble=True
@@ -124,7 +124,7 @@ def test_w_runs_after_its_backward_on_every_stage():
     assert ">W" in show(measured)._repr_svg_()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_layers_without_a_w_of_their_own_are_shown_as_they_run():
     parallel = parallel_of(MeshConfig(stage=2, devices=(0, 1)), zero_bubble=True)
     measured = jaxpar.measure_step(Regress(("gru", "gru")), parallel, num_steps=1)
@@ -133,7 +133,7 @@ def test_layers_without_a_w_of_their_own_are_shown_as_they_run():
     assert 0 < measured.predicted_bubble < 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_task_of_ones_own_is_measured_on_its_own_layout():
     measured = jaxpar.measure_step(Own(), num_steps=1)
     check_order(measured)
@@ -141,7 +141,7 @@ def test_a_task_of_ones_own_is_measured_on_its_own_layout():
     assert heads == [2, 2]  # the model has no `last_part`
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_group_with_fewer_microbatches_waits_for_the_others():
     # Three microbatches for the second group, one for the first, which is shown.
     parallel = Parallel(MeshConfig(data=2, stage=2, devices=(0, 1, 2, 3)), shares=(1, 3))
@@ -150,7 +150,7 @@ def test_a_group_with_fewer_microbatches_waits_for_the_others():
     assert measured.schedule.num_microbatches == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_busy_and_idle_time_are_all_of_the_loop(measured):
     assert all(0 < busy < measured.loop_seconds for busy in measured.busy_seconds)
     assert 0 < measured.bubble < 1
@@ -238,7 +238,7 @@ def test_what_cannot_be_measured_is_said(mesh, others, message):
         jaxpar.measure_step(TASK, Parallel(MeshConfig(**mesh, devices=(0, 1)), **others))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_draws_a_measured_step(tmp_path, capsys):
     path = tmp_path / "timeline.svg"
     small = ["--num-layers", "2", "--hidden-size", "8", "--embed-size", "8"]
@@ -251,7 +251,7 @@ def test_the_command_draws_a_measured_step(tmp_path, capsys):
     assert "#0072b2" in path.read_text()  # units of microbatch 0: how wide is the clock's
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_profiled_run_has_a_trace_of_three_steps(tmp_path, capsys):
     text = tmp_path / "text"
     text.mkdir()

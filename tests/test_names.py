@@ -268,7 +268,7 @@ class Alone(Named):
         return Own()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("use", ["fit", "step", "gradient"])
 def test_a_run_and_a_loop_of_ones_own_are_told_once(use, caplog, tmp_path):
     task = Alone()

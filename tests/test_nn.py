@@ -107,7 +107,7 @@ def test_lstm_and_its_gradients_equal_flax(inputs, hidden, layers, num_steps, nu
         assert_close(grads["b"][...][number], d_h["bias"].reshape(4, hidden))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_windows_equal_one():
     stack = lstms(8, 3)
     x, carry = random_inputs(8, 8, 3, num_steps=6)
@@ -142,7 +142,7 @@ def test_forget_bias_is_the_second_gates():
     np.testing.assert_array_equal(bias, np.broadcast_to([[0], [1.5], [0], [0]], (2, 4, 4)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_bfloat16_is_near_float32_and_keeps_its_parameters_float32():
     stack = lstms(16, 2)
     x, carry = random_inputs(16, 16, 2)

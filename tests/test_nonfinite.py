@@ -113,7 +113,7 @@ SLOW_ROWS = ("shares, gradient accumulation", "interleaved")
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW_ROWS else ()) for name in SETTINGS
+        pytest.param(name, marks=pytest.mark.more if name in SLOW_ROWS else ()) for name in SETTINGS
     ],
 )
 def setup(request):
@@ -183,7 +183,7 @@ ORIGINS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_first_module_is_named(setup):
     settings, mesh, step = setup
     batch = batch_of(settings, mesh, 0)
@@ -209,7 +209,7 @@ def test_the_first_module_is_named(setup):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("strategy", ["data", "hybrid"])
 def test_a_network_for_images_is_halted_too(strategy):
     Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
@@ -282,7 +282,7 @@ class Roots(Task):
         return ArrayBatches({"x": np.full((16, 4), 0.5, np.float32)}, 8, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (2, 2), (1, 4)])
 def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
     num_devices = mesh[0] * mesh[1]
@@ -408,7 +408,7 @@ def good_rows(number):
 @pytest.mark.parametrize(
     ("layout", "times"),
     [("one device", 4), ("data, stages", 4)]
-    + [pytest.param(layout, 25, marks=pytest.mark.slow) for layout in ADDED_UP],
+    + [pytest.param(layout, 25, marks=pytest.mark.more) for layout in ADDED_UP],
 )
 def test_a_number_is_traced_to_its_step_layer_time_and_row(layout, times):
     parallel = ADDED_UP[layout]
@@ -522,7 +522,7 @@ class SometimesEmpty(Regress):
         return batches if seed is None else Unweighted(batches.arrays, 16, 8, seed)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("log_every", [1, 10])
 def test_a_batch_in_which_nothing_counts_has_no_loss(log_every, tmp_path):
     class Told(Report):
@@ -607,7 +607,7 @@ def go_on(settings, out_dir, num_steps, learning_rate=None, **train):
     return fit(task, parallel, train, resume=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("compile_once")
 def test_the_state_is_saved_before_its_origin_is_searched_for(poisoned, tmp_path, monkeypatch):
     """The search may need more memory than there is."""
@@ -623,7 +623,7 @@ def test_the_state_is_saved_before_its_origin_is_searched_for(poisoned, tmp_path
     assert folder.checkpoints(Setup.of(*settings)).steps() == [1, bad[0]]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("compile_once")
 def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_path):
     settings, bad = poisoned

@@ -16,11 +16,8 @@ sys.path.append(str(ROOT / "notebooks"))
 from run import execute, sources  # noqa: E402
 
 NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sources()]
-LONG = ("slow", "slow", "slow", "full", "slow", "full", "slow")
-MARKS = dict(zip("3456789", LONG, strict=True))  # what takes long
-RUN = [*NOTEBOOKS[:2]] + [
-    pytest.param(path, id=path.stem, marks=getattr(pytest.mark, MARKS[path.name[0]]))
-    for path in sources()[2:]
+RUN = NOTEBOOKS[:2] + [
+    pytest.param(path, id=path.stem, marks=pytest.mark.full) for path in sources()[2:]
 ]
 
 
@@ -60,7 +57,7 @@ def kinds(cell):
     return [output.get("name") or sorted(output.data) for output in cell.get("outputs", ())]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("path", RUN)
 def test_a_notebook_runs_and_shows_what_is_stored(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -100,7 +97,7 @@ def test_predicted_and_measured_differ_by_what_is_said(name, rows):
         assert fewer < equal
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_stored_plan_is_what_the_planner_says():
     source = (ROOT / "notebooks" / "4_balance_and_plan.py").read_text()
     names = {}

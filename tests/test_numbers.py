@@ -153,7 +153,7 @@ def test_what_the_compiler_of_cpus_sends_besides_is_told(function, dtype, told):
         assert note.strip() in str(report).replace("\n", " ")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_step_in_bfloat16_on_cpus_says_that_it_sends_float32():
     task = LM(1, 16, 16, vocab_size=384, batch_size=8, seq_len=4, dtype="bfloat16")
     told = " ".join(str(inspect_step(task, "dp1tp2")).split())
@@ -191,11 +191,11 @@ def parallel_of(name, mesh):
 QUICK = ("tied", "tp4"), ("transformer", "dp4"), ("lm", "pp4"), ("regress", "dp4")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        pytest.param(*row, marks=[pytest.mark.slow] * (row not in QUICK))
+        pytest.param(*row, marks=[pytest.mark.more] * (row not in QUICK))
         for row in itertools.product(
             ("lm", "transformer", "tied", "regress"), ("dp4", "tp4", "pp4", "dp2pp2tp2")
         )
@@ -215,7 +215,7 @@ def test_estimates_are_near_what_is_compiled(name, mesh):
         assert more <= BYTES_ERROR * fewer + LEFT_OUT, (axes, estimated, compiled)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["lm", "transformer", "block", "dense"])
 def test_flops_are_near_those_of_the_compiled_step(name):
     """XLA counts the body of a loop once: there is one layer here, and one time step of a recurrent one."""
@@ -229,7 +229,7 @@ def test_flops_are_near_those_of_the_compiled_step(name):
     assert 1 <= inspect_step(task, parallel).flops / estimated <= FLOPS_ERROR
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_is_printed_of_estimates_says_so():
     """And over `tensor`, where the compiler decides, none is printed."""
     task = model("tied")

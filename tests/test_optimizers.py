@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from lib.laws import on_devices, slow
+from lib.laws import more, on_devices
 from optax import contrib
 
 from jaxpar import (
@@ -283,7 +283,7 @@ def test_layers_of_a_kind_have_one_program_where_they_are_alike(name, monkeypatc
         ]
 
 
-@pytest.mark.parametrize("name", ["factored", slow("momentum"), slow("novograd"), slow("muon")])
+@pytest.mark.parametrize("name", ["factored", more("momentum"), more("novograd"), more("muon")])
 def test_state_of_layers_is_split_over_stages(name):
     """It is also where it has other shapes than the parameters."""
     state = abstract_state(setup_of(name, "two kinds")).opt_state
@@ -331,7 +331,7 @@ def test_masks_see_the_names_types_and_shapes_of_one_layer():
     assert seen.count(("['embed']['kernel'].value", "kernel", (1, 8))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_step_is_printed_once(capfd):
     setup = setup_of("prints", "empty row")
     run(setup.optimizer, *(drawn(setup, n)[1] for n in range(1)), [drawn(setup, 1)[1]])
@@ -348,7 +348,7 @@ def losses(setup, num_steps=6):
     return found, state
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["muon", "factored", "clipped lamb", "noise", "flat", "mean"])
 def test_a_run_has_the_same_losses_on_every_mesh(name):
     kinds = LAYOUTS["two kinds"][0]
@@ -357,7 +357,7 @@ def test_a_run_has_the_same_losses_on_every_mesh(name):
     np.testing.assert_allclose(found, [found[0]] * 3, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_empty_rows_stay_zeros_where_the_host_updates_parts_of_stacks():
     """Yogi makes an update of a gradient that is zero."""
     rows = setup_of("yogi", "empty row").partition.rows_of["gru"]
@@ -369,7 +369,7 @@ def test_empty_rows_stay_zeros_where_the_host_updates_parts_of_stacks():
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("noise", "draws random numbers"), slow("lamb", r"looks at more than one .*")]
+    ("name", "why"), [("noise", "draws random numbers"), more("lamb", r"looks at more than one .*")]
 )
 def test_the_host_refuses_what_parts_of_arrays_do_not_tell(name, why):
     message = (
@@ -379,7 +379,7 @@ def test_the_host_refuses_what_parts_of_arrays_do_not_tell(name, why):
         abstract_state(setup_of(name, "empty row", update="host"))
 
 
-@pytest.mark.parametrize("update", ["host", slow("sharded")])
+@pytest.mark.parametrize("update", ["host", more("sharded")])
 def test_a_step_hands_its_loss_on(update):
     """A plateau is reached at once: the next step's rate is half as high."""
     Own.made["reached"] = optax.chain(

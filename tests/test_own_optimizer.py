@@ -43,7 +43,7 @@ def train(task, folder, num_steps=2, **options):
     return [line.get("learning_rate") for line in lines if line["split"] == "train"]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("kind", "told"), [(Own, [None, None]), (Tells, [0.0, 0.125])])
 def test_an_unused_config_is_neither_reported_nor_refuses_a_run(kind, told, text, tmp_path):
     task = kind(corpus=str(text), optimizer=UNUSED, **SMALL)
@@ -53,7 +53,7 @@ def test_an_unused_config_is_neither_reported_nor_refuses_a_run(kind, told, text
     assert rows["clipping"] == "gradients are not clipped before your optimizer"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_is_resumed_though_an_unused_config_has_changed(text, tmp_path):
     task = Own(corpus=str(text), optimizer=UNUSED, **SMALL)
     train(task, tmp_path, 1)
@@ -62,7 +62,7 @@ def test_a_run_is_resumed_though_an_unused_config_has_changed(text, tmp_path):
     assert RunFolder(tmp_path).restore()[1].step == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_config_that_is_used_is_reported(text, tmp_path):
     config = OptimizerConfig(learning_rate=0.5, warmup_steps=0, lr_schedule="constant")
     task = lm.LM(corpus=str(text), optimizer=config, **SMALL)

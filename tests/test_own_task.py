@@ -151,7 +151,7 @@ def evaluated(printed):
     return {split: [float(number) for number in numbers.split()] for split, numbers in rows}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_trains_on_every_axis(world):
     folder, printed = world
     for pattern in (
@@ -168,7 +168,7 @@ def test_it_trains_on_every_axis(world):
     assert rows["test"][0] == pytest.approx(found[60] ** 0.5, rel=1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_run_knows_its_task(world):
     folder, _ = world
     tables = tomllib.loads((folder / "runs/0001/config.toml").read_text())
@@ -178,7 +178,7 @@ def test_the_run_knows_its_task(world):
     assert (folder / "runs/0001/task.py").read_text() == FILE
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_is_resumed_on_other_devices_and_evaluated_on_one(here):
     before = losses(here)
     more = ("--simulate", 4, "--mesh", "pp4", "--train.num-steps", 80)
@@ -197,7 +197,7 @@ def test_it_is_resumed_on_other_devices_and_evaluated_on_one(here):
     assert all(map(math.isfinite, numbers["valid"]))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_same_task_may_be_named_beside_its_run_and_no_other(here):
     resume = ("--resume", "--simulate", 2, "--mesh", "pp2", "--train.num-steps", 61)
     printed, _ = jaxpar("train", "./forecast.py:Forecast", *resume, cwd=here)
@@ -209,7 +209,7 @@ def test_the_same_task_may_be_named_beside_its_run_and_no_other(here):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_runs_in_several_processes(here):
     printed, _ = jaxpar(
         "launch", "--processes", 2, "--devices-per-process", 2, "--", "train", "forecast.py:Forecast",
@@ -219,7 +219,7 @@ def test_it_runs_in_several_processes(here):
     assert (here / "runs/0002/task.py").read_text() == FILE
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_is_inspected_and_plotted(here):
     step = ("--simulate", 8, "--mesh", "dp2pp2tp2", "--num-layers", 4)
     printed, said = jaxpar("inspect", "forecast.py:Forecast", *step, cwd=here)
@@ -236,7 +236,7 @@ def test_it_is_inspected_and_plotted(here):
     assert picture.count("stage") >= 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_help_tells_its_options(world):
     printed, _ = jaxpar("train", "forecast.py:Forecast", "--help", cwd=world[0])
     said = " ".join(re.sub("[│╭╮╰╯─]", " ", printed).split())
@@ -246,7 +246,7 @@ def test_help_tells_its_options(world):
     assert "(default: 60)" in said
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_planner_compiles_it_and_runs_it(world):
     printed, _ = jaxpar("plan", "forecast.py:Forecast", "--simulate", 1, cwd=world[0])
     first, _, last = printed.rpartition("1 x cpu, 1 device: ")
@@ -255,7 +255,7 @@ def test_the_planner_compiles_it_and_runs_it(world):
     assert "measured" in last
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_file_that_has_changed_is_told(here):
     file = here / "forecast.py"
     file.write_text(FILE + "# changed\n")
@@ -266,7 +266,7 @@ def test_a_file_that_has_changed_is_told(here):
     assert "has changed since the run began, see runs/0001/task.py" in said
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_file_that_is_gone_is_told_with_its_copy(here):
     file = here / "forecast.py"
     file.unlink()
@@ -384,50 +384,50 @@ FROZEN = (
     r"frozen=PathContains\(.*'lstm'.*\) of task Forecast matches no parameter of embed\.bias, "
     r"embed\.kernel, layers\.gru\.b, .*\n.* such as nnx\.PathContains\('embed'\)"
 )
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+more = functools.partial(pytest.param, marks=pytest.mark.more)
 WRONG = [
     (SUMS, "jnp.mean(error**2)", r"returns an array of shape \[\]\.\nFix: return jaxpar\.Sums"),
     (SUMS, SUMS.replace("jnp.sum(error**2)", "error**2"), r"shape \[16, 8\] as 'loss' .*\n.*jnp\.sum\("),
-    slow(SUMS, SUMS.replace("jnp.sum(abs(error))", "abs(error)"), r"as 'mae' of its Sums\.\nFix: use jnp"),
-    slow(SUMS, "None", "`last` of Forecaster returns nothing\\.\nFix: return jaxpar"),
-    slow(SUMS, SUMS.replace("{", "[").replace("}", "]").replace('"mae": ', ""), "whose metrics are a list"),
+    more(SUMS, SUMS.replace("jnp.sum(abs(error))", "abs(error)"), r"as 'mae' of its Sums\.\nFix: use jnp"),
+    more(SUMS, "None", "`last` of Forecaster returns nothing\\.\nFix: return jaxpar"),
+    more(SUMS, SUMS.replace("{", "[").replace("}", "]").replace('"mae": ', ""), "whose metrics are a list"),
     ("def last(self, y, batch, at)", "def last(self, y, batch)", r"last takes .*write last\(self, y,"),
-    slow(SUMS, SUMS.replace('"mae"', "7"), r"`last` of Forecaster names a metric 7, a int\.\nFix: use a st"),
+    more(SUMS, SUMS.replace('"mae"', "7"), r"`last` of Forecaster names a metric 7, a int\.\nFix: use a st"),
     (FIRST, "pass", r"`first` of Forecaster returns nothing for a batch of 8 rows\.\nFix: return x, \[time,"),
-    slow(FIRST, f"{FIRST}.swapaxes(0, 1)", r"Forecaster returns an array \[8, 16, 6\] for a batch of 8 rows"),
+    more(FIRST, f"{FIRST}.swapaxes(0, 1)", r"Forecaster returns an array \[8, 16, 6\] for a batch of 8 rows"),
     (FIRST, 'return batch["x"]', r"layer gru does not take its input, float32\[16, 8\]: .*\nFix: let `fi"),
     ("def make_model", "def build", r"Forecast has no make_model\(self, rngs\)\.\nFix: write one\.$"),
-    slow("def make_batches", "def build", r"Forecast has no make_batches\(self, split, seed=None\)\.\nFix"),
+    more("def make_batches", "def build", r"Forecast has no make_batches\(self, split, seed=None\)\.\nFix"),
     (OPTIMIZER, "", r"Forecast has no optimizer\.\nFix: write make_optimizer\(self, .* or a field opt"),
     (STACK, STACK.replace("GRU(width", "nnx.Linear(width, width"), r"layer Linear takes .*nn\.Stateless\("),
-    slow(STACK, STACK.replace("GRU(", "nnx.GRUCell(width, "), r"layer GRUCell takes .*Recurrent\(cell\)"),
-    slow(STACK, f"nnx.List([{STACK}])", r"has no Stack called layers\.\nFix: write self\.layers = jaxpar"),
+    more(STACK, STACK.replace("GRU(", "nnx.GRUCell(width, "), r"layer GRUCell takes .*Recurrent\(cell\)"),
+    more(STACK, f"nnx.List([{STACK}])", r"has no Stack called layers\.\nFix: write self\.layers = jaxpar"),
     (STACK, STACK.replace("lambda r: ", "").replace("=r)", "=rngs)"), "a GRU is a layer already"),
-    slow(STACK, STACK.replace("lambda r:", "lambda:").replace("=r)", "=rngs)"), r"takes \(\), expected \("),
-    slow(STACK, STACK.replace("GRU(width, rngs=r)", "None"), "maker of a Stack returns=None .*: must be"),
+    more(STACK, STACK.replace("lambda r:", "lambda:").replace("=r)", "=rngs)"), r"takes \(\), expected \("),
+    more(STACK, STACK.replace("GRU(width, rngs=r)", "None"), "maker of a Stack returns=None .*: must be"),
     (BATCHES, '{"x": series[:-1]}', "make_batches of task Forecast returns a dict.* such as jaxpar.Array"),
-    slow("split, seed=None", "split", r"make_batches takes \(split\).* write make_batches\(self"),
-    slow("make_model(self, rngs)", "make_model(self)", r"Fix: write make_model\(self, rngs\)"),
+    more("split, seed=None", "split", r"make_batches takes \(split\).* write make_batches\(self"),
+    more("make_model(self, rngs)", "make_model(self)", r"Fix: write make_model\(self, rngs\)"),
     ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+\.\n.* int32"),
     ('"x": series[:-1]', '"x": series[:-1].astype(object)', r"\['x'\] of .* of object\.\n.*\(\.astype\("),
-    slow('"x": series[:-1]', '"x": series[:-1].view([("f", "f4")])', r"\['x'\] of .*\n.* such as array\['f'"),
+    more('"x": series[:-1]', '"x": series[:-1].view([("f", "f4")])', r"\['x'\] of .*\n.* such as array\['f'"),
     ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"must be .*\(own\.py, line"),
     ("@dataclasses.dataclass(frozen=True)\n", "", "Forecast has fields and is no dataclass.* above it"),
     ("jnp.zeros((rows, self", "jnp.zeros((4, self", r"_carry\(16\) has the shape \[4, 6\]\.\nFix"),
-    slow("jnp.zeros((rows, self.w_h.shape[0]))", "jnp.zeros(6)", r"has the shape \[6\]\.\nFix: give"),
+    more("jnp.zeros((rows, self.w_h.shape[0]))", "jnp.zeros(6)", r"has the shape \[6\]\.\nFix: give"),
     (OPTIMIZER, "    def make_optimizer(self, n):\n        pass", "make_optimizer .* returns nothing"),
     (LOOP, LOOP.replace("h, x", "jnp.zeros(h.shape), x"), r"gru gives other numbers when its wind"),
     ("nnx.Linear(1, width", "nnx.Linear(2, width", r"TypeError: dot_general .* in first of .*\(own\.py, l"),
     ("h, y = ", "h, y = h, x if x.any() else ", r"gru \(own\.py, line 35\) uses an array in "),
-    slow('batch["x"]', 'batch["z"]', r"KeyError: 'z' in first of .* \(own\.py, line \d+\)$"),
+    more('batch["x"]', 'batch["z"]', r"KeyError: 'z' in first of .* \(own\.py, line \d+\)$"),
     ('"valid": (300, 1), ', "", r"KeyError: 'valid' \(own\.py, line \d+\)$"),
-    slow('"valid": (300, 1)', '"valid": (0, 1)', r"'valid': 0 steps are fewer .*\(own\.py, line \d+\)$"),
-    slow("8, 16, seed)", "8 if seed is None else 16, 16, seed)", r"split 'valid': batch\['lengths'\] is int"),
-    slow("size, phase = {", "1 / 0, {", r"ZeroDivisionError: .* \(own\.py, line \d+\)$"),
-    slow("return h, jaxpar", "h, jaxpar", r"layer gru returns nothing\.\nFix: return \(carry, y\) or "),
-    slow('("gates", "hidden")', '("gates",)', r"\('gates',\) do not fit .* \(3, 6\).*give a na"),
+    more('"valid": (300, 1)', '"valid": (0, 1)', r"'valid': 0 steps are fewer .*\(own\.py, line \d+\)$"),
+    more("8, 16, seed)", "8 if seed is None else 16, 16, seed)", r"split 'valid': batch\['lengths'\] is int"),
+    more("size, phase = {", "1 / 0, {", r"ZeroDivisionError: .* \(own\.py, line \d+\)$"),
+    more("return h, jaxpar", "h, jaxpar", r"layer gru returns nothing\.\nFix: return \(carry, y\) or "),
+    more('("gates", "hidden")', '("gates",)', r"\('gates',\) do not fit .* \(3, 6\).*give a na"),
     (UNIT, f'{UNIT}\n    frozen = nnx.PathContains("lstm")', FROZEN),
-    slow("size, phase = {", "open('data.csv'), {", r"No such file.*'data\.csv' \(own\.py, line \d+\)$"),
+    more("size, phase = {", "open('data.csv'), {", r"No such file.*'data\.csv' \(own\.py, line \d+\)$"),
 ]  # fmt: skip
 
 
@@ -446,7 +446,7 @@ def test_mistakes_in_a_model_have_one_message(right, wrong, message, tmp_path, m
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_counts_in_python_and_the_numbers_of_numpy_are_taken(tmp_path, monkeypatch, capsys):
     """A weight that is an int, labels of int64: what NumPy and shapes give by themselves."""
     from jaxpar.cli.main import main
@@ -464,7 +464,7 @@ def test_counts_in_python_and_the_numbers_of_numpy_are_taken(tmp_path, monkeypat
     assert "warning tensor=2 splits no parameter, so 2 devices repeat the same work; name" in said
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_loop_may_begin_with_constants(tmp_path, monkeypatch, capsys):
     from jaxpar.cli.main import main
 

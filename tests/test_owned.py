@@ -136,7 +136,7 @@ def test_batches_of_a_stream_stay_as_they_were(offset):
         np.testing.assert_array_equal(batches.batch(number)["x"], values(number))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(
     "make", [make_train_step, value_and_grad, make_eval_step, make_predict_step]
@@ -161,15 +161,15 @@ def numbers(folder, mesh, **options):
     return result.losses, [line["loss"] for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2", marks=pytest.mark.more)])
 def test_run_is_that_of_fresh_arrays(tmp_path, mesh, stream):
     fresh = numbers(tmp_path / "fresh", mesh, reuse=False, stream=stream)
     assert numbers(tmp_path / "refilled", mesh, stream=stream) == fresh
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_predictions_are_those_of_fresh_arrays(offset):
     setup = Setup.of(Refilling(stream=False), "dp1")

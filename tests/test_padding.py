@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from lib.awd import awd
-from lib.laws import MODEL, by_layer, on_devices, slow
+from lib.laws import MODEL, by_layer, more, on_devices
 from lib.models import SGD
 from lib.references import FOLDER
 
@@ -153,7 +153,7 @@ def assert_near(found, expected):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("resets", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in LAYERS])
+@pytest.mark.parametrize("name", [name if name in QUICK else more(name) for name in LAYERS])
 def test_what_a_layer_gives_for_real_steps_is_independent_of_padding(name, resets):
     y, grads = run(name, REAL, 0.0, resets=resets)
     for length, by in ((REAL, 30.0), (LONG, 3.0)):
@@ -261,17 +261,17 @@ def loss_and_grads(setup, state, batch):
 ONE = Parallel(on_devices((1, 1, 1)))
 ON_MESHES = [
     ("buckets", (1, 1, 1), {}),
-    slow("one bucket", (2, 2, 1), {"num_microbatches": 2}),
-    slow("one bucket", (1, 1, 2), {}),
-    slow("packed", (1, 2, 2), {"num_microbatches": 2}),
-    slow("packed", (1, 1, 1), {}),
-    slow("packed", (2, 1, 1), {}),
-    slow("series", (2, 2, 1), {}),
-    slow("series", (1, 1, 1), {}),
+    more("one bucket", (2, 2, 1), {"num_microbatches": 2}),
+    more("one bucket", (1, 1, 2), {}),
+    more("packed", (1, 2, 2), {"num_microbatches": 2}),
+    more("packed", (1, 1, 1), {}),
+    more("packed", (2, 1, 1), {}),
+    more("series", (2, 2, 1), {}),
+    more("series", (1, 1, 1), {}),
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("kind", "mesh", "units"), ON_MESHES)
 def test_runs_are_independent_of_what_pads_sequences(kind, mesh, units):
@@ -328,7 +328,7 @@ class Marked(nnx.Module):
 LAYERS["marked"] = lambda rngs: Marked()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 def test_chunks_of_time_know_their_own_lengths():
     task = Tag(kinds=("marked", "gru"))
@@ -364,8 +364,8 @@ def other_tokens(batches, by):
     return batches
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [{"packed": True}, slow({"num_buckets": 2})])
+@pytest.mark.more
+@pytest.mark.parametrize("more", [{"packed": True}, more({"num_buckets": 2})])
 def test_lines_of_a_text_are_independent_of_padding(text, more):
     task = jaxpar.lm.LM(
         num_layers=2, hidden_size=8, embed_size=8, corpus=str(text), batch_size=4, seq_len=8, layer="mlstm",
@@ -401,10 +401,10 @@ def late_batch(task, padding, token):
     return Window(*arrays, starts=False, padding=padding, rate=1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("layer", "mesh", "chunks"),
-    [("lstm", (1, 1, 1), 1), slow("gru", (1, 2, 1), 2), slow("slstm", (1, 1, 1), 1)],
+    [("lstm", (1, 1, 1), 1), more("gru", (1, 2, 1), 2), more("slstm", (1, 1, 1), 1)],
 )
 def test_windows_that_begin_late_are_independent_of_padding(layer, mesh, chunks):
     rates = {"ar": 1.0, "tar": 1.0, "drop_connect": 0.3, "word_dropout": 0.1, "window_mean": 5}
@@ -423,7 +423,7 @@ def test_windows_that_begin_late_are_independent_of_padding(layer, mesh, chunks)
     assert abs(begun_anew - found[0][0]) > 1e-3  # what is carried is read
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_translations_are_independent_of_what_fills_sentences_up():
     """Also of what is learned of the token that does."""
     make = find_task(f"{FOLDER}/translation.py:Translate")
@@ -449,7 +449,7 @@ def test_translations_are_independent_of_what_fills_sentences_up():
         assert_near(other, found[0])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_forecast_is_independent_of_what_follows_a_stream():
     make = find_task(f"{FOLDER}/forecaster.py:Forecast")
     task = make(num_layers=2, width=8, batch_size=4, seq_len=24)
@@ -581,7 +581,7 @@ def check(part, call, task=Tag):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "a convolution" else slow(name) for name in INERT]
+    "name", [name if name == "a convolution" else more(name) for name in INERT]
 )
 def test_parts_that_leave_padding_out_are_accepted(name):
     check(*INERT[name])

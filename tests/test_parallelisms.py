@@ -51,7 +51,7 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr("jaxpar.planning.parallelisms.setup_of", refuse)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_picture_of_any_model_says_what_its_compiled_steps_send_and_need():
     found = compare_parallelisms(Tokens(), FOUR)
     assert [each.name for each in found.drawn] == WAYS
@@ -79,7 +79,7 @@ def test_the_picture_of_any_model_says_what_its_compiled_steps_send_and_need():
     assert ">1: layer 1, all of embed<" in picture
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_a_compiler_neither_bytes_nor_memory_are_shown(no_compiler):
     found = compare_parallelisms(Regress(("gru",) * 4), FOUR)
     for text in (" ".join(str(found).split()), show(found)._repr_svg_().replace("\n", " ")):
@@ -92,7 +92,7 @@ def test_without_a_compiler_neither_bytes_nor_memory_are_shown(no_compiler):
     assert all(each.cost.seconds_text.startswith("~") for each in found.drawn)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_long_list_of_what_a_stage_holds_is_told_whole(no_compiler):
     found = compare_parallelisms(Regress(("gru",) * 4), FOUR)
     model = found.drawn[-2]._replace(
@@ -103,7 +103,7 @@ def test_a_long_list_of_what_a_stage_holds_is_told_whole(no_compiler):
     assert "part8" in picture
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_each_way_holds_and_sends_what_its_compiled_step_does(found):
     """Estimates alone would do for this model, apart from what a device holds."""
     for each in found.drawn:
@@ -120,7 +120,7 @@ def test_each_way_holds_and_sends_what_its_compiled_step_does(found):
     assert model.holds == pipeline.holds == tuple(f"layer {n}, {ends}" for n in range(4))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_blocks_take_the_estimated_time_and_leave_the_rest_idle(found):
     for each in found.drawn:
         parts, sends = each.cost.parts, each.cost.waiting
@@ -139,13 +139,13 @@ def test_blocks_take_the_estimated_time_and_leave_the_rest_idle(found):
     assert min(model) > 0.5 > max(pipeline) > min(pipeline) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_is_split_over_data_as_well_is_not_held_whole(no_compiler):
     data = compare_parallelisms(TASK, Parallel(FOUR, fsdp=True)).drawn[0]
     assert data.holds[1] == "25% of all weights, rows 8-15"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_placement_in_words_is_drawn_as_its_work(no_compiler):
     """MXNet's: embedding and head alone, all time steps forward before the first goes back."""
     placement = "first | 0-1 | 2-3 | last"
@@ -162,7 +162,7 @@ def test_a_placement_in_words_is_drawn_as_its_work(no_compiler):
     assert 16 <= sum(b.unit == FORWARD for b in pipeline.blocks_of(1)) <= 17
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_step_of_one_unit_is_cut_as_is_quickest(no_compiler):
     found = compare_parallelisms(Regress(("gru",) * 4), FOUR)
     pipeline = found.drawn[-1].cost.parallel
@@ -170,7 +170,7 @@ def test_a_step_of_one_unit_is_cut_as_is_quickest(no_compiler):
     assert found.drawn[-1].cost.seconds < found.drawn[-2].cost.seconds
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_cuts_that_a_task_refuses_are_passed_over(no_compiler):
     class Whole(Regress):
         def check(self, parallel):
@@ -179,7 +179,7 @@ def test_cuts_that_a_task_refuses_are_passed_over(no_compiler):
     assert compare_parallelisms(Whole(("gru",) * 4), FOUR).drawn[-1].cost.parallel.num_chunks < 4
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("task", "devices", "left_out"),
     [
@@ -222,7 +222,7 @@ def texts_of(picture):
     return re.findall(r">([^<>]+)</t(?:ext|span)>", picture)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_picture_of_the_page_has_what_its_command_draws(tmp_path, no_compiler):
     """All but times, memory and bytes, which are from the machine's compiler: `test_aot` has the whole."""
     [command] = command_of("docs/concepts/parallelism.md")
@@ -241,7 +241,7 @@ def test_the_picture_of_the_page_has_what_its_command_draws(tmp_path, no_compile
     assert stored.count("http") == 2  # the names of SVG and its links
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @needs_browser
 def test_the_picture_moves_and_stands_still_where_motion_is_not_wanted(tmp_path, found):
     page = tmp_path / "parallelisms.html"

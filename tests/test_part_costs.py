@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 from flax import nnx
-from lib.laws import make_settings, slow
+from lib.laws import make_settings, more
 from lib.models import FEATURES, WIDTH, Regress, Regression
 
 from jaxpar.model.facts import ModelFacts
@@ -30,7 +30,7 @@ def test_costs_are_those_of_each_part_and_pass():
 
 
 @pytest.mark.parametrize(
-    ("frozen", "part"), [("inputs", "first"), ("outputs", "last"), slow("gru", "layers")]
+    ("frozen", "part"), [("inputs", "first"), ("outputs", "last"), more("gru", "layers")]
 )
 def test_what_is_frozen_costs_no_gradient_of_its_weights(frozen, part):
     costs, plain = (ModelFacts.of(Regress(freeze=freeze)).costs for freeze in (frozen, None))

@@ -18,8 +18,8 @@ from lib.laws import (
     loss_and_grads,
     make_batch,
     make_settings,
+    more,
     plain,
-    slow,
 )
 
 import jaxpar.step.forward
@@ -61,7 +61,7 @@ OPTIONS = [
 
 ROWS = [(OPTIONS[n], False) for n in (1, 6, 7, 8, 10)] + [(OPTIONS[n], True) for n in (4, 5, 11)]
 ROWS += [
-    slow(options, tied)
+    more(options, tied)
     for number, options in enumerate(OPTIONS)
     for tied in (False, True)
     if (options, tied) not in ROWS
@@ -75,16 +75,16 @@ def test_every_schedule_and_option_equals_plain(options, tied):
     assert_same_as_plain(make_settings((1, 4, 2), (2, 2), task, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("stages", "options"),
     [
-        slow(4, {"placement": (1, 4, 1, 1)}),
-        slow(4, {"placement": "balanced", "head": "last"}),
+        more(4, {"placement": (1, 4, 1, 1)}),
+        more(4, {"placement": "balanced", "head": "last"}),
         (2, {"schedule": "interleaved", "num_groups": 2, "placement": (1, 3, 2, 1)}),
         (4, {"placement": (1, 4, 1, 1), "zero_bubble": True}),
-        slow(4, {"placement": (0, 4, 3, 0), "head": "last"}),
+        more(4, {"placement": (0, 4, 3, 0), "head": "last"}),
         (4, {"placement": (4, 3, 0, 0), "head": "last", "zero_bubble": True, "unroll": True}),
         (2, {"schedule": "v", "placement": (1, 3, 2, 1)}),
     ],
@@ -94,7 +94,7 @@ def test_uneven_placements_equal_plain(stages, options):
     assert_same_as_plain(make_settings((2, stages, 1), (2, 4), task, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("stages", "options"),
@@ -102,13 +102,13 @@ def test_uneven_placements_equal_plain(stages, options):
         (4, {}),  # balanced: (1, 1, 1, 0), and the head on all
         (4, {"placement": "first | 0-1 | 2 | last"}),
         (4, {"placement": "first | | 0-2 |", "remat": True}),
-        slow(4, {"placement": "first | 0 | | 1-2, last", "schedule": "gpipe"}),
+        more(4, {"placement": "first | 0 | | 1-2, last", "schedule": "gpipe"}),
         (2, {"placement": "first | 0-1 | | 2, last", "schedule": "interleaved", "num_groups": 2}),
-        slow(
+        more(
             2, {"placement": "first, 0 | | 1-2 | last", "schedule": "interleaved", "num_groups": 2}
         ),
-        slow(2, {"placement": "first | 0-2 | | last", "schedule": "v"}),
-        slow(8, {"placement": "first | 0-1 | | | 2 | | | last", "unroll": True}),
+        more(2, {"placement": "first | 0-2 | | last", "schedule": "v"}),
+        more(8, {"placement": "first | 0-1 | | | 2 | | | last", "unroll": True}),
     ],
 )
 def test_stages_without_layers_equal_plain(stages, options):
@@ -129,10 +129,10 @@ def evaluated(settings):
     return float(sums.loss), float(sums.weight)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
-    "options", [*(OPTIONS[n] for n in (3, 6, 10)), *(slow(OPTIONS[n]) for n in (0, 8, 9))]
+    "options", [*(OPTIONS[n] for n in (3, 6, 10)), *(more(OPTIONS[n]) for n in (0, 8, 9))]
 )
 def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
     poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
@@ -141,9 +141,9 @@ def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
     assert_same_as_plain(make_settings((2, 4, 1), (2, 4), task, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
-@pytest.mark.parametrize("options", [OPTIONS[3], slow(OPTIONS[6]), {"schedule": "1f1b"}])
+@pytest.mark.parametrize("options", [OPTIONS[3], more(OPTIONS[6]), {"schedule": "1f1b"}])
 def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
     """Rounding in another order is other rounding; its size is what can be compared."""
 
@@ -184,14 +184,14 @@ def train_at_lengths(lengths, *where, **options):
     return losses, by_layer(state.params, settings), step.num_programs
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "lengths", "programs", "options"),
     [
         ((2, 4, 1), (2, 5), (10, 2, 6, 8, 4), 1, {}),
-        slow((1, 4, 1), (2, 5), (10, 2, 6), 1, {"zero_bubble": True}),
-        slow((1, 2, 1), (2, 5), (10, 2, 6), 1, {"schedule": "v"}),
+        more((1, 4, 1), (2, 5), (10, 2, 6), 1, {"zero_bubble": True}),
+        more((1, 2, 1), (2, 5), (10, 2, 6), 1, {"schedule": "v"}),
         ((2, 1, 1), (2, 1), (10, 4), 2, {}),
     ],
 )
@@ -205,7 +205,7 @@ def test_all_lengths_are_one_program_on_stages_and_equal_plain(
     assert_close(params, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("length", "num_buckets", "message"),
     [
@@ -314,7 +314,7 @@ def last(weights, frozen, y, at):
     return (jnp.sum(jnp.square(jnp.sin(y * weights) - at.batch["targets"])),)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("kinds", "kind_of", "num_chunks", "how"),
@@ -426,7 +426,7 @@ def lstm_pipeline(num_stages, microbatches, num_chunks, kind="1f1b", groups=1, a
     return run, params, {"x": x, "targets": targets}
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kind", "num_chunks", "groups", "apart", "percent"),
     [
@@ -484,7 +484,7 @@ def test_data_parallel_devices_may_have_different_numbers_of_microbatches():
         assert np.linalg.norm(actual - wanted) <= RELATIVE_ERROR * np.linalg.norm(wanted)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 def test_autodiff_through_the_forward_loop_equals_plain():
     slots = make_slots((3, 2))
@@ -540,7 +540,7 @@ HLO_CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("sizes", "options"), HLO_CASES)
 def test_loops_of_the_compiled_step_hold_the_collectives_that_they_should(sizes, options):
     options = dict(options)
@@ -578,7 +578,7 @@ def test_the_program_does_not_grow_with_layers_microbatches_and_chunks():
     assert lines_of(64, (32, 16)) == lines_of(8, (4, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_does_not_grow_with_microbatches():
     def temporary(num_microbatches):
         task = LM(
@@ -673,7 +673,7 @@ def test_what_would_give_another_number_without_a_word_is_refused(pipeline, run,
         run_pipeline(make_pipeline(**pipeline), **run)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_the_mistakes_are_made_of_is_right():
     loss, grads = run_pipeline(make_pipeline())
     whole = make_pipeline(chunk_len=16, microbatch_rows=16)
@@ -711,7 +711,7 @@ def half_a_layer(params, frozen, carry, x, at):
     return carry, y * frozen**2
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("splits", [False, True])
 def test_what_depends_on_weights_alone_is_computed_again_and_not_kept(splits):
     draw, shapes = np.random.default_rng(0), ((8, 8), (1, 1, 8), (5, 3, 8), (5, 3, 8))
@@ -784,7 +784,7 @@ def test_where_b_makes_gradients_of_weights_they_are_not_apart():
     assert not part.has_weights
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_layers_of_several_groups_are_not_written_out():
     with pytest.raises(
         ValueError, match=r"unroll=True: .* got 1 kinds in 2 groups\.\nFix: use unroll=False"

@@ -71,8 +71,8 @@ def every_layout(num_devices):
             )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.more
+@pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.more)])
 def test_the_first_choice_is_the_best_of_all(num_devices):
     counts = counts_of(TASK, TASK.train.num_steps, CPU.platform)
     costs = [estimate(counts, p, TASK.train, CPU) for p in every_layout(num_devices)]
@@ -97,7 +97,7 @@ def test_the_first_choice_is_the_best_of_all(num_devices):
         _ = ranking.best
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_256_devices_take_seconds():
     task = LM(16, 2048, 2048, vocab_size=384 * 84, batch_size=2048, seq_len=256)
     begin = time.process_time()
@@ -108,7 +108,7 @@ def test_256_devices_take_seconds():
     assert taken < 20, f"{taken:.1f} s"  # 4 on an idle machine
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_words_are_those_of_the_numbers():
     ranking = plan(TASK, machine=of(CPU, 2), num_finalists=0)
     best = ranking.best
@@ -129,7 +129,7 @@ def test_the_words_are_those_of_the_numbers():
     ("name", "num_devices"),
     [
         ("hybrid", 2), ("mixed", 2),
-        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("lm", "gru", "transformer", "mixed")),
+        *(pytest.param(name, 4, marks=pytest.mark.more) for name in ("lm", "gru", "transformer", "mixed")),
     ],
 )  # fmt: skip
 def test_every_choice_of_the_planner_is_a_config_that_can_be_built(name, num_devices):
@@ -148,7 +148,7 @@ def test_every_choice_of_the_planner_is_a_config_that_can_be_built(name, num_dev
 # ---- finalists ----
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_finalists_run_and_the_quickest_is_chosen():
     ranking = plan(TEXT, TWO, num_finalists=2)
     ran = [cost for cost in ranking.fitting if cost.measured]
@@ -163,7 +163,7 @@ def test_finalists_run_and_the_quickest_is_chosen():
     assert shown.startswith(f"8 x {jax.devices()[0].device_kind}, 2 devices: ")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_was_measured_decides(monkeypatch):
     """The first by arithmetic is slow on the clock, the third is quick; the best few run again."""
     asked = []
@@ -193,7 +193,7 @@ def test_what_was_measured_decides(monkeypatch):
 REPORT = inspect_step(TEXT, "dp1")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_does_not_fit_by_the_compiler_falls_out(monkeypatch):
     """The compiler refuses the first, and finds the second too large: others take their places."""
     large = dataclasses.replace(REPORT, memory=dataclasses.replace(REPORT.memory, temporary=10**12))
@@ -215,7 +215,7 @@ def test_what_does_not_fit_by_the_compiler_falls_out(monkeypatch):
     assert "Ran out of memory" in str(last)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_setups_take_turns_on_states_of_their_own():
     setups = [Setup.of(TEXT, shape) for shape in ("dp1", "dp2")]
     seconds = time_steps(setups, 2, num_steps=1)
@@ -223,7 +223,7 @@ def test_setups_take_turns_on_states_of_their_own():
     assert min(min(each) for each in seconds) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
@@ -272,7 +272,7 @@ def test_inspect_tells_why_a_compiler_refuses_a_step(monkeypatch, tmp_path, caps
     assert "and more" not in error
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("home", ["/proc/nowhere", None, "broken"])
 def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
@@ -302,7 +302,7 @@ def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, capl
 # ---- one layout ----
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_step_is_compared_with_its_program_and_with_the_clock():
     cost = compare(estimate_step(TEXT, "dp2"))
     assert cost.program is not None
@@ -312,7 +312,7 @@ def test_a_step_is_compared_with_its_program_and_with_the_clock():
     assert re.search(r"memory +[\d.]+ \w?B", str(cost))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [("lm", (2, 1, 1)), ("mixed", (1, 2, 1))],
@@ -360,7 +360,7 @@ def test_a_plan_says_what_it_does(capsys):
         assert capsys.readouterr() == ("", said)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("machine", "extra"), [("v5e:2x2", "tpu"), ("h100:1x1x4", "cuda13")])
 def test_a_compiler_that_is_missing_is_named(machine, extra, capsys):
     if has_compiler(machine):
@@ -380,7 +380,7 @@ def test_a_machine_that_cannot_be_described_is_refused(machine):
         described_devices(machine)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sizes_of_memory_are_numbers_with_units(capsys):
     flags = "--vocab-size 768 --num-layers 2 --hidden-size 96 --embed-size 96 --machine h100:1x1x1"
     for size in ("16 potatoes", "1.2.3GB", "GB"):
@@ -391,7 +391,7 @@ def test_sizes_of_memory_are_numbers_with_units(capsys):
         assert "no layout fits" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_training_takes_the_mesh_that_is_planned(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 200)
     sizes = "--batch-size 2 --seq-len 4 --num-layers 2 --hidden-size 8 --embed-size 8"

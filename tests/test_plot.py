@@ -60,7 +60,7 @@ def texts(figure):
     return [text for text, _ in found]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_figures_of_memory_and_bytes_add_up():
     parallel = Parallel(MeshConfig(data=2, tensor=4))
     report = inspect_step(TASK, parallel)
@@ -85,7 +85,7 @@ class Frozen(LM):
     frozen = nnx.PathContains("embedding")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_frozen_parameters_are_a_kind_of_memory():
     parallel, options = Parallel(MeshConfig(devices=(0,))), {"num_layers": 1, "vocab_size": 32}
     options |= {"hidden_size": 8, "embed_size": 8, "batch_size": 8, "seq_len": 4}
@@ -163,7 +163,7 @@ def a_run(tmp_path, monkeypatch):
 
 
 def compiles(kind):
-    return [pytest.mark.slow] * (kind not in ("schedule", "curves"))
+    return [pytest.mark.more] * (kind not in ("schedule", "curves"))
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=compiles(kind)) for kind in KINDS])

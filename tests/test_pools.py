@@ -12,7 +12,7 @@ import safetensors.numpy
 from flax import nnx
 from lib.any_model import Calm, assert_same
 from lib.checkpoints import with_parameters
-from lib.laws import assert_close, on_devices, slow
+from lib.laws import assert_close, more, on_devices
 from lib.models import WIDTH, Regression, draw
 
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, fit, load_run, show
@@ -110,18 +110,18 @@ ONE = parallel_of((1, 1, 1), num_chunks=1)
 LAW = [
     ((1, 2, 1), KINDS, {}, {}, None),
     ((2, 2, 2), KINDS[:3], {"zero_bubble": False}, {"fsdp": True}, "up"),
-    slow((1, 4, 1), (*KINDS, "wide 50"), {"remat": True}, {}, None),
-    slow((1, 4, 1), KINDS, {"schedule": "gpipe"}, {}, "gru"),
-    slow((1, 2, 2), KINDS, {"schedule": "v", "zero_bubble": True}, {}, None),
+    more((1, 4, 1), (*KINDS, "wide 50"), {"remat": True}, {}, None),
+    more((1, 4, 1), KINDS, {"schedule": "gpipe"}, {}, "gru"),
+    more((1, 2, 2), KINDS, {"schedule": "v", "zero_bubble": True}, {}, None),
     # Layers of one kind stay in a stack; the ends alone are in pools.
     ((2, 2, 1), ALIKE, {"zero_bubble": True}, {"fsdp": True}, None),
-    slow((1, 2, 2), ALIKE, {"unroll": True}, {}, "mix"),
-    slow((1, 2, 2), ALIKE, {"schedule": "v", "remat": True}, {}, "inputs"),
-    slow(
+    more((1, 2, 2), ALIKE, {"unroll": True}, {}, "mix"),
+    more((1, 2, 2), ALIKE, {"schedule": "v", "remat": True}, {}, "inputs"),
+    more(
         (1, 4, 1), ALIKE, {"zero_bubble": False, "placement": "first | 0-1 | 2-3 | last"}, {}, None
     ),
-    slow((2, 2, 1), KINDS, {"schedule": "interleaved", "num_groups": 2}, {"shares": (3, 1)}, None),
-    slow(
+    more((2, 2, 1), KINDS, {"schedule": "interleaved", "num_groups": 2}, {"shares": (3, 1)}, None),
+    more(
         (1, 2, 4), KINDS[1:], {"remat": True, "remat_keeps": "carries", "num_chunks": 4}, {}, None
     ),
 ]
@@ -137,7 +137,7 @@ def test_layers_in_pools_equal_their_definition(mesh, kinds, pipeline, layout, f
     assert_same(task, parallel)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_without_a_layer_have_no_gradient(monkeypatch):
     """In stacks: a group of layers may have none of a kind, though no slot of the stage is empty."""
     monkeypatch.setattr("jaxpar.partition.partition.FEW", 2**18)
@@ -158,7 +158,7 @@ UPDATES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "optimizer", "layout"), UPDATES)
 def test_updates_of_whole_planes_equal_those_of_single_arrays(mesh, optimizer, layout):
@@ -193,7 +193,7 @@ class OwnOptimizer(Unequal):
 
 @pytest.mark.rows(1)
 @pytest.mark.law
-@pytest.mark.parametrize("mesh", [(1, 2, 1), slow((2, 2, 2))])
+@pytest.mark.parametrize("mesh", [(1, 2, 1), more((2, 2, 2))])
 @pytest.mark.parametrize("name", ["muon", "adamw", "factored", "lamb"])
 def test_own_optimizers_see_each_layer_s_arrays_in_pools(name, mesh):
     task = OwnOptimizer(name_of_optimizer=name, batch_size=8)
@@ -221,8 +221,8 @@ def test_numbers_that_an_optimizer_is_given_are_known_beside_pools():
     assert numbers["hyperparams/learning_rate"] == 0.5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kinds", [KINDS, slow(ALIKE)])
+@pytest.mark.more
+@pytest.mark.parametrize("kinds", [KINDS, more(ALIKE)])
 def test_a_run_goes_on_with_another_placement_and_mesh(kinds, tmp_path):
     task = Unequal(kinds, batch_size=8)
     before = setup_of(task, parallel_of((1, 2, 1), placement=(2, 2)))
@@ -246,7 +246,7 @@ def test_a_run_goes_on_with_another_placement_and_mesh(kinds, tmp_path):
     np.testing.assert_allclose([*losses.values()], losses[ONE.mesh], rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_sees_names_sees_the_model_s(tmp_path):
     task, parallel = Unequal(batch_size=8), parallel_of((1, 2, 1))
     fit(task, parallel, TrainConfig(num_steps=2, out_dir=str(tmp_path / "run")), quiet=True)
@@ -277,7 +277,7 @@ def test_what_sees_names_sees_the_model_s(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_origin_of_a_nan_has_the_layer_s_name():
     setup = setup_of(Unequal(batch_size=8), parallel_of((1, 2, 1)))
     state = init_state(setup)
@@ -305,7 +305,7 @@ def test_the_table_names_the_parameters_and_counts_them_as_one_device_does():
 # ---- bytes ----
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_device_has_room_for_its_own_stage():
     task = Unequal(("wide 20", "wide 60", "wide 50", "wide 20"), batch_size=8)
     parallel = parallel_of((1, 4, 1), placement="even")
@@ -336,10 +336,10 @@ def test_a_device_has_room_for_its_own_stage():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("kinds", "zero_bubble"),
-    [(ALIKE, True), slow(("wide 20", "wide 60", "gru", "wide 50"), True), slow(KINDS, False)],
+    [(ALIKE, True), more(("wide 20", "wide 60", "gru", "wide 50"), True), more(KINDS, False)],
 )
 def test_nothing_of_a_pool_is_sent_over_stages(kinds, zero_bubble):
     task = Unequal(kinds, batch_size=16)
@@ -365,7 +365,7 @@ class Averaged(Unequal):
         return params
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_where_stacks_stay_the_table_says_so():
     setup = Setup.of(Averaged(batch_size=8), parallel_of((1, 2, 1)))
     assert setup.storage.pools is None

@@ -26,7 +26,7 @@ from jaxpar.training import loaded
 from jaxpar.training.evaluate import in_batches
 from jaxpar.training.loaded import LoadedRun
 
-slow = pytest.mark.slow
+more = pytest.mark.more
 Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
 READ = {
     "stream": TASK,
@@ -55,7 +55,7 @@ MESHES = {
 ROWS = [
     ("stream", "dp4"), ("packed", "tp2"), ("buckets", "microbatches"), ("packed", "shares"),
     ("buckets", "all axes"), ("stream", "empty stages"), ("buckets", "v"),
-    *(pytest.param(*row, marks=slow) for row in (
+    *(pytest.param(*row, marks=more) for row in (
         ("packed", "interleaved"), ("stream", "fsdp"), ("stream", "remat"), ("stream", "segments"),
     )),
 ]  # fmt: skip
@@ -66,7 +66,7 @@ def expected():
     return {name: plain(task, text_of()) for name, task in READ.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("read", "mesh"), ROWS)
 def test_every_token_has_its_log_likelihood_on_any_mesh(read, mesh, expected):
@@ -75,7 +75,7 @@ def test_every_token_has_its_log_likelihood_on_any_mesh(read, mesh, expected):
     assert np.isnan(found["log_likelihood"]).sum() == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_head_in_parts_is_gathered_where_a_model_predicts_as_a_whole(monkeypatch):
     task = dataclasses.replace(TASK, hidden_size=6)
     monkeypatch.delattr(LanguageModel, "predict_part")
@@ -167,7 +167,7 @@ def test_batches_that_do_not_know_their_places_keep_their_order():
     np.testing.assert_array_equal(found["small"], (whole[:, :2] * 30).astype(np.int8))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_short_batches_of_ones_own_end_in_nan():
     task = READ["buckets"]
     tokens = text_of()
@@ -277,7 +277,7 @@ def command(folder, *arguments):
     return subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_write_the_same_files(trained):
     launch = ["launch", "--processes", "2", "--", "predict", "--mesh", "dp2"]
     (trained / "kill").write_text("SIGKILL")
@@ -291,7 +291,7 @@ def test_two_processes_write_the_same_files(trained):
     np.testing.assert_allclose(two, whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_ends_a_prediction_after_a_batch(name, trained):
     (trained / "kill").write_text(name)
@@ -302,7 +302,7 @@ def test_a_signal_ends_a_prediction_after_a_batch(name, trained):
     assert not [*(trained / name).iterdir()]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_rows(tmp_path):
     """In a process of its own: what one output array has would show, and so would all of them."""
     code = f"""
@@ -374,7 +374,7 @@ def text_run(text, tmp_path_factory):
     return jaxpar.load_run(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_text_that_was_named_from_another_folder_is_found(text, tmp_path, monkeypatch):
     monkeypatch.chdir(text.parent)
     adam = jaxpar.OptimizerConfig(warmup_steps=0)
@@ -388,7 +388,7 @@ def test_a_text_that_was_named_from_another_folder_is_found(text, tmp_path, monk
     assert run.evaluate("valid").loss == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_predicts_its_splits_and_other_texts(text_run, text, tmp_path, capsys, caplog):
     found = text_run.predict("valid", quiet=True)["log_likelihood"]
     loss = text_run.evaluate("valid").loss
@@ -432,7 +432,7 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", CALLS)
 def test_a_wrong_call_of_a_run_is_told_at_once(name, text_run):
     call, message = CALLS[name]
@@ -461,7 +461,7 @@ def test_a_size_that_changes_the_model_is_refused():
     assert changed.task == Wide(batch_size=4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_images_have_probabilities():
     pytest.importorskip("sklearn")
     task = Digits(channels=(4, 4), widths=(8,), batch_size=64)

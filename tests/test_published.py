@@ -66,7 +66,7 @@ print(*np.abs(np.divide(*losses) - 1))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_in_float64_meshes_differ_by_its_rounding(text, tmp_path):
     """All that the AWD recipe has, on one device and on eight, in a process of its own."""
     command = [sys.executable, "-c", PROGRAM, str(text), str(tmp_path)]
@@ -116,7 +116,7 @@ def test_awd_fits_its_text():
     assert (train.eval_every, train.num_steps) == (epoch, 500 * epoch)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_for_wikitext_fits_its_text(tmp_path, monkeypatch):
     """As the page has it: epochs of its text, and a folder of its files, whose empty lines count."""
     page = (penn_treebank.RECIPES / "README.md").read_text().replace("\\\n", "")

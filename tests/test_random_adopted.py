@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from lib.adopted import Adopted, WithOptimizer, assert_as_plain, assert_trains_as_plain
 from lib.flax_models import VOCAB, WIDTH, OneHead
-from lib.laws import full, slow
+from lib.laws import full, more
 from lib.layers import clipped_in_backward, times_in_backward
 from lib.optimizers import OPTIMIZERS, refusals
 
@@ -231,7 +231,7 @@ def draw(pick):
     return task, parallel, optimizer
 
 
-DRAWS = [*range(10), *map(full, range(10, 40)), *map(slow, range(40, 200))]
+DRAWS = [*range(10), *map(full, range(10, 40)), *map(more, range(40, 200))]
 
 
 @pytest.mark.parametrize("number", DRAWS)

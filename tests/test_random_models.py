@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lib.any_model import Calm, assert_same, assert_trains_as_defined, batch_of
-from lib.laws import full, slow
+from lib.laws import full, more
 from lib.layers import (
     LRU,
     Attention,
@@ -209,7 +209,7 @@ def splits_a_batch(parallel):
     return max(*num_parts, pipeline.num_microbatches, pipeline.num_chunks) > 1
 
 
-DRAWS = [*range(10), *map(full, range(10, 40)), *map(slow, range(40, 220))]
+DRAWS = [*range(10), *map(full, range(10, 40)), *map(more, range(40, 220))]
 
 
 @pytest.mark.parametrize("number", DRAWS)

@@ -1,6 +1,6 @@
 """Processes on Ray: what is asked of it, and for real on a cluster of several raylets on this machine.
 
-pip install '.[ray]' && pytest -n 0 -m slow tests/test_ray.py
+pip install '.[ray]' && pytest -n 0 -m "" tests/test_ray.py
 """
 
 import contextlib
@@ -212,7 +212,7 @@ def processes_in(folder):
 
 
 @pytest.mark.law
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_goes_on_with_fewer_nodes_and_with_more(text, tmp_path, cluster):
     """A node is lost, and another comes, which the next start takes; the losses are those of one device."""
     out_dir = tmp_path / "run"
@@ -245,7 +245,7 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(text, tmp_path, cluster):
     assert losses == pytest.approx(train_losses(tmp_path / "one"), rel=RELATIVE_TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_nothing_is_left_of_a_launcher_that_was_killed(text, tmp_path, cluster):
     process = launch_on_ray("--", *flags(text, tmp_path / "run", 1_000_000, "--mesh", "dp2"))
     read_until(process, r"^\[0\] step +2/")
@@ -258,7 +258,7 @@ def test_nothing_is_left_of_a_launcher_that_was_killed(text, tmp_path, cluster):
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_folder_that_a_node_lacks_is_refused(cluster):
     program = (
         "import os, sys; from jaxpar.cli.main import main\n"

@@ -120,7 +120,7 @@ def test_layers_cost_and_send_what_their_page_says(name):
     assert most == {"at every time step": 512, "once in a window": 1}[sent.strip()]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_model_of_the_readme_trains(tmp_path):
     script = tmp_path / "page.py"
     lines = [
@@ -137,7 +137,7 @@ def test_the_model_of_the_readme_trains(tmp_path):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.full if page in SHORT else pytest.mark.slow)
+        pytest.param(page, marks=pytest.mark.full if page in SHORT else pytest.mark.more)
         for page in PAGES[1:]
         if blocks("python", page)
     ],
@@ -184,7 +184,7 @@ CLASSIFIER = "# gestures.py"
     ("sections", "made"),
     [
         pytest.param(("use",), USED, marks=pytest.mark.full),
-        pytest.param(("concepts", "scale"), PICTURES, marks=pytest.mark.slow),
+        pytest.param(("concepts", "scale"), PICTURES, marks=pytest.mark.more),
     ],
 )
 def test_commands_of_the_readme_and_of_pages_run(sections, made, tmp_path):
@@ -270,7 +270,7 @@ def test_where_jaxpar_comes_from_is_said_in_one_place():
     assert "jaxpar is not on PyPI yet" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_ranking_of_the_page_is_of_its_command():
     """Its layouts, and of its numbers what is estimated; `test_aot` compiles for the others."""
     command = next(each for each in commands(PLANNING) if each[0] == "plan")
@@ -295,7 +295,7 @@ def test_the_ranking_of_the_page_is_of_its_command():
             assert {part: int(share) for part, share in told} == pytest.approx(shares, abs=1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_options_in_the_text_exist(tmp_path):
     """Also those that stand in a sentence, in which nothing runs them."""
     scripts = (["-m", "recipes.dynamic_evaluation"], [ROOT / "examples/translation.py"])
@@ -347,7 +347,7 @@ def test_the_schedule_is_the_real_one():
     assert show(schedule)._repr_svg_() == (ROOT / "docs/schedule.svg").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_page_of_model_parallelism_shows_what_its_command_prints(tmp_path):
     printed = run("-m", "benchmarks.model_parallel.count", cwd=tmp_path)
     page = (ROOT / "benchmarks/model_parallel/README.md").read_text()
@@ -357,7 +357,7 @@ def test_the_page_of_model_parallelism_shows_what_its_command_prints(tmp_path):
         assert table in page
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     "picture", sorted((ROOT / "examples/pictures").glob("*.svg")), ids=lambda path: path.stem
 )

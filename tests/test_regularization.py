@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from lib.awd import awd
 from lib.float64 import forward
-from lib.laws import MODEL, assert_same_as_plain, make_settings, slow
+from lib.laws import MODEL, assert_same_as_plain, make_settings, more
 
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
@@ -87,7 +87,7 @@ def textbook_loss(params, batch, task, key):
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "tar" else n for n in SINGLE]
+    "name", [pytest.param(n, marks=pytest.mark.more) if n == "tar" else n for n in SINGLE]
 )
 def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
     task, parallel = SINGLE[name], ONE
@@ -120,7 +120,7 @@ def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
         assert abs(np.sum(slopes[moved] * direction) - slope) <= 1e-6 * size, moved
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_in_evaluation_nothing_is_dropped_and_nothing_is_added():
     mesh = MeshConfig(devices=(0,)).build()
 
@@ -141,15 +141,15 @@ def test_perplexity_is_that_of_the_loss_without_the_penalty():
 # ---- the law ----
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "options"),
     [
         ((2, 2, 2), (2, 4), {}),
         ((8, 1, 1), (1, 1), {}),
-        pytest.param((1, 4, 2), (1, 2), {"head": "last", "remat": True}, marks=pytest.mark.slow),
-        pytest.param((2, 4, 1), (2, 2), {"zero_bubble": False}, marks=pytest.mark.slow),
+        pytest.param((1, 4, 2), (1, 2), {"head": "last", "remat": True}, marks=pytest.mark.more),
+        pytest.param((2, 4, 1), (2, 2), {"zero_bubble": False}, marks=pytest.mark.more),
     ],
 )
 def test_the_masks_are_the_same_on_every_mesh(mesh, units, options):
@@ -157,7 +157,7 @@ def test_the_masks_are_the_same_on_every_mesh(mesh, units, options):
     assert_same_as_plain(make_settings(mesh, units, task, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 @pytest.mark.parametrize("placement", [(1, 5, 1)])
 def test_the_masks_of_weights_are_those_of_their_layers(placement):
@@ -181,8 +181,8 @@ def test_impossible_rates_are_refused(options, message):
         AWD(**{"forget_bias": 1.0, **options})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero_bubble", [True, slow(False)])
+@pytest.mark.more
+@pytest.mark.parametrize("zero_bubble", [True, more(False)])
 def test_a_pipeline_equals_plain_with_numbers_of_64_bits(zero_bubble):
     """JAX_ENABLE_X64 makes Python's whole numbers int64, beside the int32 of ticks and units."""
     task = awd(num_layers=2, window_mean=6)

@@ -57,7 +57,7 @@ def break_down(*_):
     raise ConnectionError("no route to host")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_a_report_raises_is_one_warning_and_ends_no_run(whole, tmp_path, caplog):
     broken, hears = Hears(**dict.fromkeys(HOOKS, break_down)), Hears()
     result = fit(TASK, ONE, train(tmp_path / "run"), report=[broken, hears])
@@ -129,7 +129,7 @@ print(result.stopped_by, int(result.state.step), *result.evaluations)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_processes_stop_and_save_after_the_same_steps(tmp_path):
     script = tmp_path / "stops.py"
     script.write_text(STOPS)
@@ -167,7 +167,7 @@ def test_validations_are_counted_from_the_best(losses, expected):
     assert validations_since_best(losses) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_patience_counts_on_in_a_resumed_run(tmp_path):
     still = dataclasses.replace(
         TASK, optimizer=dataclasses.replace(TASK.optimizer, learning_rate=1e-30)

@@ -16,7 +16,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lib.float64 import RELATIVE_ERRORS, assert_close, backward, draw, forward
-from lib.laws import by_layer, on_devices, slow
+from lib.laws import by_layer, more, on_devices
 
 import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums
@@ -305,18 +305,18 @@ def assert_same(actual, expected):
 
 
 ROWS = [
-    slow((1, 1, 1), {}),
+    more((1, 1, 1), {}),
     ((2, 2, 2), {"num_microbatches": 2, "num_chunks": 2}),
-    slow((1, 4, 1), {"num_chunks": 4, "remat": True}),
-    slow((2, 1, 1), {"num_microbatches": 2}),
-    slow((2, 1, 2), {}),
-    slow((1, 2, 1), {"num_chunks": 2, "schedule": "interleaved", "num_groups": 2}),
-    slow((4, 2, 1), {"num_chunks": 4, "schedule": "gpipe", "num_microbatches": 2}),
-    slow((1, 4, 2), {"num_chunks": 2, "zero_bubble": False, "num_microbatches": 2}),
+    more((1, 4, 1), {"num_chunks": 4, "remat": True}),
+    more((2, 1, 1), {"num_microbatches": 2}),
+    more((2, 1, 2), {}),
+    more((1, 2, 1), {"num_chunks": 2, "schedule": "interleaved", "num_groups": 2}),
+    more((4, 2, 1), {"num_chunks": 4, "schedule": "gpipe", "num_microbatches": 2}),
+    more((1, 4, 2), {"num_chunks": 2, "zero_bubble": False, "num_microbatches": 2}),
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "pipeline"), ROWS)
 def test_packed_sequences_equal_those_one_by_one(mesh, pipeline):
@@ -325,7 +325,7 @@ def test_packed_sequences_equal_those_one_by_one(mesh, pipeline):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 def test_learned_initial_states_leave_the_gradients_of_weights_apart():
     """So that zero-bubble schedules can move them."""
@@ -342,7 +342,7 @@ def test_learned_initial_states_leave_the_gradients_of_weights_apart():
     assert_packed_equals_one_by_one(task, parallel)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("number", range(20))
 def test_a_hundred_random_packings_on_random_layouts(number):
     """Five on each."""
@@ -361,7 +361,7 @@ def test_a_hundred_random_packings_on_random_layouts(number):
     assert_packed_equals_one_by_one(task, parallel, range(5 * number, 5 * number + 5))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_program_trains_on_packed_lines_and_evaluates_them(text):
     """Of any lengths, beside a pipeline's chunks; and every line counts once."""
     task = jaxpar.lm.LM(
@@ -405,7 +405,7 @@ def test_where_a_sequence_begins_nothing_comes_through_that_is_not_finite():
     assert np.isfinite(dx[3:]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 def test_an_evaluation_of_packed_sequences_is_that_of_each_by_itself():
     """Also of those that go on in other windows."""
@@ -422,7 +422,7 @@ def test_an_evaluation_of_packed_sequences_is_that_of_each_by_itself():
     assert sums.loss == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_is_not_finite_is_traced_to_its_own_sequence():
     task = Packed(kinds=("probe", "learned", "probe", "leaky", "probe"))
     parallel = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2, zero_bubble=False))

@@ -48,7 +48,7 @@ def result(stopped):
     return eval(line, {"jaxpar": jaxpar, "result": stopped})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_history_is_a_table_of_the_whole_run(result):
     table = pandas.DataFrame(result.history)
     assert table["step"].tolist() == [*range(1, 9)]
@@ -89,7 +89,7 @@ def test_columns_are_equally_long_and_in_the_order_of_steps():
     assert columns_of([]) == {"step": []}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_notebook_shows_what_came_of_it(result):
     shown = result._repr_html_()
     out_dir = result.out_dir
@@ -111,7 +111,7 @@ def test_a_notebook_shows_what_came_of_it(result):
     assert re.search(r"^[▁-█]{8} training loss *$", printed.file.getvalue(), re.M)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_it_says_to_go_on_works(result, capsys):
     ways = dict(ways_on(result))
     assert [*ways] == ["go on", "evaluate", "in Python"]
@@ -119,7 +119,7 @@ def test_what_it_says_to_go_on_works(result, capsys):
     assert "perplexity" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_task_that_is_in_no_file_goes_on_in_python_alone(tmp_path):
     own = dataclasses.make_dataclass("Own", [], bases=(Regress,), frozen=True)
     own.__module__ = "nowhere"  # as a notebook's class has no file
@@ -167,7 +167,7 @@ JUPYTER = """<style>body{background:#111}.lab td,.lab th{text-align:right}.lab t
 background:#eee}.lab tbody tr:nth-child(odd){background:#fff}</style>"""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @needs_browser
 def test_a_browser_shows_a_run_in_the_theme_of_the_notebook(result, tmp_path):
     page, body = tmp_path / "page.html", result._repr_html_()

@@ -83,7 +83,7 @@ def loss_and_gradients(task, parallel):
 
 QUICK = {("dp2", False), ("zero-bubble", True), ("chunks", True)}
 CASES = [
-    pytest.param(mesh, time_major, marks=() if (mesh, time_major) in QUICK else pytest.mark.slow)
+    pytest.param(mesh, time_major, marks=() if (mesh, time_major) in QUICK else pytest.mark.more)
     for mesh in MESHES
     for time_major in (True, False)
     if time_major or mesh != "chunks"

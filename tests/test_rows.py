@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from lib.laws import on_devices, slow
+from lib.laws import more, on_devices
 from lib.models import MAKERS, WIDTH, Regress, Regression
 
 from jaxpar import (
@@ -136,7 +136,7 @@ def gradients(task, parallel, mesh):
     return value_and_grad(task, parallel, mesh=mesh)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_step_of_ones_own_refuses_it_where_rows_lie_apart():
     task = task_of(lambda carry, x, at: (carry, batch_norm(x)))
     for mesh, units in (((2, 1, 1), {}), ((1, 1, 1), {"num_microbatches": 2})):
@@ -391,15 +391,15 @@ MEANS = [
     Tagged("not -100", later=-100),
     Tagged("not 4", later=4),
     Tagged("valid"),
-    slow(Tagged("long")),
+    more(Tagged("long")),
     Tagged("not negative", has_time=False),
-    slow(Tagged("positive", has_time=False)),
+    more(Tagged("positive", has_time=False)),
     Tagged("not negative", "metric"),
-    slow(Tagged("valid", "metric")),
+    more(Tagged("valid", "metric")),
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("task", MEANS, ids=str)
 def test_a_mean_over_the_places_that_count_is_refused(task):
     units = Parallel("pp2", PipelineConfig(num_microbatches=2))
@@ -409,8 +409,8 @@ def test_a_mean_over_the_places_that_count_is_refused(task):
         check_rows_alone(Setup.of(task, parallel).parts)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("counts", [c if c in ("positive", "long") else slow(c) for c in COUNTS])
+@pytest.mark.more
+@pytest.mark.parametrize("counts", [c if c in ("positive", "long") else more(c) for c in COUNTS])
 def test_a_sum_over_the_places_that_count_is_not(counts):
     check_rows_alone(Setup.of(Tagged(counts, "sum", later=-1), ONE).parts)
 
@@ -474,7 +474,7 @@ def test_what_adds_up_over_layers_beside_the_rows_is_found_in_the_layer():
         check_rows_alone(Setup.of(task, ONE).parts)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(
     place=st.sampled_from(["x", "carry", "new carry", "nowhere"]),
@@ -514,19 +514,19 @@ SMALL = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     "task",
     [
         AWD(**SMALL, window_mean=6, window_spread=1.0),
         LM(**SMALL, dtype="bfloat16", layer="gru", tie_embedding=True, packed=True),
-        slow(LM(**SMALL, dtype="bfloat16")),
-        *(slow(LM(**SMALL, layer=name)) for name in ("gru", "rglru", "mingru", "slstm", "mlstm")),
-        slow(LM(**SMALL | {"batch_size": 2})),
-        slow(LM(**SMALL | {"embed_size": 8}, num_buckets=2)),
-        slow(find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")()),
-        *(slow(Regress((kind,))) for kind in [*MAKERS][:4]),
-        *(slow(Regress((kind,))) for kind in [*MAKERS][4:]),
+        more(LM(**SMALL, dtype="bfloat16")),
+        *(more(LM(**SMALL, layer=name)) for name in ("gru", "rglru", "mingru", "slstm", "mlstm")),
+        more(LM(**SMALL | {"batch_size": 2})),
+        more(LM(**SMALL | {"embed_size": 8}, num_buckets=2)),
+        more(find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")()),
+        *(more(Regress((kind,))) for kind in [*MAKERS][:4]),
+        *(more(Regress((kind,))) for kind in [*MAKERS][4:]),
         Regress(freeze="dense"),
     ],
     ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",
@@ -551,10 +551,10 @@ def check_all(parts):
         AWD(**SMALL, window_mean=6, window_spread=1.0),
         LM(**SMALL, dtype="bfloat16", layer="gru", tie_embedding=True, packed=True),
         *(
-            slow(LM(**SMALL, layer=name))
+            more(LM(**SMALL, layer=name))
             for name in ("lstm", "rglru", "mingru", "slstm", "mlstm", "gated_delta")
         ),
-        *(slow(Regress((kind,))) for kind in MAKERS if kind not in ("block", "both ways")),
+        *(more(Regress((kind,))) for kind in MAKERS if kind not in ("block", "both ways")),
     ],
     ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",
 )
@@ -608,7 +608,7 @@ def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
     check_rows_alone(Setup.of(Grouped(), ONE).parts)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_model_of_a_setup_is_looked_at_once_and_one_row_not_at_all(monkeypatch):
     setup = Setup.of(Regress(), ONE)
     check_rows_alone(setup.parts)
@@ -634,7 +634,7 @@ def noise(x, scale):
     return x + draw
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_layer_that_repeats_no_bits_is_judged_by_what_is_no_number():
     alone = task_of(lambda carry, x, at: (carry, noise(x, np.float32(1e-7))))
     check_rows_alone(Setup.of(alone, ONE).parts)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from lib.any_model import Calm, assert_same
-from lib.laws import on_devices, slow
+from lib.laws import more, on_devices
 from lib.layers import GROUP, Balanced, Norm
 from lib.models import MAKERS, SGD, WIDTH, Regression
 
@@ -48,11 +48,11 @@ class Mixed(Calm):
 LAW = [
     ((1, 1, 1), {}, {}),
     ((1, 2, 1), {"num_chunks": 4, "zero_bubble": True}, {}),
-    slow((2, 1, 1), {}, {"fsdp": True}),
-    slow((1, 2, 2), {"num_microbatches": 2, "num_chunks": 2}, {}),
-    slow((2, 1, 2), {}, {}),
-    slow((1, 4, 1), {"num_microbatches": 2, "remat": True}, {}),
-    slow((2, 2, 1), {"num_chunks": 2, "schedule": "v"}, {}),
+    more((2, 1, 1), {}, {"fsdp": True}),
+    more((1, 2, 2), {"num_microbatches": 2, "num_chunks": 2}, {}),
+    more((2, 1, 2), {}, {}),
+    more((1, 4, 1), {"num_microbatches": 2, "remat": True}, {}),
+    more((2, 2, 1), {"num_chunks": 2, "schedule": "v"}, {}),
 ]
 
 
@@ -63,7 +63,7 @@ def test_layers_mix_as_many_rows_on_any_mesh(mesh, pipeline, layout):
     assert_same(Mixed(), Parallel(on_devices(mesh), PipelineConfig(**pipeline), **layout))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 def test_unequal_shares_are_whole_groups():
     task = Mixed(batch_size=32)
@@ -116,9 +116,9 @@ class Timeless(Task):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
-@pytest.mark.parametrize("mesh", [(2, 2, 1), slow((1, 1, 1))])
+@pytest.mark.parametrize("mesh", [(2, 2, 1), more((1, 1, 1))])
 def test_a_model_without_time_mixes_rows_too(mesh):
     assert_same(Timeless(), Parallel(on_devices(mesh), PipelineConfig(num_microbatches=2)))
 
@@ -141,7 +141,7 @@ def test_a_number_of_rows_is_a_number():
         Stack([lambda rngs: Wrong(rngs=rngs)], rngs=nnx.Rngs(0))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_trains_and_evaluates():
     parallel = Parallel(on_devices((2, 2, 1)), PipelineConfig(num_chunks=2))
     result = fit(Mixed(), parallel, TrainConfig(num_steps=2), quiet=True)
@@ -151,7 +151,7 @@ def test_a_run_trains_and_evaluates():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_plan_counts_whole_groups():
     costs = [estimate_step(Mixed(batch_size=rows), "dp1") for rows in (24, 48)]
     one, two = (cost.parts["layers"] for cost in costs)

@@ -75,7 +75,7 @@ def another_process(folder):
             process.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_run_at_a_time_and_the_other_is_named(run, text):
     task, written = make_task(text), (run / "metrics.jsonl").read_bytes()
     with another_process(run) as process:
@@ -91,7 +91,7 @@ def test_one_run_at_a_time_and_the_other_is_named(run, text):
     assert len(fit(task, ONE, make_train(run, num_steps=5), resume=True).losses) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_is_begun_meanwhile_is_not_overwritten(text, tmp_path, monkeypatch):
     folder, take = tmp_path / "run", FolderLock._take
     task, train = make_task(text), make_train(tmp_path / "run")
@@ -107,7 +107,7 @@ def test_a_run_that_is_begun_meanwhile_is_not_overwritten(text, tmp_path, monkey
     assert len(RunFolder(folder).metrics()) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_holds_its_folder_to_its_end(text, tmp_path):
     folder, told = tmp_path / "run", []
 
@@ -137,7 +137,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
 # ---- its path ----
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("move", ["copied", "of another path"])
 def test_a_run_goes_on_in_the_folder_that_was_asked_for(run, tmp_path, monkeypatch, move):
     elsewhere = tmp_path / "elsewhere"
@@ -174,7 +174,7 @@ def test_a_file_of_settings_does_not_say_which_run_goes_on(run, tmp_path, monkey
     )
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("checkpoint_every", [0, 1])
 def test_a_folder_that_is_removed_ends_the_run_with_an_error(text, tmp_path, checkpoint_every):
     folder = tmp_path / "run"
@@ -184,7 +184,7 @@ def test_a_folder_that_is_removed_ends_the_run_with_an_error(text, tmp_path, che
     assert not folder.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_folder_that_is_removed_at_the_end_ends_the_run_with_an_error(text, tmp_path):
     class Remove(Report):
         def evaluation(self, step, evaluation):
@@ -348,10 +348,10 @@ def test_an_unfinished_last_line_is_no_damage(run, caplog):
     assert not caplog.messages
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     "damage",
-    ["zeros", *(pytest.param(n, marks=pytest.mark.slow) for n in ("missing", "cut", "edited"))],
+    ["zeros", *(pytest.param(n, marks=pytest.mark.more) for n in ("missing", "cut", "edited"))],
 )
 def test_the_best_state_is_known_without_metrics(run, text, damage, caplog):
     """Which is why nothing that happens to a log of numbers deletes it."""
@@ -408,7 +408,7 @@ def test_an_imported_package_leaves_ctrl_c_alone():
     assert said.stdout == "True\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_paths_with_any_letters(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = "l\u00e4ufe/\u4e2d"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from lib.drawn import RELATIVE_ERRORS, assert_drawn_by_definition, by_definition, larger
-from lib.laws import slow
+from lib.laws import more
 
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
@@ -62,7 +62,7 @@ def run(text, tmp_path_factory):
     return fit(task, Parallel(MeshConfig(devices=(0,))), train)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_sample_is_a_function_of_the_seed(run):
     first, again, other = (sample(run.out_dir, "the cat", length=30, seed=n) for n in (0, 0, 1))
     assert first == again != other
@@ -72,14 +72,14 @@ def test_a_sample_is_a_function_of_the_seed(run):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_sample_is_the_same_on_another_mesh(run):
     mesh = MeshConfig(data=1, stage=2, tensor=2, devices=(0, 1, 2, 3))
     options = {"length": 20, "temperature": 0.5}
     assert sample(run.out_dir, "a", mesh=mesh, **options) == sample(run.out_dir, "a", **options)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_only_words_are_drawn(run):
     """Of 384 rows 11 are words; at so high a temperature all that can be drawn is."""
     text = sample(run.out_dir, length=300, temperature=1e6)
@@ -115,7 +115,7 @@ def test_padding_is_drawn_on_no_stage(run):
     assert text == sample(run.out_dir, length=300, temperature=HOTTEST)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(run):
     # Large random weights, so that the likeliest token depends on all that came before.
     rng = np.random.default_rng(0)
@@ -264,7 +264,7 @@ def test_layers_that_need_a_whole_window_are_refused(run, monkeypatch):
         drawn(run, np.array([0]))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_is_loaded_by_its_folder(run):
     found = jaxpar.load_run(run.out_dir)
     assert isinstance(found, jaxpar.lm.TextRun)
@@ -307,7 +307,7 @@ def test_a_run_is_loaded_by_its_folder(run):
     np.testing.assert_allclose(spread.logits("the cat sat"), logits, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_model_of_lines_begins_each_of_them_anew(run):
     """After the separator comes what came after the first one."""
     separator, *words = np.int32([4, 7, 2, 9])
@@ -327,7 +327,7 @@ def test_a_model_of_lines_begins_each_of_them_anew(run):
     assert np.abs(logits[True] - expected).max() > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_who_trains_on_lines_samples_lines(run):
     vocabulary, state = run.setup.task.read_text().vocabulary, larger(run.state)
     numbers = {"length": 40, "temperature": 1.0, "seed": 0}
@@ -350,14 +350,14 @@ class Frozen(LM):
 
 MESHES = [
     ("pp2", {}, {"temperature": 0.7}),
-    slow("dp2pp2tp2", {"tie_embedding": True}, {"top_k": 3}),
-    slow("dp1", {}, {"temperature": 0.0}),
-    slow("dp2tp2", {}, {"top_p": 0.6}),
-    slow("tp2", {}, {"top_k": 4}),
-    slow("pp4", {"packed": True}, {"top_k": 5, "top_p": 0.8}),
-    slow("pp8", {"layer": "gru", "num_layers": 2}, {"temperature": 1.5}),
-    slow("pp2tp4", {"layer": "slstm", "num_buckets": 2}, {}),
-    slow("dp2pp2tp2", {"layer": "mlstm", "packed": True}, {}),
+    more("dp2pp2tp2", {"tie_embedding": True}, {"top_k": 3}),
+    more("dp1", {}, {"temperature": 0.0}),
+    more("dp2tp2", {}, {"top_p": 0.6}),
+    more("tp2", {}, {"top_k": 4}),
+    more("pp4", {"packed": True}, {"top_k": 5, "top_p": 0.8}),
+    more("pp8", {"layer": "gru", "num_layers": 2}, {"temperature": 1.5}),
+    more("pp2tp4", {"layer": "slstm", "num_buckets": 2}, {}),
+    more("dp2pp2tp2", {"layer": "mlstm", "packed": True}, {}),
 ]
 
 
@@ -380,11 +380,11 @@ INTERLEAVED = Parallel(
     MeshConfig(stage=2, data=2), PipelineConfig(schedule="interleaved", num_groups=2)
 )
 ROUNDED = [
-    ("bfloat16", 0.0, "dp2pp2"), slow("bfloat16", 1.0, INTERLEAVED), slow("float32", 1.0, "dp2pp2"),
+    ("bfloat16", 0.0, "dp2pp2"), more("bfloat16", 1.0, INTERLEAVED), more("float32", 1.0, "dp2pp2"),
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("dtype", "temperature", "on_stages"), ROUNDED)
 def test_texts_part_at_a_draw_whose_best_scores_are_within_rounding(
@@ -415,7 +415,7 @@ def test_texts_part_at_a_draw_whose_best_scores_are_within_rounding(
             assert ahead[first] < 2 * RELATIVE_ERRORS[dtype] * scale, (row, first)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_many_prompts_are_sampled_at_once(run, capsys):
     prompts = ["the cat", "a", "the dog ran to"]
     alone = sample(run.out_dir, prompts[0], length=9, seed=2)

@@ -208,16 +208,16 @@ def assert_trains_as_the_plain_model_does(task, parallel, length):
 
 
 # The others are found by the draws of releases.
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (n < 2)) for n, name in enumerate(FOUND)],
+    [pytest.param(name, marks=[pytest.mark.more] * (n < 2)) for n, name in enumerate(FOUND)],
 )
 def test_what_the_search_has_found_trains_as_the_plain_model_does(name):
     assert_trains_as_the_plain_model_does(*FOUND[name])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_configs_train_as_the_plain_model_does(seed):
     @SETTINGS

@@ -39,14 +39,14 @@ def losses(task, mesh):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
         ("rbg", "dp2"),
         ("not partitionable", "pp2"),
-        pytest.param("rbg", "pp2", marks=pytest.mark.slow),
-        pytest.param("not partitionable", "dp2", marks=pytest.mark.slow),
+        pytest.param("rbg", "pp2", marks=pytest.mark.more),
+        pytest.param("not partitionable", "dp2", marks=pytest.mark.more),
     ],
 )
 def test_random_numbers_do_not_depend_on_the_mesh(name, mesh):
@@ -81,7 +81,7 @@ class WithOwnKeys(Regress):
         return OwnKeys(rngs)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_layers_of_other_keys_are_the_same_on_any_mesh():
     def layers(mesh):
         setup = Setup.of(WithOwnKeys(), mesh)
@@ -122,7 +122,7 @@ def run(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_goes_on_under_its_own_settings_alone(run):
     train = TrainConfig(num_steps=3, out_dir=str(run))
     before = jax.config.jax_random_seed_offset  # pyright: ignore[reportAttributeAccessIssue]

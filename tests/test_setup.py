@@ -66,7 +66,7 @@ def test_calls_that_take_a_task_trace_its_model_each():
         assert len(MADE) > before, call
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_setup_is_taken_for_what_it_was_made_of():
     setup = Setup.of(SMALL, "dp-1pp2")
     assert Setup.of(setup) is setup
@@ -97,7 +97,7 @@ def test_a_text_that_has_changed_is_read_again(tmp_path):
     assert "dog" in words
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_computes_reaches_the_layers():
     """A model is for the devices of its mesh, which need not be those that JAX has."""
     task = LM(1, 16, 16, 384, layer="rglru", batch_size=2, seq_len=8)
@@ -118,7 +118,7 @@ def test_what_computes_reaches_the_layers():
     assert Setup.of(task, "dp2").partition.facts.platform == "cpu"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_thousand_layouts_take_seconds():
     """As many as a plan for 256 devices has."""
     facts = ModelFacts.of(LM(16, 256, 256, 384, batch_size=4096, seq_len=64))

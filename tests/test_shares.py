@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from lib.laws import MODEL, RELATIVE_ERROR, assert_same_as_plain, by_layer, make_batch, slow
+from lib.laws import MODEL, RELATIVE_ERROR, assert_same_as_plain, by_layer, make_batch, more
 from lib.laws import make_settings as make_any_settings
 
 from jaxpar.config import OptimizerConfig, TrainConfig
@@ -29,19 +29,19 @@ def make_settings(mesh, units=(1, 1), task=MODEL, *, shares=None, update="replic
     return make_any_settings(mesh, units, task, layout=layout, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "shares", "options"),
     [
-        slow((2, 1, 1), (1, 1), (3, 1), {}),
-        slow((2, 1, 2), (2, 1), (1, 3), {}),
+        more((2, 1, 1), (1, 1), (3, 1), {}),
+        more((2, 1, 2), (2, 1), (1, 3), {}),
         ((2, 2, 2), (1, 2), (3, 1), {}),
-        slow((2, 4, 1), (2, 2), (1, 3), {"head": "last", "remat": True}),
+        more((2, 4, 1), (2, 2), (1, 3), {"head": "last", "remat": True}),
         ((2, 2, 1), (1, 4), (3, 1), {"schedule": "interleaved", "num_groups": 2}),
-        slow((3, 1, 1), (1, 1), (5, 2, 1), {}),
-        slow((3, 2, 1), (2, 2), (5, 2, 1), {"schedule": "gpipe"}),
-        slow((2, 2, 1), (1, 2), (2, 2), {}),
+        more((3, 1, 1), (1, 1), (5, 2, 1), {}),
+        more((3, 2, 1), (2, 2), (5, 2, 1), {"schedule": "gpipe"}),
+        more((2, 2, 1), (1, 2), (2, 2), {}),
     ],
 )
 def test_any_shares_give_the_gradients_of_one_device(mesh, units, shares, options):
@@ -49,13 +49,13 @@ def test_any_shares_give_the_gradients_of_one_device(mesh, units, shares, option
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("num_microbatches", [2, slow(4)])
-@pytest.mark.parametrize("mesh", [(1, 1, 1), *map(slow, ((4, 1, 1), (2, 1, 2), (1, 1, 8)))])
+@pytest.mark.parametrize("num_microbatches", [2, more(4)])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), *map(more, ((4, 1, 1), (2, 1, 2), (1, 1, 8)))])
 def test_accumulation_equals_the_big_batch(mesh, num_microbatches):
     assert_same_as_plain(make_settings(mesh, (num_microbatches, 1)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 @hypothesis.settings(phases=[hypothesis.Phase.generate], max_examples=3)
 @hypothesis.given(
@@ -71,10 +71,10 @@ def test_random_shares_equal_plain(shares, stages, num_microbatches):
 
 TRAINED = [
     ((2, 2, 2), (1, 2), (3, 1), "replicated"),
-    slow((3, 1, 1), (1, 1), (5, 2, 1), "replicated"),
-    slow((1, 1, 1), (4, 1), None, "replicated"),
+    more((3, 1, 1), (1, 1), (5, 2, 1), "replicated"),
+    more((1, 1, 1), (4, 1), None, "replicated"),
     ((4, 1, 2), (2, 1), None, "sharded"),
-    slow((2, 2, 2), (1, 2), None, "host"),
+    more((2, 2, 2), (1, 2), None, "host"),
 ]
 
 
@@ -98,7 +98,7 @@ def train_20_steps(mesh, units, shares, update):
     return losses, by_layer(state.carry, settings)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units", "shares", "update"), TRAINED)
 def test_20_clipped_steps_give_the_losses_of_one_device(mesh, units, shares, update):
@@ -173,7 +173,7 @@ def test_shares_of_extreme_times_are_shares(seconds):
     assert 8 >= first >= second >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_any_task_can_be_timed():
     task = Digits(channels=(4,), widths=(8,), batch_size=16)
     [[seconds]] = time_steps([Setup.of(task, "dp2tp4")], 1, num_steps=1)

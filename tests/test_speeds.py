@@ -111,7 +111,7 @@ def test_what_training_says_of_speeds():
     assert "up to ~1.92 times as fast with placement=(2, 6)" in warning
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_cost_goes_by_the_speeds():
     only_flops = dataclasses.replace(
         find_machine("v5e:1x2"), memory_bytes_per_second=1e20, loop_seconds=0.0, memory_bytes=1e12
@@ -152,7 +152,7 @@ def test_another_number_of_stages_has_no_speeds():
     assert parallel.on_mesh(MeshConfig(stage=4)).speeds is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_of_unequal_speed():
     """For real: both place the layers alike, and a step takes less time."""
     one_core = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"

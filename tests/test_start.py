@@ -104,14 +104,14 @@ def write(path, task, parallel, **options):
     return write_weights(path, tensors, {"a": "text"}, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
     "name",
     [
         "empty slots",
         "frozen",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("interleaved", "words")),
+        *(pytest.param(n, marks=pytest.mark.more) for n in ("interleaved", "words")),
     ],
 )
 def test_weights_are_the_same_numbers_wherever_they_lie(name, tmp_path):
@@ -159,7 +159,7 @@ def test_a_row_of_a_stack_that_stages_split_is_picked_bit_by_bit(array):
         assert np.asarray(picked).tobytes() == array[row].tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_many_tensors_are_in_several_files_with_an_index(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "LIMIT_BYTES", 4000)
     *files, index = write(tmp_path / "model.safetensors", MIXED, on("pp2", (3, 2)))
@@ -237,10 +237,10 @@ class Notes(Report):
         self.rows += taken.to_rows()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
-    "optimizer", [pytest.param(ADAM, marks=pytest.mark.slow), MIXED.optimizer], ids=lambda o: o.name
+    "optimizer", [pytest.param(ADAM, marks=pytest.mark.more), MIXED.optimizer], ids=lambda o: o.name
 )
 def test_a_run_that_begins_with_weights_takes_the_steps_of_a_state_that_has_them(
     run, tmp_path, optimizer
@@ -275,7 +275,7 @@ def test_a_run_that_begins_with_weights_takes_the_steps_of_a_state_that_has_them
         assert result.first_step == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_parts_are_renamed_left_out_and_new(run, tmp_path):
     """Fewer layers, another order of kinds, another head, one part frozen; told before the first step."""
     kinds = ("dense", "gru", "cell", "cell")
@@ -338,7 +338,7 @@ class Copies(Regress):
         return opt_state[-1] if isinstance(opt_state, tuple) else opt_state
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_optimizer_begins_with_the_weights_too(run):
     state = start_of(Copies(kinds=MIXED.kinds), Start(str(run.out_dir)))
     kept = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
@@ -346,7 +346,7 @@ def test_the_optimizer_begins_with_the_weights_too(run):
         np.testing.assert_array_equal(own, copied)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_is_evaluated_is_exported(tmp_path, run):
     """A run of such a task is not started from: its file is."""
     task = Copies(kinds=MIXED.kinds)
@@ -362,7 +362,7 @@ def test_what_is_evaluated_is_exported(tmp_path, run):
     assert_same(found, safetensors.numpy.load_file(tmp_path / "before.safetensors"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_ends_before_its_first_checkpoint_begins_with_the_same_weights(run, tmp_path):
     task, out_dir = dataclasses.replace(MIXED, optimizer=ADAM), tmp_path / "new"
     start = Start(os.path.relpath(run.out_dir), ignore=("scale",))
@@ -388,7 +388,7 @@ def test_names_of_neighbouring_layers_are_one():
 OTHER = "a zebra ran to the mat\nthe cat sat\n"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("mesh", ["dp1", "pp2tp2"])
 def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path):
     """The others of the new text are drawn; and what was of the old one alone is told."""
@@ -522,7 +522,7 @@ print(*peaks)
 STATE_BYTES = 3 * 8 * 2048**2 * 4  # parameters, and two moments of each
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the memory of a process")
 def test_no_process_holds_what_two_share(tmp_path):
     """What is trained by two is predicted with, exported, and started from by two."""

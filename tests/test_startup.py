@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_import_adds_less_than_that_of_jax_and_flax(folder):
     """CPU time, which other processes hardly add to, beside that of JAX and Flax in one process."""
     ratios = []
@@ -143,7 +143,7 @@ def test_plain_data_needs_no_jax():
     assert not {*done.stdout.split()} & HEAVY
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_all_that_is_offered_is_there():
     for package in (jaxpar, jaxpar.lm):
         assert {*package.__all__} <= {*dir(package)}
@@ -158,7 +158,7 @@ def test_all_that_is_offered_is_there():
 AT_ONCE = 0.6  # of the CPU time of `import jax`
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_help_and_mistakes_take_a_fraction_of_the_import_of_jax(folder):
     """0.16 to 0.4 where nothing else runs; the best of some rounds, for a core may be shared."""
     commands = ("--help", "--version", "train lm --hiden-size 3")

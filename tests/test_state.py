@@ -19,7 +19,7 @@ from lib.laws import (
     by_layer,
     make_batch,
     make_settings,
-    slow,
+    more,
     with_optimizer,
 )
 from lib.laws import WITHOUT_MASKS as MODEL
@@ -83,7 +83,7 @@ def test_the_same_seed_gives_the_same_values_on_every_mesh(mesh):
         np.testing.assert_array_equal(actual[name], value, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_parameter_of_a_compiled_step_is_split_over_the_axes_that_it_names():
     _, step, state, batch = started(make_settings((2, 2, 2), (2, 2), with_optimizer("adam")))
     [inputs, *_], _ = step.lower(state, batch).compile().input_shardings
@@ -97,7 +97,7 @@ def test_every_parameter_of_a_compiled_step_is_split_over_the_axes_that_it_names
     assert {name for name, _ in annotated(after.params)} == set(SHARDS)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_initialisation_needs_the_memory_of_its_shards():
     task = LM(num_layers=8, hidden_size=256, embed_size=256, vocab_size=3072)
     _, parallel, _ = make_settings((2, 2, 2))
@@ -118,7 +118,7 @@ def test_initialisation_needs_the_memory_of_its_shards():
     assert memory.temp_size_in_bytes < 4.1 * 4 * largest
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_each_update_mode_holds_on_eight_devices():
     def held(**layout):
         """Bytes per device of parameters and moments, and of the compiled step's arguments."""
@@ -151,7 +151,7 @@ def test_host_update_keeps_state_in_host_memory():
         audit(dataclasses.replace(after, opt_state=on_device))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_split_update_compiles_to_an_eighth_of_the_moments_on_eight_devices():
     def argument_bytes(optimizer, update="replicated"):
         task = with_optimizer(optimizer)
@@ -193,9 +193,9 @@ def trained(settings, num_steps=2):
     return losses, state
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
-@pytest.mark.parametrize("layout", [slow({}), {"update": "sharded"}, {"fsdp": True}])
+@pytest.mark.parametrize("layout", [more({}), {"update": "sharded"}, {"fsdp": True}])
 def test_an_optimizer_whose_state_has_other_shapes_than_parameters_trains_as_on_one_device(layout):
     one = make_settings(task=with_type(OtherOptimizer))
     other = make_settings((2, 2, 2), (2, 2), one.task, layout=layout)
@@ -276,11 +276,11 @@ def trained_on_its_own_batches(settings):
     return state
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("layout", "splits_params"),
-    [slow({}, None), ({"update": "sharded"}, False), ({"fsdp": True}, True)],
+    [more({}, None), ({"update": "sharded"}, False), ({"fsdp": True}, True)],
 )
 def test_any_dim_is_split_over_data_whatever_its_name(layout, splits_params):
     kinds = ("block", "gru", "dense") * 2
@@ -352,16 +352,16 @@ def freeze_by_hand(settings, num_steps=2):
 
 
 FROZEN = [
-    slow((1, 1, 1), (1, 1), {}),
+    more((1, 1, 1), (1, 1), {}),
     ((1, 1, 1), (2, 1), {}),  # in units
-    slow((2, 2, 2), (2, 2), {"head": "last"}),
+    more((2, 2, 2), (2, 2), {"head": "last"}),
     ((2, 2, 2), (2, 2), {"head": "sharded", "remat": True}),
 ]
 
 
 @pytest.mark.rows(1)
 @pytest.mark.law
-@pytest.mark.parametrize("sizes", [{"tie_embedding": True}, slow({"embed_size": 8})])
+@pytest.mark.parametrize("sizes", [{"tie_embedding": True}, more({"embed_size": 8})])
 @pytest.mark.parametrize(("mesh", "units", "pipeline"), FROZEN)
 def test_what_is_frozen_has_no_gradient_and_no_optimizer_state_and_stays(
     mesh, units, pipeline, sizes

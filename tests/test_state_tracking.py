@@ -54,7 +54,7 @@ def test_batches_depend_on_split_seed_and_step_and_rows_on_nothing_else():
     assert all((letters() != other).any() for other in others)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_a_transformer_says_of_a_word_holds_for_its_beginnings():
     """So that one pass over long words has the answers at all lengths."""
     rngs, at = nnx.Rngs(0), LayerContext(layer=0, time=0, row=0)

@@ -17,7 +17,8 @@ BETWEEN_MESHES = 1e-4  # of losses: sums in another order, over 50 steps
 fit = functools.partial(jaxpar.fit, quiet=True)
 
 
-@pytest.mark.slow
+@pytest.mark.more
+@pytest.mark.trains
 @pytest.mark.parametrize("layer", LAYERS)
 def test_every_layer_learns_with_stock_settings(layer, tmp_path):
     task = jaxpar.lm.LM(layer=layer).resolve()
@@ -27,7 +28,8 @@ def test_every_layer_learns_with_stock_settings(layer, tmp_path):
     assert result.evaluations["test"].metrics["perplexity"] < ENOUGH
 
 
-@pytest.mark.slow
+@pytest.mark.more
+@pytest.mark.trains
 @pytest.mark.law
 @pytest.mark.parametrize("layer", LAYERS)
 def test_fifty_steps_are_the_same_on_two_meshes(layer, tmp_path):

@@ -20,7 +20,7 @@ END_SECONDS = 120  # which only a process that hangs takes
 STOP_SECONDS = 5.0  # with steps that are quicker than that
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_signal_to_one_process_stops_all_at_the_same_step(text, tmp_path):
     folder = RunFolder(tmp_path / "run")
     processes = start_by_hand(
@@ -91,7 +91,7 @@ class Hanging(LM):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("victim", "hang"),
     [(0, "sleep"), (1, "spin"), (1, "keep")],
@@ -120,7 +120,7 @@ def test_a_process_that_never_comes_to_the_next_step_is_named(victim, hang, text
     assert re.search(rf'File "{file}", line \d+ in {hang}\n', said[-1]), said
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("compile_once")
 def test_a_validation_that_a_signal_ends_is_made_up_for(text, tmp_path, monkeypatch):
     task = LM(

@@ -653,7 +653,7 @@ def test_a_ref_of_a_model_is_refused(task, message):
         Setup.of(task, "dp1").train_step()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_ref_within_a_call_trains_with_remat():
     task = WithRefs()
     batch, units = (

@@ -71,7 +71,7 @@ def test_utilization_is_as_by_hand(monkeypatch):
         assert used.take(1.0) == pytest.approx(BY_HAND / 4e9 * share)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_utilization_is_told_beside_the_speed(text, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxpar.training.progress.peak_flops", lambda device, dtype: 1e12)
     adam = OptimizerConfig(warmup_steps=1)
@@ -125,7 +125,7 @@ class SlowTask(Regress):
         return Slow(super().make_batches(split, seed), SLEEPS[split])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_second_is_where_it_was_spent(tmp_path, monkeypatch):
     save, found = Checkpoints.save, {}
 

@@ -162,7 +162,7 @@ def mesh_run(text, tmp_path_factory):
     return fit(*make_run(text, out_dir, mesh=(2, 2, 2), units=(2, 2)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_speed_is_that_of_steps_before_and_after_a_resume(text, tmp_path, monkeypatch):
     """Compiling, evaluations and what a save waits for do not lower it: the curve of speed has no dips."""
     late = [0.0]  # the clock of the loop goes on by a minute with each save and evaluation
@@ -193,7 +193,7 @@ def test_speed_is_that_of_steps_before_and_after_a_resume(text, tmp_path, monkey
     assert all(speed is None or speed > tokens / 10 for speed in speeds.values()), speeds
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.law
 def test_losses_and_perplexities_are_the_same_on_another_mesh(whole_run, mesh_run):
     expected, result = whole_run[0], mesh_run
@@ -230,7 +230,7 @@ def test_a_stopped_run_resumes_with_the_same_losses(
     assert second.evaluations == undisturbed.evaluations
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_finished_run_is_only_evaluated_again(text, tmp_path):
     run = make_run(text, tmp_path / "run", num_steps=1)
     first, again = fit(*run), fit(*run, resume=True)
@@ -238,7 +238,7 @@ def test_a_finished_run_is_only_evaluated_again(text, tmp_path):
     assert again.evaluations == first.evaluations
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_resuming_an_earlier_state_keeps_the_metrics_of_the_later_one(text, tmp_path):
     run = make_run(text, tmp_path / "run", num_steps=8, log_every=2, checkpoint_every=4)
     folder = RunFolder(tmp_path / "run")
@@ -270,7 +270,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(text, tmp_path, w
 RESTLESS = {"learning_rate": 5.0, "lr_schedule": "constant", "warmup_steps": 8}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):
     options = {"optimizer": RESTLESS, "eval_every": 1, "log_every": 1, "checkpoint_every": 0}
     recorder = Recorder(at_step=7, action=lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -299,7 +299,7 @@ def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):
         evaluate_run(folder, best=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_keep_best_the_newest_are_kept(text, tmp_path):
     options = {"optimizer": RESTLESS, "eval_every": 1, "checkpoint_every": 4}
     run = make_run(
@@ -362,7 +362,7 @@ def test_a_run_can_be_stopped_and_resumed_on_another_mesh(text, tmp_path, whole_
     np.testing.assert_allclose(losses, whole_run[0].losses, rtol=RELATIVE_ERROR)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fit_runs_outside_the_main_thread(text, tmp_path):
     results = []
     run = make_run(text, tmp_path / "run", num_steps=2)
@@ -409,7 +409,7 @@ def test_a_text_shorter_than_the_batch_is_read_in_fewer_streams(whole_run):
         loss_of(result, np.arange(1))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_changed_text_is_not_resumed(text, tmp_path):
     own = tmp_path / "text"
     shutil.copytree(text, own)
@@ -424,7 +424,7 @@ def test_a_changed_text_is_not_resumed(text, tmp_path):
         fit(*run, resume=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_words_that_have_changed_are_not_resumed(text, tmp_path):
     """Though the tokens are the same."""
     own = tmp_path / "text"
@@ -438,7 +438,7 @@ def test_words_that_have_changed_are_not_resumed(text, tmp_path):
         fit(*run, resume=True)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_state_is_read_where_its_text_is_gone(text, tmp_path):
     own = tmp_path / "text"
     shutil.copytree(text, own)
@@ -459,7 +459,7 @@ def test_a_state_is_read_where_its_text_is_gone(text, tmp_path):
         folder.restore()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_is_not_overwritten_unless_asked_to(text, tmp_path):
     run = make_run(text, tmp_path / "run", num_steps=1)
     fit(*run)
@@ -481,7 +481,7 @@ def test_runs_without_a_folder_are_numbered(text, tmp_path, monkeypatch):
     assert str(fit(*run, resume=True).out_dir) == "runs/0002"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_lines_in_buckets_train_alike_on_any_mesh_and_resume_in_mid_epoch(text, tmp_path):
     def run(name, mesh, num_steps):
         rate = {"lr_schedule": "constant"}
@@ -499,7 +499,7 @@ def test_lines_in_buckets_train_alike_on_any_mesh_and_resume_in_mid_epoch(text, 
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_padding_of_buckets_changes_no_evaluation(whole_run, text):
     """Each line by itself, without a batch or padding."""
     result, _ = whole_run
@@ -601,9 +601,9 @@ def whole_walk(tmp_path_factory):
     return fit(Walk(), make_layout(), make_train(tmp_path_factory.mktemp("walk") / "run"))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.more) for n in (1, 2))])
 def test_a_task_of_ones_own_stopped_at_any_step_goes_on_on_another_mesh(tmp_path, whole_walk, seed):
     rng = np.random.default_rng(seed)
     step, (before, after) = int(rng.integers(1, 20)), rng.permutation(len(LAYOUTS))[:2]
@@ -618,7 +618,7 @@ def test_a_task_of_ones_own_stopped_at_any_step_goes_on_on_another_mesh(tmp_path
         assert numbers == pytest.approx(expected.metrics, rel=RELATIVE_ERROR)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_lines_of_a_task_of_ones_own_have_its_names(whole_walk):
     assert np.mean(whole_walk.losses[-3:]) < 0.5 * whole_walk.losses[0]
     folder = RunFolder(whole_walk.out_dir)
@@ -633,7 +633,7 @@ def test_the_lines_of_a_task_of_ones_own_have_its_names(whole_walk):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_is_frozen_stays_as_it_was(whole_walk):
     before = init_state(whole_walk.setup)
     changed = jax.tree.map(
@@ -644,7 +644,7 @@ def test_what_is_frozen_stays_as_it_was(whole_walk):
     assert [any(jax.tree.leaves(part)) for part in changed] == [True, False]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_tells_of_itself_unless_it_is_to_be_quiet(tmp_path, capsys):
     """Where there is no terminal, in plain lines; what is returned is short enough to be looked at."""
     run = (Walk(), make_layout(), make_train(tmp_path / "run", num_steps=10))
@@ -805,7 +805,7 @@ def test_a_value_that_the_task_refuses_ends_the_run_before_it_begins(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
     state, parallel = whole_walk.state, whole_walk.setup.parallel
 
@@ -832,7 +832,7 @@ def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
         evaluate(Setup.of(Nothing(), parallel), state, "valid")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_host_waits_for_a_device_at_log_lines_alone(text, tmp_path, monkeypatch):
     """Between them steps are put into its queue, each with a batch that is put on the device before."""
     happened = []

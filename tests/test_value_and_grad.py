@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from lib.laws import MODEL, assert_close, by_layer, make_batch, make_settings, slow
+from lib.laws import MODEL, assert_close, by_layer, make_batch, make_settings, more
 from lib.models import Regress, Regression
 
 import jaxpar
@@ -89,14 +89,14 @@ def shardings(tree):
 
 LAYOUTS = [
     ((2, 2, 1), (2, 2), {"fsdp": True}, {}),
-    slow((1, 2, 2), (2, 4), {}, {"zero_bubble": False}),
-    slow((2, 2, 1), (2, 1), {"shares": (1, 3)}, {}),
-    slow((1, 2, 1), (2, 2), {}, {"schedule": "interleaved", "num_groups": 2}),
-    slow((4, 1, 1), (1, 1), {"fsdp": True}, {}),
+    more((1, 2, 2), (2, 4), {}, {"zero_bubble": False}),
+    more((2, 2, 1), (2, 1), {"shares": (1, 3)}, {}),
+    more((1, 2, 1), (2, 2), {}, {"schedule": "interleaved", "num_groups": 2}),
+    more((4, 1, 1), (1, 1), {"fsdp": True}, {}),
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("mesh", "units", "layout", "pipeline"), LAYOUTS)
 def test_a_loop_of_ones_own_trains_as_jaxpar_does(mesh, units, layout, pipeline, caplog):
     settings = make_settings(mesh, units, TASK, train=TRAIN, layout=layout, **pipeline)
@@ -148,7 +148,7 @@ print(losses)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_several_processes_share_a_loop(capsys):
     processes = [
         subprocess.Popen(
@@ -190,7 +190,7 @@ def bare():
     return init_state(Bare(), PARALLEL), value_and_grad(Bare(), PARALLEL)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_task_needs_no_optimizer_for_its_gradients():
     state, run = bare()
     assert (Bare().has_optimizer, Bare.of.has_optimizer, state.opt_state) == (False, True, ())
@@ -203,7 +203,7 @@ def test_a_task_needs_no_optimizer_for_its_gradients():
         np.testing.assert_array_equal(own, other)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_loss_that_is_not_finite_comes_back_as_it_is():
     state, run = bare()
     batch = Bare().make_batches("train", 0).batch(0)

@@ -135,7 +135,7 @@ def words_in(run_dir):
     return Vocabulary.from_json((run_dir / "vocabulary.json").read_bytes()).words
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 def test_exported_weights_give_the_same_logits_by_the_formulas_of_torch(run):
     tensors = safetensors.numpy.load_file(run.out_dir / "model.safetensors")
@@ -145,7 +145,7 @@ def test_exported_weights_give_the_same_logits_by_the_formulas_of_torch(run):
     assert_close(logits_of(run.out_dir, tokens), torch_logits(tensors, tokens, names))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_exported_tensors_are_those_of_torch(run):
     kind, task = run.setup.task.layer, run.setup.task
     tensors = safetensors.numpy.load_file(run.out_dir / "model.safetensors")
@@ -161,7 +161,7 @@ def test_exported_tensors_are_those_of_torch(run):
     assert {name: tensor.shape for name, tensor in tensors.items()} == expected
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 def test_a_run_that_begins_with_exported_weights_gives_their_logits(run, text):
     path = run.out_dir / "model.safetensors"
@@ -193,7 +193,7 @@ def save(path, tensors, words=None):
 WORDS = ["<eos>", "a", "cat", "dog", "mat", "on", "ran", "sat", "the", "to", "<unk>", "zebra"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_layers_that_torch_does_not_have_are_refused(text, tmp_path):
     task = dataclasses.replace(TASK, layer="rglru", num_layers=1, corpus=str(text))
     fit(task, ONE, make_train(tmp_path / "run"), quiet=True)
@@ -389,7 +389,7 @@ def test_a_pipe_is_no_file_of_weights(tmp_path):
         open_files(path)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_words_that_are_no_list_are_refused(run, text, tmp_path):
     path = tmp_path / "model.safetensors"
     tensors = safetensors.numpy.load_file(run.out_dir / path.name)
@@ -442,7 +442,7 @@ def run_torch(python, path, tokens, folder, task):
     return safetensors.numpy.load_file(folder / "logits.safetensors")["logits"]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_torch_gives_the_same_logits(torch_python, run, tmp_path):
     tokens = tokens_of(run)
     expected = logits_of(run.out_dir, tokens)
@@ -464,7 +464,7 @@ def test_a_model_of_torch_gives_its_logits_here(torch_python, text, tmp_path, ki
     assert_close(actual[..., order], expected[..., :11])
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("run", ["narrow", "tied"], indirect=True)
 def test_the_class_of_the_page_gives_the_same_logits(torch_python, run, tmp_path):
     page = (Path(__file__).parent.parent / "docs" / "pytorch.md").read_text()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from lib.any_model import assert_same
-from lib.laws import on_devices, slow
+from lib.laws import more, on_devices
 from lib.layers import Join, Map
 from lib.models import FEATURES, SGD, Regress
 
@@ -118,31 +118,31 @@ def laid_out(sizes, **pipeline):
     ("sizes", "pipeline"),
     [
         ((1, 1, 1), {}),
-        slow((2, 1, 1), {}),
-        slow((1, 2, 1), {"num_microbatches": 2, "num_chunks": 2}),
-        slow((1, 4, 1), {"num_microbatches": 4, "schedule": "gpipe"}),
-        slow((1, 2, 1), {"num_chunks": 4, "remat": True}),
-        slow((1, 2, 1), {"num_chunks": 2, "schedule": "interleaved", "num_groups": 2}),
+        more((2, 1, 1), {}),
+        more((1, 2, 1), {"num_microbatches": 2, "num_chunks": 2}),
+        more((1, 4, 1), {"num_microbatches": 4, "schedule": "gpipe"}),
+        more((1, 2, 1), {"num_chunks": 4, "remat": True}),
+        more((1, 2, 1), {"num_chunks": 2, "schedule": "interleaved", "num_groups": 2}),
         ((2, 2, 2), {"num_microbatches": 2, "num_chunks": 2, "schedule": "v"}),
-        slow((1, 2, 4), {"num_chunks": 2, "zero_bubble": False}),
-        slow((1, 8, 1), {"num_chunks": 2}),
+        more((1, 2, 4), {"num_chunks": 2, "zero_bubble": False}),
+        more((1, 8, 1), {"num_chunks": 2}),
     ],
 )  # fmt: skip
 def test_layers_of_any_width_equal_the_plain_model(sizes, pipeline):
     assert_same(Tapered(), laid_out(sizes, **pipeline))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("sizes", "pipeline"),
-    [((1, 4, 1), {"num_microbatches": 4}), slow((2, 2, 1), {}), slow((2, 4, 1), {"remat": True})],
+    [((1, 4, 1), {"num_microbatches": 4}), more((2, 2, 1), {}), more((2, 4, 1), {"remat": True})],
 )
 def test_a_pyramid_of_convolutions_equals_the_plain_model(sizes, pipeline):
     assert_same(Pyramid(), laid_out(sizes, **pipeline))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_part_of_a_block_is_exchanged_within_a_unit():
     setup = Setup.of(Tapered(), laid_out((1, 2, 2), num_chunks=2))
     state, batch = init_state(setup), Tapered().make_batches("train", 0).batch(0)

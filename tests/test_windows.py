@@ -17,7 +17,7 @@ from jaxpar.step.step import make_loss_and_grad
 from jaxpar.tasks.lm import LM, Batch, TokenStreams
 from recipes.awd import AWD, MATRICES, RandomWindows, Window
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+more = functools.partial(pytest.param, marks=pytest.mark.more)
 PENALTIES = {"ar": 2.0, "tar": 1.0}
 
 
@@ -97,11 +97,11 @@ def loss_and_grads(task, batch):
     return {"": loss, "weight": sums.weight}, by_layer(grads, settings), by_layer(carry, settings)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
-    "layer", ["lstm", slow("gru"), *map(slow, ("mingru", "rglru", "slstm", "mlstm"))]
+    "layer", ["lstm", more("gru"), *map(more, ("mingru", "rglru", "slstm", "mlstm"))]
 )
-@pytest.mark.parametrize("starts", [False, slow(True)])
+@pytest.mark.parametrize("starts", [False, more(True)])
 def test_a_late_window_is_a_short_one(layer, starts):
     options = {"layer": layer}
     if layer in MATRICES:
@@ -124,16 +124,16 @@ def test_a_late_window_is_a_short_one(layer, starts):
 DRAWN = awd(window_mean=6, **PENALTIES)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "options"),
     [
         ((2, 2, 2), (2, 4), {}),
-        slow((1, 2, 1), (1, 4), {"remat": True, "remat_keeps": "carries"}),
-        slow((8, 1, 1), (1, 1), {}),
-        slow((1, 4, 2), (2, 4), {"schedule": "v"}),
-        slow((4, 2, 1), (2, 2), {"head": "last", "zero_bubble": False}),
+        more((1, 2, 1), (1, 4), {"remat": True, "remat_keeps": "carries"}),
+        more((8, 1, 1), (1, 1), {}),
+        more((1, 4, 2), (2, 4), {"schedule": "v"}),
+        more((4, 2, 1), (2, 2), {"head": "last", "zero_bubble": False}),
     ],
 )
 def test_late_windows_are_the_same_on_every_mesh(mesh, units, options):
@@ -141,14 +141,14 @@ def test_late_windows_are_the_same_on_every_mesh(mesh, units, options):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("layer", [slow("gru"), slow("slstm"), slow("rglru")])
+@pytest.mark.parametrize("layer", [more("gru"), more("slstm"), more("rglru")])
 def test_late_windows_of_other_layers_are_the_same_on_every_mesh(layer):
     task = dataclasses.replace(DRAWN, layer=layer)
     assert_same_as_plain(make_settings((2, 2, 2), (2, 4), task))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("update", ["replicated", slow("host")])
+@pytest.mark.more
+@pytest.mark.parametrize("update", ["replicated", more("host")])
 def test_one_program_takes_all_lengths_and_the_rate_of_each(update):
     task = dataclasses.replace(LATE, optimizer=MODEL.optimizer)
     parallel = Parallel(MeshConfig(devices=(0,)), update=update)

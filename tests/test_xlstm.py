@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from lib.drawn import FAR_APART, assert_drawn_by_definition, larger
-from lib.laws import SGD, loss_and_grads, make_settings, plain, slow, train_two_steps
+from lib.laws import SGD, loss_and_grads, make_settings, more, plain, train_two_steps
 from lib.references import FOLDER, RELATIVE_ERROR, assert_close
 
 import jaxpar
@@ -126,7 +126,7 @@ def run(graphdef, params, carry, x_TBW, resets_TB=None):
     return after, x_TBW
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_blocks_are_those_of_their_authors(blocks):
     """By `torch_xlstm.npz`, which `torch_xlstm.py` wrote with their code."""
     graphdef, params, arrays = blocks
@@ -138,7 +138,7 @@ def test_blocks_are_those_of_their_authors(blocks):
     assert_close(named(d_params), theirs(arrays, "gradients"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_windows_and_single_steps_are_the_whole(blocks):
     graphdef, params, arrays = blocks
     x = jnp.asarray(arrays["x"]).swapaxes(0, 1)
@@ -152,7 +152,7 @@ def test_windows_and_single_steps_are_the_whole(blocks):
         assert_close(named((carry, jnp.concatenate(found))), named(whole))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_sequence_begins_with_nothing_of_the_one_before(blocks):
     graphdef, params, arrays = blocks
     x = jnp.asarray(arrays["x"]).swapaxes(0, 1)
@@ -174,17 +174,17 @@ def test_a_sequence_begins_with_nothing_of_the_one_before(blocks):
 # ---- on meshes ----
 
 LAW = [
-    slow((1, 2, 1), (2, 2), MODEL, {}),
+    more((1, 2, 1), (2, 2), MODEL, {}),
     ((2, 2, 2), (2, 4), MODEL, {"zero_bubble": True}),
-    slow((1, 1, 2), (1, 1), MODEL, {}),
-    slow((1, 4, 2), (2, 2), MODEL, {"schedule": "gpipe", "remat": True}),
-    slow((2, 2, 2), (2, 2), dataclasses.replace(MODEL, packed=True), {}),
-    slow((2, 2, 2), (2, 2), dataclasses.replace(MODEL, tie_embedding=True), {"schedule": "v"}),
-    slow((8, 1, 1), (1, 1), MODEL, {}),
+    more((1, 1, 2), (1, 1), MODEL, {}),
+    more((1, 4, 2), (2, 2), MODEL, {"schedule": "gpipe", "remat": True}),
+    more((2, 2, 2), (2, 2), dataclasses.replace(MODEL, packed=True), {}),
+    more((2, 2, 2), (2, 2), dataclasses.replace(MODEL, tie_embedding=True), {"schedule": "v"}),
+    more((8, 1, 1), (1, 1), MODEL, {}),
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units", "task", "options"), LAW)
 def test_loss_gradients_and_carry_equal_plain(mesh, units, task, options):
@@ -199,7 +199,7 @@ def test_loss_gradients_and_carry_equal_plain(mesh, units, task, options):
 
 
 @pytest.mark.law
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 2, 1), (1, 1, 2)])
 def test_parameters_agree_after_two_windows(mesh):
     expected_losses, expected = train_two_steps(make_settings(task=MODEL))
@@ -211,8 +211,8 @@ def test_parameters_agree_after_two_windows(mesh):
     assert all(np.any(params[name]) for name in changed)  # they began as zeros
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 1, 2), slow((1, 2, 2))])
+@pytest.mark.more
+@pytest.mark.parametrize("mesh", [(1, 1, 2), more((1, 2, 2))])
 def test_no_time_step_waits_for_another_device(mesh):
     """The sLSTM's loop over time has the 7 steps of a chunk."""
     task = dataclasses.replace(MODEL, num_layers=4, seq_len=7 * mesh[1])
@@ -225,7 +225,7 @@ def test_no_time_step_waits_for_another_device(mesh):
 # ---- text ----
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [("pp2", {}), ("dp2pp2tp2", {}), ("pp4", {"packed": True}), ("dp1", {"tie_embedding": True})],
@@ -238,7 +238,7 @@ def test_tokens_are_those_of_the_whole_text_so_far(mesh, options, text):
     assert_drawn_by_definition(setup, state, draw, (1, 4, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_learns_and_writes_text(text, tmp_path):
     task = dataclasses.replace(
         MODEL,

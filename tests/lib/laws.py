@@ -20,7 +20,7 @@ from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
 
 # A row that goes the same ways as others, and one that `.ci/run` takes beside the default ones.
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+more = functools.partial(pytest.param, marks=pytest.mark.more)
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 
