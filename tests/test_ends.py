@@ -30,7 +30,7 @@ from jaxpar import Parallel, PipelineConfig, SeriesBatches, Stack, Sums, Task, n
 from jaxpar.analysis import inspect_step
 from jaxpar.base.axes import STAGE
 from jaxpar.data.batches import place_batch
-from jaxpar.model.outer import part_call
+from jaxpar.model.outer import outer_modules, part_call, uses
 from jaxpar.partition.by_layer import by_layer, from_layers
 from jaxpar.sharding import named_leaves
 from jaxpar.step.functions import init_state
@@ -119,12 +119,32 @@ def test_any_model_with_ends_in_parts_equals_its_definition(large, mesh, how, pi
     parallel = Parallel(on_devices(mesh), units)
     found = {name.rpartition(".")[0] for name in parts_of(task, parallel)}
     expected = {"words", "marks.0", *({"up", "down"} if "deep" in how else {})}
-    if "array" in how:
+    if "array" in how or "loop" in how:  # read as an array, or called in a loop
         expected.remove("marks.0")
     if pipeline.get("head") == "sharded":
         expected.add("out")
     assert found == expected
     assert_same(task, parallel)
+
+
+CALLED = {
+    "as it is": (lambda call, ids: call(ids), False),
+    "checkpoint": (lambda call, ids: jax.checkpoint(call)(ids), False),
+    "jit": (lambda call, ids: jax.jit(call)(ids), False),
+    "map": (jax.lax.map, True),
+    "branch": (lambda call, ids: jax.lax.cond(ids[0] > 0, call, lambda ids: 2 * call(ids), ids), True),
+    "map in jit": (lambda call, ids: jax.jit(lambda ids: jax.lax.map(call, ids))(ids), True),
+}
+
+
+@pytest.mark.parametrize("how", CALLED)
+def test_a_module_that_a_loop_calls_stays_whole(how):
+    model = nnx.eval_shape(lambda: Reader(tied=False, rngs=nnx.Rngs(0)))
+    ids, (run, stays_whole) = jnp.arange(3), CALLED[how]
+    before = uses(model, lambda model: run(model.embed, ids))
+    assert {*before.called} == {"embed"}
+    after = uses(model, lambda model: model.out(jnp.ones((3, WIDTH))))
+    assert {*outer_modules(model, (before, after))} == ({"out"} if stays_whole else {"out", "embed"})
 
 
 WORDS, WIDTH = 96, 8

@@ -28,6 +28,7 @@ from jaxpar.nn.embedding import Embedding
 from jaxpar.nn.linear import Linear
 from jaxpar.sharding import OF, dims_of, is_variable
 from jaxpar.trace.counts import amount, used_inputs
+from jaxpar.trace.jaxprs import repeated_in
 
 # Of each class the parameters that are split, and the dim of each.
 SPLITS = {
@@ -73,12 +74,14 @@ class Uses(NamedTuple):
       read: the paths of the variables that it reads.
       called: the modules that it calls and uses in no other way: the numbers that they give.
       looked_up: of the embeddings among them those whose words are known outside of any loop.
+      looped: of them those that a loop or a branch calls.
       flops: of all that it does but these calls.
     """
 
     read: frozenset[str]
     called: Mapping[str, int]
     looked_up: frozenset[str]
+    looped: frozenset[str]
     flops: float
 
     @property
@@ -214,7 +217,7 @@ def uses(model: Module, run: Callable[[Module], Tree]) -> Uses:
     shapes = [shape_of(leaf) for _, leaf in pairs]
     names = [name for name, _ in modules(model)]
     made: dict[str, list[int]] = {name: [] for name in names}
-    outermost = None
+    outermost, nested = None, set[str]()
     inside = {name for name, own in modules(model) if type(own) not in _TABLES or size_of(own) == 1}
 
     def merged(leaves: Leaves) -> Module:
@@ -227,9 +230,12 @@ def uses(model: Module, run: Callable[[Module], Tree]) -> Uses:
     def stand_in(name: str, call: Call, *args: Arrays, **options: Value) -> Tree:
         out = jax.eval_shape(functools.partial(call, **options), *args)
         made[name].append(math.prod(out.shape))
-        if _trace() != outermost or _attends(call):
+        if _trace() != outermost:
+            nested.add(name)
+        if _attends(call):
             inside.add(name)
-        return jnp.zeros(out.shape, out.dtype)
+        with jax.named_scope(_scope(name)):
+            return jnp.zeros(out.shape, out.dtype)
 
     calls = {name: functools.partial(stand_in, name) for name in names}
 
@@ -241,7 +247,17 @@ def uses(model: Module, run: Callable[[Module], Tree]) -> Uses:
     otherwise = frozenset(map(owner, reads(rest)))
     called = {name: sum(own) for name, own in made.items() if own and name not in otherwise}
     flops = amount(lambda leaves: rest(merged(leaves)), shapes).flops
-    return Uses(reads(run), called, frozenset(called) - inside, flops)
+    looped = frozenset[str]()
+    if nested:
+        program = jax.make_jaxpr(lambda leaves: rest(merged(leaves)))(shapes).jaxpr
+        scopes = {str(eqn.source_info.name_stack) for eqn in repeated_in(program)}
+        looped = frozenset(name for name in nested if any(_scope(name) in own for own in scopes))
+    return Uses(reads(run), called, frozenset(called) - inside - nested, looped, flops)
+
+
+def _scope(name: str) -> str:
+    """What equations of a call are marked with in a traced program."""
+    return f"<{name.replace('/', '.')}>"
 
 
 def _trace() -> Any:
@@ -257,6 +273,9 @@ def owner(path: str) -> str:
 def outer_modules(model: Module, of: tuple[Uses, Uses]) -> dict[str, OuterModule]:
     """The modules of a model that can be in parts, if their dims have names or none that are split so.
 
+    A module that a loop calls stays whole: its stages would exchange in each turn, and nothing would keep the
+    order of that and of what follows the loop.
+
     Args:
       of: how what comes before the layers uses them, and what comes after.
     """
@@ -265,7 +284,7 @@ def outer_modules(model: Module, of: tuple[Uses, Uses]) -> dict[str, OuterModule
         owners.update(id(getattr(module, key)) for key in split_params(module))
     for name, module in modules(model):
         where = [uses for uses in of if name in uses.modules]
-        if not where or any(name not in uses.called for uses in where):
+        if not where or any(name not in uses.called or name in uses.looped for uses in where):
             continue
         params = {key: getattr(module, key) for key in split_params(module)}
         if any(owners[id(param)] > 1 for param in params.values()):

@@ -50,6 +50,14 @@ def equations_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from equations_in(part)
 
 
+def repeated_in(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a program that are within its loops and branches."""
+    for eqn in jaxpr.eqns:
+        inside = equations_in if eqn.primitive.name in ("scan", "while", "cond") else repeated_in
+        for part in programs_in(eqn):
+            yield from inside(part)
+
+
 def has_effect(eqn: JaxprEqn) -> bool:
     """Whether an equation does more than to compute its results, such as printing."""
     return any(not isinstance(each, NamedAxisEffect) for each in eqn.effects)
