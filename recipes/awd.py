@@ -192,7 +192,7 @@ class AWD(lm.LM):
 
 
 class Window(NamedTuple):
-    """A batch whose text begins late; as `lm.Batch`.
+    """A batch whose text begins late; as `lm.Batch`, and with these.
 
     Attributes:
       padding: steps before the text.
@@ -204,6 +204,8 @@ class Window(NamedTuple):
     targets_BT: Any
     starts: Any
     resets: Any = None
+    draw: Any = None
+    lengths: Any = None
     padding: Any = 0
     rate: Any = 1.0
     state: Any = None
@@ -211,7 +213,7 @@ class Window(NamedTuple):
 
 def late(batch: lm.Batch) -> Window:
     """A batch whose text begins with its first step."""
-    return Window(batch.inputs_BT, batch.targets_BT, batch.starts, batch.resets)
+    return Window(*batch)
 
 
 class RandomWindows:

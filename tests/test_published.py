@@ -117,7 +117,7 @@ def test_awd_fits_its_text():
 
 
 @pytest.mark.full
-def test_the_command_for_wikitext_fits_its_text(tmp_path, monkeypatch):
+def test_the_command_for_wikitext_fits_its_text(tmp_path, monkeypatch, capsys):
     """As the page has it: epochs of its text, and a folder of its files, whose empty lines count."""
     page = (penn_treebank.RECIPES / "README.md").read_text().replace("\\\n", "")
     command = re.search(r"python -m jaxpar (train \S*awd.py:AWD --corpus wikitext-2 .*)", page)[1]
@@ -138,3 +138,6 @@ def test_the_command_for_wikitext_fits_its_text(tmp_path, monkeypatch):
     tiny = "--hidden-size 8 --embed-size 8 --train.num-steps 2 --devices 0 --train.out-dir run --corpus wiki"
     task = str(penn_treebank.RECIPES.parents[1] / words[1])
     assert main(["train", task, *words[2:], *tiny.split()]) == 0
+    capsys.readouterr()
+    assert main(["sample", "run", "--prompt", "a b", "--length", "3"]) == 0
+    assert len(capsys.readouterr().out.split()) == 5
