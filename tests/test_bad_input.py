@@ -400,11 +400,11 @@ FILES = {
     "a folder for a config": (
         train("--config", "text"), "cannot read the config text: Is a directory",
     ),
-    "no TOML": (train("--config", "broken.toml"), r"broken\.toml is not TOML in UTF-8: .*line 1"),
-    "TOML in latin1": (train("--config", "latin1.toml"), r"latin1\.toml is not TOML in UTF-8: .*0xe9"),
+    "no TOML": (train("--config", "broken.toml"), r"broken\.toml is not TOML: .*line 1"),
+    "TOML in latin1": (train("--config", "latin1.toml"), r"latin1\.toml is not UTF-8 text: byte 0xe9"),
     "half a file of settings": (
         (lambda world: (world / "c.toml").write_text("[train]\nnum_steps"), train("--config", "c.toml")),
-        r"c\.toml is not TOML in UTF-8: .*at end of document",
+        r"c\.toml is not TOML: .*at end of document",
     ),
     "a text that is bytes": (
         (lambda world: (world / "a.zip").write_bytes(b"PK\x03\x04\x14\xff"), train("--corpus", "a.zip")),

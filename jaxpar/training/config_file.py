@@ -25,7 +25,7 @@ from typing import Any
 
 from jaxpar.base.bucket import as_path
 from jaxpar.base.checks import leaves_of
-from jaxpar.base.files import read_file
+from jaxpar.base.files import read_text
 from jaxpar.config import Parallel
 from jaxpar.mesh import short_name
 from jaxpar.model.task import Settings, Task, find_task, spec_of
@@ -75,11 +75,11 @@ def read_toml(path: Path) -> Tables:
     """
     import tomllib
 
-    content = read_file(path, "the config", "give a readable TOML file")
+    text = read_text(path, "the config")
     try:
-        return tomllib.loads(content.decode())
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not TOML in UTF-8: {error}\nFix: correct it.") from error
+        raise ValueError(f"{path} is not TOML: {error}\nFix: correct it.") from error
 
 
 def option_words(settings: Settings, before: Settings) -> list[str]:
