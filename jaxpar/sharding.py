@@ -221,7 +221,9 @@ def off_stages(rules: Rules) -> Rules:
 
 
 def split_over_data(rules: Rules) -> Rules:
-    """The rules with the first dim of every array that divides split over `data` as well.
+    """The rules with a dim of every array split over `data` as well: the first that is whole and divides.
+
+    Where none is, a dim that other axes split is divided further.
 
     That is FSDP for parameters (arXiv:2304.11277) and ZeRO-1 for optimizer state (arXiv:1910.02054).
     """

@@ -362,7 +362,7 @@ def test_other_data_are_refused(text, tmp_path):
     result = start_two([flags("text", out_dir)] * 2, folders=folders)
     message = (
         r"agree: data\.train\.array is 'int32\[1400\]' in process 0, 'int32\[1403\]' in process 1; data\.tr"
-        r"ain\.checksum is .*\nFix: give all of them the same data, task, settings and devices\.$"
+        r"ain\.checksum is .*\nFix: give all of them the same data, task, settings and devices\. See docs/"
     )
     assert_refused(result, out_dir, message, message)
 

@@ -466,7 +466,7 @@ def test_hosts_that_share_nothing_are_refused_at_the_start(text, tmp_path, how):
     before = time.monotonic()
     for said in end(start(hosts, argv, {}), hosts, [2]):
         assert re.search(
-            r"error: .*(out on .* is not that of process 0|in a folder that they share)", said
+            r"(?s)error: .*(out on .* is not that of process 0|in a folder that they share)", said
         )
         assert "Traceback" not in said
     assert time.monotonic() - before < 60

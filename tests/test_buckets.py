@@ -464,7 +464,6 @@ class Walks(Regress):
 @pytest.mark.full
 def test_sequences_of_any_task_in_buckets_are_exact_in_a_pipeline(tmp_path):
     task = Walks(kinds=("own gru", "flax gru"), batch_size=8)
-    assert "sequences" in dict(task.describe())["batches"]
     assert {task.make_batches("train", 0).batch(n)["x"].shape[1] for n in range(12)} == {4, 8, 16}
     stages = jaxpar.Parallel(
         jaxpar.MeshConfig(data=2, stage=2, devices=(0, 1, 2, 3)),

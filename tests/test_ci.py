@@ -2,6 +2,7 @@
 
 import collections
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -42,7 +43,7 @@ def selections():
 @pytest.mark.full
 def test_every_test_but_those_of_gpus_is_run():
     run = subprocess.run(
-        [sys.executable, "-c", COLLECTS, ROOT / "tests"],
+        [sys.executable, "-c", COLLECTS, ROOT / "tests"], env=os.environ | {"PYTEST_ADDOPTS": ""},
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     [found] = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[[")]

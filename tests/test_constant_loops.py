@@ -137,7 +137,8 @@ class Words(nnx.Module):
         logits, labels = jnp.swapaxes(logits, 0, 1), 1 + labels[:2].T % (WORDS - 1)
         real = jnp.zeros(logits.shape[:2]), jnp.zeros(labels.shape)
         losses = optax.ctc_loss(logits, real[0], labels, real[1])
-        return Sums(jnp.sum(losses), jnp.float32(len(losses)))
+        weights = jnp.mean(batch["weight"], 0)  # of each row
+        return Sums(jnp.sum(losses * weights), jnp.sum(weights))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -342,4 +342,4 @@ def test_the_command_prints_what_is_known_side_by_side(capsys):
     assert printed.startswith("dp2\n")
     for row in (r"all-reduce", r"memory", r"step"):
         assert row in printed
-    assert re.search(r"estimated step +layers [\d.]+ \w?s, head", printed)
+    assert re.search(r"estimated step +layers [\d.]+ \w?s, output head", printed)

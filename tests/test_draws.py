@@ -265,17 +265,17 @@ class Added(Regression):
             def __call__(self, carry, x, at):
                 y = carry[None] + jnp.cumsum(self.w(x), 0)
                 if place == "layer" and at.key is not None:
-                    y = y + 0.01 * noise(y, at)
+                    y = y + noise(y, at)
                 return carry + jnp.sum(self.w(x), 0), y
 
         self.layers = Stack([lambda rngs: Layer(rngs=rngs)] * 2, rngs=rngs)
 
     def first(self, batch, at):
         x = super().first(batch, at)
-        return x + 0.01 * self.noise(x, at) if self.place == "first" and at.key is not None else x
+        return x + self.noise(x, at) if self.place == "first" and at.key is not None else x
 
     def last(self, y, batch, at):
-        y = y + 0.01 * self.noise(y, at) if self.place == "last" and at.key is not None else y
+        y = y + self.noise(y, at) if self.place == "last" and at.key is not None else y
         return super().last(y, batch, at)
 
 

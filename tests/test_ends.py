@@ -132,7 +132,10 @@ CALLED = {
     "checkpoint": (lambda call, ids: jax.checkpoint(call)(ids), False),
     "jit": (lambda call, ids: jax.jit(call)(ids), False),
     "map": (jax.lax.map, True),
-    "branch": (lambda call, ids: jax.lax.cond(ids[0] > 0, call, lambda ids: 2 * call(ids), ids), True),
+    "branch": (
+        lambda call, ids: jax.lax.cond(ids[0] > 0, call, lambda ids: 2 * call(ids), ids),
+        True,
+    ),
     "map in jit": (lambda call, ids: jax.jit(lambda ids: jax.lax.map(call, ids))(ids), True),
 }
 
@@ -144,7 +147,9 @@ def test_a_module_that_a_loop_calls_stays_whole(how):
     before = uses(model, lambda model: run(model.embed, ids))
     assert {*before.called} == {"embed"}
     after = uses(model, lambda model: model.out(jnp.ones((3, WIDTH))))
-    assert {*outer_modules(model, (before, after))} == ({"out"} if stays_whole else {"out", "embed"})
+    assert {*outer_modules(model, (before, after))} == (
+        {"out"} if stays_whole else {"out", "embed"}
+    )
 
 
 WORDS, WIDTH = 96, 8

@@ -216,4 +216,4 @@ def test_the_command_line_trains_resumes_and_evaluates_on_any_mesh(run, tmp_path
     table = capsys.readouterr().out
     assert re.search(r"accuracy(.|\n)*valid .*0\.\d+(.|\n)*test .*0\.\d+", table)
     assert main(["sample", str(half)]) == 2
-    assert "hybrid.py:Digits; give one of the task lm" in capsys.readouterr().err
+    assert "hybrid.py:Digits.\nFix: give a run of the task lm." in capsys.readouterr().err

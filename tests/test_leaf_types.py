@@ -98,7 +98,7 @@ class All(Task):
         return Net(rngs)
 
     def make_optimizer(self, num_steps):
-        return optax.chain(optax.sgd(0.05), keeps_all())
+        return optax.chain(optax.sgd(0.005), keeps_all())
 
     def make_batches(self, split, seed=None):
         x = np.random.default_rng(0).normal(size=(32, W)).astype(np.float32)

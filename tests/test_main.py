@@ -272,10 +272,7 @@ def test_one_command_begins_a_run_and_goes_on_with_it(text, tmp_path, capsys):
         latest_step(RunFolder(out_dir).checkpoints(Setup.of(*RunFolder(out_dir).settings()))) == 6
     )
     for more, message in (
-        (
-            [],
-            r"--resume-or-begin needs a folder\nFix: add one, such as --train\.out-dir",
-        ),
+        ([], r"--resume-or-begin needs a folder\nFix: add --train\.out-dir"),
         ([*folder, "--overwrite"], "--resume-or-begin and --overwrite exclude each other"),
     ):
         assert main([*command, *more]) == 2
@@ -378,8 +375,8 @@ def test_numbers_that_are_not_finite_have_an_exit_code_of_their_own(text, tmp_pa
     captured = capsys.readouterr()
     found = re.fullmatch(
         r"error: the \w+ of step (\d) is not finite \(.*\); the first .* is in the .*\. The state before "
-        rf"this step is saved: go on with --resume --train\.out-dir {out_dir} and a lower learning rate, .*"
-        r"\n",
+        rf"this step is saved\nFix: continue with --resume --train\.out-dir {out_dir} and a lower learning "
+        r"rate, .*\n",
         captured.err,
     )
     assert found, captured.err
@@ -496,7 +493,9 @@ def test_plan_prints_the_command_of_its_choice(capsys, monkeypatch):
     ]  # fmt: skip
     assert main(["plan", *given, "--machine", "h100:1x1x4"]) == 0
     printed = capsys.readouterr().out
-    command = printed.splitlines()[-1].removeprefix("To train with the first: python -m jaxpar ")
+    command = printed.splitlines()[-1].removeprefix(
+        "To train with the first layout: python -m jaxpar "
+    )
     task, parallel, train = read_command(shlex.split(command)).settings
     # The size of the vocabulary was a guess; the text tells it.
     assert task == LM(

@@ -278,7 +278,7 @@ def test_a_profiled_run_has_a_trace_of_three_steps(tmp_path, capsys):
     }
     assert len(runs) == 3 * 2
     RunFolder(out).clear()
-    assert not list(out.iterdir())
+    assert [path.name for path in out.iterdir()] == [".lock"]
 
 
 def test_the_page_says_what_its_picture_shows():

@@ -649,7 +649,7 @@ def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_
 
     with pytest.raises(
         FloatingPointError,
-        match=rf"step {bad[-1] + 1} is not (?s:.*) larger --train\.max-skipped \(now {len(bad) - 1}\)$",
+        match=rf"step {bad[-1] + 1} is not (?s:.*) larger --train\.max-skipped \(now {len(bad) - 1}\)\.",
     ):
         go_on(settings, tmp_path / "limit", 20, nonfinite="skip", max_skipped=len(bad) - 1)
     assert latest_step(RunFolder(tmp_path / "limit").checkpoints(Setup.of(*settings))) == bad[-1]

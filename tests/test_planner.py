@@ -323,7 +323,7 @@ def test_a_config_that_cannot_fit_is_refused(name, mesh):
     cost = check_fits(estimate_step(*settings))
     assert cost.program is not None
     machine = dataclasses.replace(cost.machine, memory_bytes=0.8 * cost.memory_bytes)
-    with pytest.raises(ValueError, match=r"a step needs .* on a device, 8 x cpu has"):
+    with pytest.raises(ValueError, match=r"a step needs .* per device, but 8 x cpu has"):
         check_fits(estimate_step(*settings, machine))
 
 
@@ -367,8 +367,7 @@ def test_a_compiler_that_is_missing_is_named(machine, extra, capsys):
         pytest.skip("the compiler is installed")
     flags = "--vocab-size 768 --num-layers 2 --hidden-size 96 --embed-size 96"
     assert main(["plan", "lm", "--machine", machine, *flags.split()]) == 2
-    printed, said = capsys.readouterr()
-    assert re.match(rf"{machine}, 4 devices: [\d,]+ layouts, best first:", printed)
+    said = capsys.readouterr().err
     assert f"is installed\nFix: pip install 'jax[{extra}]'." in said
     assert main(["inspect", "lm", "--machine", machine, "--mesh", "dp4", *flags.split()]) == 2
     assert f"Fix: pip install 'jax[{extra}]'" in capsys.readouterr().err

@@ -148,7 +148,7 @@ def test_no_part_of_a_block_is_exchanged_within_a_unit():
     state, batch = init_state(setup), Tapered().make_batches("train", 0).batch(0)
     program = jax.jit(make_loss_and_grad(setup)).lower(state, batch).compile()
     check_program(program)  # raises where units would wait for each other
-    width = ModelFacts.of(Tapered()).padding.width
+    width = ModelFacts.of(Tapered()).traces.padding.width
     assert width == 16
     assert f"f32[4,16,{width}]" in program.as_text()
 
