@@ -74,7 +74,7 @@ class Uses(NamedTuple):
       read: the paths of the variables that it reads.
       called: the modules that it calls and uses in no other way: the numbers that they give.
       looked_up: of the embeddings among them those whose words are known outside of any loop.
-      looped: of them those that a loop or a branch calls.
+      looped: the called modules that a loop or a branch calls.
       flops: of all that it does but these calls.
     """
 
