@@ -471,7 +471,14 @@ FILES = {
             lambda world: (world / "new" / "metrics.jsonl").mkdir(parents=True),
             train("--train.out-dir", "new"),
         ),
-        r"cannot read new/metrics\.jsonl: Is a directory",
+        r"new/metrics\.jsonl is a folder, but a run keeps a file there Fix: use another folder",
+    ),
+    "checkpoints that cannot be written": (
+        (
+            lambda world: ((world / "old").mkdir(), (world / "old" / "checkpoints").write_text("")),
+            train("--train.out-dir", "old"),
+        ),
+        r"old/checkpoints is a file, but a run keeps a folder there Fix: use another folder",
     ),
     "weights that are not there": (
         train("--start", "none.safetensors"), r"cannot read the weights none\.safetensors: No such file",

@@ -60,7 +60,8 @@ from jaxpar.training.config_file import read_config, read_toml, to_toml
 
 ROOT = Path("runs")  # here runs without an `out_dir` get numbers
 CONFIG, DATA, TASK = "config.toml", "data.json", "task.py"
-_OWN = (CONFIG, DATA, TASK, "metrics.jsonl", "checkpoints", "profile")
+_FOLDERS = ("checkpoints", "profile")
+_OWN = (CONFIG, DATA, TASK, "metrics.jsonl", *_FOLDERS)
 REMEDY = "restore it from a backup"
 # The values of data.json.
 _TYPES = {
@@ -223,11 +224,25 @@ class RunFolder:
             _log.warning("%s has changed since the run began, see %s", *both)
 
     def check_writable(self) -> None:
-        """Raises an OSError if a run cannot write here, and a ValueError if a file here is a link."""
+        """Checks that a run can write here, before it writes anything.
+
+        Raises:
+          OSError: it cannot.
+          ValueError: what is here by the name of a file of runs is a link or a folder, or the other way round.
+        """
         check_folder(self.path)
-        checkpoints = self.checkpoints_path.glob("*")
-        for path in () if in_bucket(self.path) else (*self._own_paths(), *checkpoints):
+        if in_bucket(self.path):
+            return
+        for path in (*self._own_paths(), *self.checkpoints_path.glob("*")):
             require(not path.is_symlink(), f"{path} is a link\nFix: put the file itself there")
+        kinds = {True: "folder", False: "file"}
+        for path in filter(Path.exists, self._own_paths()):
+            keeps_folder, is_folder = path.name in _FOLDERS, path.is_dir()
+            require(
+                is_folder == keeps_folder,
+                f"{path} is a {kinds[is_folder]}, but a run keeps a {kinds[keeps_folder]} there\n"
+                f"Fix: use another folder",
+            )
 
     def settings(self) -> Settings:
         """The run's settings.
