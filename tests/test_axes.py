@@ -195,7 +195,7 @@ class Named(Regress):
         return model
 
 
-@pytest.mark.more
+@pytest.mark.full
 @pytest.mark.law
 @pytest.mark.parametrize("mesh", ["pp2tp2", more("dp2tp4")])
 def test_the_compiler_exchanges_sequences_for_heads_by_their_names(mesh):

@@ -227,7 +227,11 @@ class Residuals:
 
     def _get(self, buffer: jax.Array, *place: Index) -> jax.Array:
         """What a layer has kept in a buffer, in its slot and row; without a row if layers are written out."""
-        return read_at(buffer, place, self._stage.spec.platform)
+        spec = self._stage.spec
+        kept = read_at(buffer, place, spec.platform)
+        if buffer.shape[0] == 1:  # XLA knows the only slot, and would not wait for its number
+            kept = after_collectives(spec, jnp.asarray(place[0]), kept)
+        return kept
 
     def _put(self, buffer: jax.Array, value: jax.Array, *place: Index) -> jax.Array:
         return write_at(buffer, place, value, self._stage.spec.platform)
