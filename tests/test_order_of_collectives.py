@@ -3,9 +3,12 @@
 import dataclasses
 
 import pytest
+from lib.any_model import assert_same
 from lib.exchanges import pairs_without_order
+from lib.laws import full
+from lib.models import WIDTH, Regress, Regression
 
-from jaxpar import Parallel, PipelineConfig
+from jaxpar import Parallel, PipelineConfig, Stack, nn
 from jaxpar.analysis.program import lower_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
@@ -74,3 +77,43 @@ def test_collectives_of_an_evaluation_keep_their_order(head):
 @pytest.mark.parametrize(("sent", "pairs"), [("branch", []), ("x", [("branch", "sent")])])
 def test_a_collective_after_a_branch_has_to_wait_for_it(sent, pairs):
     assert pairs_without_order(PROGRAM.format(sent=sent)) == pairs
+
+
+def both_ways(rngs):
+    return nn.Bidirectional(nn.GRU(WIDTH, rngs=rngs), nn.GRU(WIDTH, rngs=rngs))
+
+
+class BothWays(Regression):
+    """Before, in and after its layers it has two loops that need nothing of each other."""
+
+    def __init__(self, *, rngs):
+        super().__init__((), rngs=rngs)
+        self.before, self.after = both_ways(rngs), both_ways(rngs)
+        self.layers = Stack([both_ways] * 2, rngs=rngs)
+
+    def first(self, batch, at):
+        x = super().first(batch, at)
+        return self.before(self.before.initial_carry(x.shape[1]), x, at)[1]
+
+    def last(self, y, batch, at):
+        y = self.after(self.after.initial_carry(y.shape[1]), y, at)[1]
+        return super().last(y, batch, at)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadBothWays(Regress):
+    def make_model(self, rngs):
+        return BothWays(rngs=rngs)
+
+
+@pytest.mark.parametrize("other", [{}, *map(full, ({"remat": True}, {"head": "last"}))], ids=str)
+def test_loops_beside_each_other_keep_their_order(other):
+    parallel = Parallel("dp2pp2tp2", PipelineConfig(num_microbatches=2, **other))
+    assert_same(ReadBothWays(), parallel)  # which looks at the order
+
+
+@pytest.mark.full
+def test_loops_of_an_evaluation_keep_their_order():
+    setup = Setup.of(ReadBothWays(), Parallel("dp2pp2tp2"))
+    program = setup.eval_step().lower(abstract_state(setup), abstract_batch(setup))
+    assert pairs_without_order(text_of(program)) == []

@@ -23,7 +23,7 @@ from jaxpar.base.trees import add, shape_of, vary_like, zeros
 from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Index, Params
 from jaxpar.internal.split import SplitLayer
 from jaxpar.pipeline.buffers import read_at, write, write_at
-from jaxpar.pipeline.order import after_collectives
+from jaxpar.pipeline.order import after_collectives, loops_in_order
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.store import pick, stack
 
@@ -100,7 +100,10 @@ class Residuals:
         at = stage.at(unit)
 
         def body(kind, sums, carry, x, reads, layer, buffers, place):
-            carry, y, saved = kinds[kind].forward(*reads, carry, x, at._replace(layer=layer))
+            here = at._replace(layer=layer)
+            carry, y, saved = loops_in_order(
+                stage.spec, lambda: kinds[kind].forward(*reads, carry, x, here)
+            )
             there = [
                 self._put(a, value, slot, *place) for a, value in zip(buffers, saved, strict=False)
             ]
@@ -140,7 +143,9 @@ class Residuals:
             split = kinds[kind]
             weights = reads[0] if stage.spec.unroll else split.prepare(*reads)
             saved = [self._get(leaf, slot, *place) for leaf in buffers[: len(split.saved)]]
-            d_params, d_carry, dx, later = split.backward(weights, saved, d_carry, dy)
+            d_params, d_carry, dx, later = loops_in_order(
+                stage.spec, lambda: split.backward(weights, saved, d_carry, dy)
+            )
             after = list(buffers)
             for number, leaf in zip(split.places, later, strict=True):
                 after[number] = self._put(buffers[number], leaf, slot, *place)

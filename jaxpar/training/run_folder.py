@@ -228,7 +228,7 @@ class RunFolder:
 
         Raises:
           OSError: it cannot.
-          ValueError: what is here by the name of a file of runs is a link or a folder, or the other way round.
+          ValueError: what is here by the name of a file of runs is a link or a folder, or the reverse.
         """
         check_folder(self.path)
         if in_bucket(self.path):
