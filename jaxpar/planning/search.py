@@ -22,7 +22,13 @@ _NEXT_CUT = 1.5
 # With this many units per stage the bubble is at most 1/17: finer cuts have little to gain.
 _UNITS_PER_STAGE = 16
 # From the most memory and the least time to the least memory and the most time.
-_PLACES = ({}, {"update": "sharded"}, {"fsdp": True}, {"update": "host"})
+_PLACES = (
+    {},
+    {"update": "sharded"},
+    {"fsdp": True},
+    {"update": "host"},
+    {"fsdp": True, "update": "host"},
+)
 _SAVINGS = tuple(itertools.product((False, True), _PLACES))
 
 
