@@ -34,6 +34,7 @@ MLP = (("blocks.*.up.kernel", (None, "tensor")), ("blocks.*.up.bias", ("tensor",
 MODELS = {
     "gpt": (Adopted(models.GPT), "dp2pp2tp2"),
     "no mask": (Adopted(models.NoMask), None),
+    "caching": (Adopted(models.Caching, loss_of=models.first_loss), "dp2pp2tp2"),
     "jitted": (Adopted(models.Jitted), "remat"),
     "remat inside": (Adopted(models.RematInside), None),
     "outside": (Adopted(models.Outside, by_path=MLP), None),

@@ -41,6 +41,7 @@ from jaxpar.model.model import (
     check_variables,
     checked_outputs,
     checked_sums,
+    describe_value,
     overrides,
     run_layer,
 )
@@ -378,11 +379,13 @@ class TracedModel:
           ValueError: the model has no such method, or it returns something else.
         """
         name = type(self.model).__name__
+        by_task = (
+            "write predict(self, model, batch) in the task; return an array, or arrays by name."
+        )
         require(
             self.cut_model is None or self.cut_model.predicts,
             f"nothing is predicted: the loss of task {self.task.name} does not call the model {name} itself, "
-            f"or needs less of the blocks than the model returns.\n"
-            f"Fix: write predict(self, model, batch) in the task; return an array, or arrays by name.",
+            f"or needs less of the blocks than the model returns.\nFix: {by_task}",
         )
         if not overrides(self.model, "predict"):
             raise ValueError(
@@ -392,7 +395,13 @@ class TracedModel:
         _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
 
         def predict(model, y, batch, **draws):
-            return checked_outputs(model.predict(y, batch, self.at(batch, **draws)), name)
+            out = model.predict(y, batch, self.at(batch, **draws))
+            for own in out.values() if self.cut_model else ():
+                require(
+                    isinstance(own, jax.Array),
+                    f"the prediction of model {name} contains {describe_value(own)}.\nFix: {by_task}",
+                )
+            return checked_outputs(out, name)
 
         found = shapes_of("predict", predict, self.model, self.traces.y, self.block)
         for key, output in found.items():

@@ -142,6 +142,13 @@ class NoMask(Text):
     block = Block
 
 
+class Caching(NoMask):
+    """Returns a cache as well, which is no prediction."""
+
+    def __call__(self, tokens):
+        return super().__call__(tokens), {"block_0": None}
+
+
 class Jitted(Text):
     """Blocks are called by a function that nnx.remat wraps, under nnx.jit."""
 
@@ -737,6 +744,11 @@ def text_loss(model, batch):
 
 def logits_loss(model, batch):
     return text_loss(lambda tokens: model(tokens)["logits"], batch)
+
+
+def first_loss(model, batch):
+    """Of a model that returns more than logits."""
+    return text_loss(lambda tokens: model(tokens)[0], batch)
 
 
 def image_loss(model, batch):

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.base.at import LayerContext
-from jaxpar.base.checks import require
 from jaxpar.base.keys import new_key
 from jaxpar.base.types import Activations, Batch, Carry, LayerOutput, Leaves, Outputs, Tree
 from jaxpar.model.adopt.cut_model import CutModel
@@ -115,12 +114,6 @@ class _Predicting(_Adopted):
         """What the model's own call returns, or `predict` of the task."""
         out = run_part(self._place("predict", "last"), [], y, at._replace(batch=batch))
         out = out if isinstance(out, dict) else {"output": out}
-        for own in out.values():
-            require(
-                isinstance(own, jax.Array),
-                f"the prediction of model {self.model.name} contains {describe_value(own)}.\n"
-                f"Fix: write predict(self, model, batch) in the task; return an array, or arrays by name.",
-            )
         if not at.time_major:
             return out
         return jax.tree.map(lambda a: a.swapaxes(0, 1) if jnp.ndim(a) > 1 else a, out)
