@@ -12,6 +12,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from lib.adopted import MESHES, Adopted, assert_as_plain
 from lib.flax_models import DEPTH, TIME, VOCAB, WIDTH, logits_loss, text_loss
 from lib.laws import more
@@ -29,20 +30,21 @@ def models_of_users_convert_and_broadcast():
         yield
 
 
-def mamba2():
-    module = pytest.importorskip("mamba2_jax")
-    config = module.Mamba2Config(**SIZES, state_size=8, head_dim=8, chunk_size=4)
-    return Adopted(
-        lambda rngs: module.Mamba2ForCausalLM(config, rngs=rngs), "backbone.layers", logits_loss
-    )
+def in_float64(model):
+    """A few gradients of these models are sums that cancel: in float32, rounding is 1e-5 of what is left."""
+    state = nnx.state(model)
+    is_float = lambda a: jnp.issubdtype(a.dtype, jnp.floating)  # noqa: E731
+    nnx.update(model, jax.tree.map(lambda a: a.astype(jnp.float64) if is_float(a) else a, state))
+    return model
 
 
-def mamba3():
-    module = pytest.importorskip("mamba3_jax")
-    config = module.Mamba3Config(**SIZES, state_size=8, head_dim=8, chunk_size=4)
-    return Adopted(
-        lambda rngs: module.Mamba3ForCausalLM(config, rngs=rngs), "backbone.layers", logits_loss
+def mamba(number):
+    module = pytest.importorskip(f"mamba{number}_jax")
+    config = getattr(module, f"Mamba{number}Config")(
+        **SIZES, state_size=8, head_dim=8, chunk_size=4
     )
+    make = getattr(module, f"Mamba{number}ForCausalLM")
+    return Adopted(lambda rngs: in_float64(make(config, rngs=rngs)), "backbone.layers", logits_loss)
 
 
 def with_positions(model, batch):
@@ -81,8 +83,8 @@ def tunix(family, name):
 
 
 PUBLIC = {
-    "mamba2-jax": mamba2,
-    "mamba3-jax": mamba3,
+    "mamba2-jax": lambda: mamba(2),
+    "mamba3-jax": lambda: mamba(3),
     "Llama 3": lambda: tunix("llama3", "Llama3"),
     "Qwen 3": lambda: tunix("qwen3", "Qwen3"),
     "Gemma 3": lambda: tunix("gemma3", "Gemma3"),
@@ -100,4 +102,5 @@ ROWS = [
 @pytest.mark.parametrize(("name", "mesh"), ROWS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_public_model_on_a_mesh_is_the_plain_model(name, mesh):
-    assert_as_plain(PUBLIC[name](), MESHES[mesh])
+    with jax.enable_x64(name.startswith("mamba")):
+        assert_as_plain(PUBLIC[name](), MESHES[mesh])
