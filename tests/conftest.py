@@ -58,6 +58,9 @@ def pytest_addoption(parser):
         "--seed",
         help="run one of the rows of each table that are marked `more`, drawn by this text",
     )
+    parser.addoption(
+        "--skipped", metavar="FILE", help="write down the tests that skip: run them by `@FILE`"
+    )
 
 
 def pytest_report_header(config):
@@ -113,6 +116,10 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter, config):
     """With --durations: the minutes of each file, if its tests ran one after the other."""
+    if file := config.getoption("--skipped"):
+        names = {report.nodeid for report in terminalreporter.stats.get("skipped", ())}
+        with open(file, "a") as out:
+            out.writelines(f"{name}\n" for name in sorted(names))
     if config.getoption("durations") is None:
         return
     minutes = collections.Counter()
