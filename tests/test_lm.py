@@ -306,7 +306,7 @@ def test_a_width_that_tensor_does_not_divide_is_refused():
             "token 22 at position 2, 5 of the inputs is outside the vocabulary of 22",
         ),
         ("inputs_BT", -1, "token -1 at position 2, 5 of the inputs"),
-        ("targets_BT", 22, r"token 22 at position 2, 5 of the targets .* \(0 to 21\); encode"),
+        ("targets_BT", 22, r"5 of the targets is outside .* 22 words\.\nFix: encode the text with"),
         ("targets_BT", -2, "token -2 at position 2, 5 of the targets"),
     ],
 )
