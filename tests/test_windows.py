@@ -159,7 +159,7 @@ def test_one_program_takes_all_lengths_and_the_rate_of_each(update):
     def moved(padding, rate):
         state = init_state(task, parallel, mesh=mesh)
         before = jax.tree.map(np.asarray, state.params)
-        batch = Window(tokens[:, :-1], tokens[:, 1:].copy(), True, None, padding, rate)
+        batch = Window(tokens[:, :-1], tokens[:, 1:].copy(), True, padding=padding, rate=rate)
         batch.targets_BT[:, :padding] = -1
         after = step(state, batch)[0].params
         return jax.tree.leaves(jax.tree.map(lambda a, b: np.asarray(a) - b, after, before))
