@@ -79,6 +79,8 @@ class Batches:
         self.batches, self.batch_size, self.num_windows = batches, batches.batch_size, batches.num_windows
 
     def batch(self, step, rows=slice(None)):
+        if step == 2:
+            time.sleep(3)  # a slow step, after which nobody may come to look for the next one
         if step == 3 and jax.process_index() == VICTIM:
             HANG()
         return self.batches.batch(step, rows)

@@ -7,7 +7,8 @@ They talk by way of the coordinator, in threads of their own that look twice a s
 a lock that nobody else holds. If each left after its own step, some would wait in a collective forever. What
 one of them cannot write ends the run in the same way, and so does a report that asks for it.
 
-The same threads look for stalls: a process in which no step begins for a while prints its stacks on stderr.
+The same threads look for stalls: a process in which no step begins for a while prints its stacks on stderr,
+and again as long as that lasts. A slow step is no stall, but one that keeps Python's lock may follow it at once.
 """
 
 import contextlib
@@ -175,7 +176,7 @@ class _Group:
         while not self._closed.wait(POLL_SECONDS):
             if num_calls != self._num_calls:  # it needs no lock of Python's to print
                 num_calls = self._num_calls
-                faulthandler.dump_traceback_later(STALL_SECONDS)
+                faulthandler.dump_traceback_later(STALL_SECONDS, repeat=True)
             try:
                 texts = self._board.texts()
                 if not answered and any(name.startswith(_LOST) for name in texts):
