@@ -8,7 +8,7 @@ a lock that nobody else holds. If each left after its own step, some would wait 
 one of them cannot write ends the run in the same way, and so does a report that asks for it.
 
 The same threads look for stalls: a process in which no step begins for a while prints its stacks on stderr,
-and again as long as that lasts. A slow step is no stall, but one that keeps Python's lock may follow it at once.
+and again as long as that lasts: a slow step may be followed at once by one that keeps Python's lock.
 """
 
 import contextlib
