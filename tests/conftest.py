@@ -59,7 +59,7 @@ def pytest_addoption(parser):
         help="run one of the rows of each table that are marked `more`, drawn by this text",
     )
     parser.addoption(
-        "--skipped", metavar="FILE", help="write down the tests that skip: run them by `@FILE`"
+        "--record", metavar="FILE", help="add a line for each test: its outcome, seconds and name"
     )
 
 
@@ -116,10 +116,11 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter, config):
     """With --durations: the minutes of each file, if its tests ran one after the other."""
-    if file := config.getoption("--skipped"):
-        names = {report.nodeid for report in terminalreporter.stats.get("skipped", ())}
+    if file := config.getoption("--record"):
         with open(file, "a") as out:
-            out.writelines(f"{name}\n" for name in sorted(names))
+            for outcome in ("passed", "failed", "error", "skipped"):
+                for report in terminalreporter.stats.get(outcome, ()):
+                    out.write(f"{outcome} {report.duration:.2f} {report.nodeid}\n")
     if config.getoption("durations") is None:
         return
     minutes = collections.Counter()
