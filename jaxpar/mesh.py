@@ -175,6 +175,7 @@ class MeshConfig(Shown):
             exist, or JAX has no devices.
         """
         import jax
+        from jax.experimental import mesh_utils
 
         is_alone = devices is not None or jax.process_count() == 1
         devices = sorted(devices or find_devices(), key=lambda d: (d.process_index, d.id))
@@ -189,12 +190,13 @@ class MeshConfig(Shown):
         elif -1 not in self.sizes.values() and is_alone:
             devices = devices[: self.num_devices]
         sizes = self.resolve(len(devices)).sizes
-        return jax.make_mesh(
-            tuple(sizes.values()),
-            tuple(sizes),
-            axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
-            devices=devices,
+        # An axis of a TPU's torus may have to be split between two of the mesh. `jax.make_mesh` does so on
+        # v5e alone, and refuses it on other TPUs.
+        placed = mesh_utils.create_device_mesh(
+            tuple(sizes.values()), devices, allow_split_physical_axes=True
         )
+        types = (jax.sharding.AxisType.Auto,) * len(sizes)
+        return jax.sharding.Mesh(placed, tuple(sizes), axis_types=types)
 
     def __str__(self) -> str:
         return short_name(self)

@@ -347,6 +347,24 @@ def test_the_picture_of_the_page_is_what_its_command_draws(tmp_path):
     assert (tmp_path / "a.svg").read_text() == (ROOT / "docs/parallelisms.svg").read_text()
 
 
+SLICES = (
+    "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:16x16", "v6e:4x4", "v6e:8x8", "v5p:2x2x2", "v5p:2x2x4",
+    "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8", "v5p:4x8x8",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_a_slice_takes_every_mesh(name):
+    devices = described_devices(name)
+    powers = [2**n for n in range(len(devices).bit_length())]
+    for data, stage in itertools.product(powers, powers):
+        if len(devices) % (data * stage):
+            continue
+        mesh = MeshConfig(data, stage, len(devices) // data // stage).build(devices)
+        assert {*mesh.devices.flat} == {*devices}
+        assert mesh.devices.shape == (data, stage, len(devices) // data // stage)
+
+
 def test_a_tpu_sends_bfloat16_in_half_the_bytes_of_a_cpu():
     sent = {}
     for name in ("v5e:2x2", None):
