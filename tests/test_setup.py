@@ -3,6 +3,8 @@
 import dataclasses
 import gc
 import itertools
+import subprocess
+import sys
 import time
 import weakref
 
@@ -116,6 +118,34 @@ def test_what_computes_reaches_the_layers():
     ]
     assert programs[0] != programs[1]
     assert Setup.of(task, "dp2").partition.facts.platform == "cpu"
+
+
+MEMORY = """
+import re
+from pathlib import Path
+import jax
+from jaxpar import Parallel
+from jaxpar.step.setup import Setup
+from jaxpar.tasks.lm import LM
+
+def peak():  # not ru_maxrss, which begins with that of the process that starts this one
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+jax.devices()
+before = peak()
+facts = Setup.of(LM(2, 1024, 1024, vocab_size=1000, batch_size=512, seq_len=512), Parallel("dp1")).facts
+assert facts.reads and facts.outer_modules
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the memory of a process")
+def test_a_setup_makes_no_activations():
+    """Of a whole batch they are 1 GB here."""
+    found = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
+    )
+    assert int(found.stdout) < 0.3e9
 
 
 @pytest.mark.full

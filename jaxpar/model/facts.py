@@ -16,7 +16,7 @@ from jaxpar.base.axes import BATCH, DATA, STAGE, TIME
 from jaxpar.base.checks import require
 from jaxpar.base.parts import LENGTHS, WEIGHT, part_of
 from jaxpar.base.trees import zeros
-from jaxpar.base.types import Arrays, Batch, Function, Module, Params
+from jaxpar.base.types import Arrays, Batch, Function, Module, Params, Tree
 from jaxpar.model.model import Sums, overrides
 from jaxpar.model.outer import STACK, OuterModule, Uses, modules, outer_modules, split_params, uses
 from jaxpar.model.traced import TracedModel, own_axes
@@ -60,9 +60,7 @@ class ModelFacts(TracedModel):
         """The variables that `first` reads, and those that `last` or `predict` does."""
         first, last = (own.read for own in self.uses)
         if overrides(self.model, "predict"):
-            y, batch = self.traces.y, self.block
-            at = self.at(zeros(batch))
-            last |= uses(self.model, lambda m: m.predict(zeros(y), zeros(batch), at)).read
+            last |= uses(self.model, self._on_zeros("predict")).read
         names = (frozenset(path.removesuffix("/value") for path in own) for own in (first, last))
         return next(names), next(names)
 
@@ -198,11 +196,19 @@ class ModelFacts(TracedModel):
 
     def uses_of(self, model: Module, *, predicts: bool = False) -> tuple[Uses, Uses]:
         """How `first` and `last`, or `predict`, use the modules of a model."""
-        batch, y = zeros(self.block), zeros(self.traces.y)
-        at = self.at(batch)
         last = "predict" if predicts else "last"
-        of_last = uses(model, lambda own: getattr(own, last)(y, batch, at))
-        return uses(model, lambda own: own.first(batch, at)), of_last
+        of_last = uses(model, self._on_zeros(last))
+        return uses(model, self._on_zeros("first")), of_last
+
+    def _on_zeros(self, method: str) -> Function:
+        """A method of a model for zeros. They are made in its trace: a whole batch would take much memory."""
+
+        def run(own: Module) -> Tree:
+            batch = zeros(self.block)
+            y = () if method == "first" else (zeros(self.traces.y),)
+            return getattr(own, method)(*y, batch, self.at(batch))
+
+        return run
 
     @functools.cached_property
     def outer_modules(self) -> dict[str, OuterModule]:
