@@ -365,6 +365,18 @@ def test_a_slice_takes_every_mesh(name):
         assert mesh.devices.shape == (data, stage, len(devices) // data // stage)
 
 
+def test_wide_products_of_stages_are_no_loops_of_permutes():
+    """A program with such loops in a stage's branch is refused."""
+    task = LM(4, 4096, 4096, batch_size=64, seq_len=256, dtype="bfloat16")
+    parallel = Parallel("pp2tp4", PipelineConfig(num_microbatches=8, num_chunks=8))
+    mesh = parallel.mesh.build(described_devices("v5e:2x4"))
+    report = inspect_step(Setup.of(task, parallel, mesh=mesh))
+    permutes = [c for c in report.along("tensor") if c.op == "collective-permute"]
+    assert not permutes
+    sent = sum(total.sent_bytes for total in report.totals if total.axes == ("tensor",))
+    assert 1e9 < sent <= 2.04e9
+
+
 def test_a_tpu_sends_bfloat16_in_half_the_bytes_of_a_cpu():
     sent = {}
     for name in ("v5e:2x2", None):

@@ -807,14 +807,24 @@ def test_a_tpu_keeps_arrays_in_an_order_that_wastes_no_room(shape, itemsize, ord
     assert order_of_dims(shape, itemsize) == order
 
 
-def test_options_of_the_compiler_are_for_stages_and_below_those_of_the_user(monkeypatch):
+@pytest.mark.parametrize(
+    ("platform", "value", "flags"),
+    [
+        ("gpu", 2, "XLA_FLAGS"),
+        ("tpu", 1_000_000, "XLA_FLAGS"),
+        ("tpu", 1_000_000, "LIBTPU_INIT_ARGS"),
+    ],
+)
+def test_options_of_the_compiler_are_for_stages_and_below_those_of_the_user(
+    platform, value, flags, monkeypatch
+):
     def options(platform, stages):
         device = types.SimpleNamespace(platform=platform)
         mesh = types.SimpleNamespace(devices=np.full((stages,), device), shape={"stage": stages})
         return compiler_options(mesh, has_kernels=False)
 
-    [(name, value)] = options("gpu", 2).items()
-    assert value == 2
-    assert options("gpu", 1) == options("cpu", 2) == {}
-    monkeypatch.setenv("XLA_FLAGS", f"--{name}=3")
-    assert options("gpu", 2) == {}
+    [(name, found)] = options(platform, 2).items()
+    assert found == value
+    assert options(platform, 1) == options("cpu", 2) == {}
+    monkeypatch.setenv(flags, f"--{name}=3")
+    assert options(platform, 2) == {}

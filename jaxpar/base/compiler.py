@@ -1,6 +1,7 @@
 """The compile cache, and options of XLA's compilers that jaxpar sets for its own programs.
 
-The options go with a program, not into the environment; a flag of the user's in XLA_FLAGS stands above them.
+The options go with a program, not into the environment; a flag of the user's in XLA_FLAGS or LIBTPU_INIT_ARGS
+stands above them.
 What each was seen to do in the programs that JAX 0.12.0.1 compiles for eight H100s and for a v5e:2x4
 (`tests/test_aot.py`):
 
@@ -11,6 +12,9 @@ What each was seen to do in the programs that JAX 0.12.0.1 compiles for eight H1
     gpu   xla_gpu_disable_async_collectives
           No transfer runs beside other work. A kernel that fills the GPU needs this (`nn.fused_lstm`), also
           where XLA_FLAGS say otherwise.
+    tpu   xla_jf_spmd_threshold_for_windowed_einsum_mib
+          A product with a gather over `tensor` becomes a loop of permutes from this size on. Stages run their
+          units in branches, and all devices of a TPU must come to a permute: such a program is refused.
 
 Tried, without a difference: xla_gpu_enable_latency_hiding_scheduler (it is on), xla_gpu_enable_pipelined_p2p,
 xla_gpu_all_reduce_combine_threshold_bytes=0; on TPUs, which do not start and end sums apart,
@@ -29,7 +33,10 @@ from jax.sharding import Mesh
 from jaxpar.base.axes import STAGE
 from jaxpar.base.files import cache_folder
 
-_OF_STAGES = {"gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}}
+_OF_STAGES = {
+    "gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
+    "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},  # larger than any
+}
 _ALONE: dict[str, Any] = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
 
 
@@ -53,7 +60,7 @@ def options_to_draw(platform: str) -> dict[str, int]:
 
 
 def _not_in_flags(options: dict[str, int]) -> dict[str, int]:
-    flags = os.environ.get("XLA_FLAGS", "")
+    flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     return {name: value for name, value in options.items() if name not in flags}
 
 
