@@ -39,6 +39,7 @@ class Residuals:
     """A forward pass, traced once, and how the residuals of its backward pass are made again.
 
     Attributes:
+      program: of the forward pass.
       kept: the variables that are kept.
       kept_for_vjp: numbers of those that are kept for the backward pass alone.
       sources: where the values are that the backward pass takes, apart from weights.
@@ -73,7 +74,7 @@ class Residuals:
 
         closed = jax.make_jaxpr(run)(weights, *arguments)
         whole = inlined(closed)
-        self._jaxpr, self._consts = jaxpr, _ = whole.jaxpr, whole.consts
+        self.program, self._consts = jaxpr, _ = whole.jaxpr, whole.consts
         self._structures = structures
         sizes = [structure.num_leaves for structure in structures[:2]]
         self._outs, leaves, self._wanted = cut(jaxpr.outvars, *sizes)
@@ -108,7 +109,7 @@ class Residuals:
 
     def run(self, weights: Params, *arguments: Arrays) -> tuple[Arrays, Leaves]:
         """The results, and what is kept."""
-        jaxpr, outs = self._jaxpr, [*self._outs, *self.kept]
+        jaxpr, outs = self.program, [*self._outs, *self.kept]
         eqns = equations_for(jaxpr.eqns, outs, effects=True)
         run = function_of(jaxpr, jaxpr.invars, eqns, outs, self._consts)
         out, kept = cut(run(*jax.tree.leaves((weights, arguments))), len(self._outs))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Var
+from jax.extend.core import Jaxpr, Var
 
 from jaxpar.base.at import LayerContext
 from jaxpar.base.trees import shape_of, vary_like
@@ -59,6 +59,11 @@ class SplitLayer:
         self.places = _places(self.saved, self.needed, self.later)
         behind = zip(self.later, self.places, strict=True)
         self.saved_and_room = [*self.saved, *(a for a, n in behind if n >= len(self.saved))]
+
+    @property
+    def program(self) -> Jaxpr:
+        """Of the layer and what its backward pass keeps."""
+        return self._residuals.program
 
     def forward(
         self, params: Params, frozen: Params, carry: Carry, x: Activations, at: LayerContext

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.base.trees import add, shape_of, vary_like, zeros
-from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Index, Params
+from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Function, Index, Params, Tree
 from jaxpar.internal.split import SplitLayer
 from jaxpar.pipeline.buffers import read_at, write, write_at
-from jaxpar.pipeline.order import after_collectives, loops_in_order
+from jaxpar.pipeline.order import after_collectives, loops_in_order, needs_loops_in_order
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.store import pick, stack
 
@@ -65,6 +65,13 @@ class Residuals:
             rows = zip(*stage.params.layers, *stage.frozen.layers, strict=True)
             self._prepared = [self.kinds[0].prepare(*row) for row in rows]
 
+    def _run(self, kind: int, function: Function, *args: Tree) -> Tree:
+        """What a function of a layer gives, with the loops in it in order."""
+        return loops_in_order(function, *args) if self._needs_order(kind) else function(*args)
+
+    def _needs_order(self, kind: int) -> bool:
+        return needs_loops_in_order(self._stage.spec, self.kinds[kind].program)
+
     def _layer(self, weights: Params, kind: int, row: Index) -> list[Arrays]:
         """Parameters of one layer, and what of them is frozen."""
         pairs = zip(self._stage.stores, weights, strict=True)
@@ -101,9 +108,7 @@ class Residuals:
 
         def body(kind, sums, carry, x, reads, layer, buffers, place):
             here = at._replace(layer=layer)
-            carry, y, saved = loops_in_order(
-                stage.spec, lambda: kinds[kind].forward(*reads, carry, x, here)
-            )
+            carry, y, saved = self._run(kind, kinds[kind].forward, *reads, carry, x, here)
             there = [
                 self._put(a, value, slot, *place) for a, value in zip(buffers, saved, strict=False)
             ]
@@ -143,8 +148,8 @@ class Residuals:
             split = kinds[kind]
             weights = reads[0] if stage.spec.unroll else split.prepare(*reads)
             saved = [self._get(leaf, slot, *place) for leaf in buffers[: len(split.saved)]]
-            d_params, d_carry, dx, later = loops_in_order(
-                stage.spec, lambda: split.backward(weights, saved, d_carry, dy)
+            d_params, d_carry, dx, later = self._run(
+                kind, split.backward, weights, saved, d_carry, dy
             )
             after = list(buffers)
             for number, leaf in zip(split.places, later, strict=True):
@@ -258,7 +263,9 @@ class Inputs(Residuals):
         self, buffers: Arrays, slot: Index, unit: Unit, group: Index, carry: Carry, x: Activations
     ) -> tuple[Arrays, Arrays, Arrays]:
         """The layers of a group: the carry, y, and the buffers with what is kept in a slot."""
-        after, y = self._stage.forward(unit, group, carry, x)
+        is_ordered = any(map(self._needs_order, range(len(self.kinds))))
+        forward, args = self._stage.forward, (unit, group, carry, x)
+        after, y = loops_in_order(forward, *args) if is_ordered else forward(*args)
         return after, y, write(buffers, self.placed((carry, x[0])), slot)
 
     def recall(

@@ -69,7 +69,7 @@ from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Function, 
 from jaxpar.pipeline.buffers import write
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
-from jaxpar.pipeline.order import after, after_collectives, loops_in_order
+from jaxpar.pipeline.order import after, after_collectives
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.store import pick
@@ -334,8 +334,7 @@ class Loop:
         if not self.kept:
 
             def collect():
-                params = stage.of_end(1, stage.params)
-                of_unit = loops_in_order(self.spec, lambda: stage.last(params, y, unit))
+                of_unit = stage.last(stage.of_end(1, stage.params), y, unit)
                 return vary_like(stage.collect(state.sums, of_unit, unit), y), jnp.int32(1)
 
             sums, turns = lax.cond(active, collect, lambda: (state.sums, jnp.int32(0)))
@@ -349,8 +348,7 @@ class Loop:
 
         def run(y: Activations, now: Tree) -> Arrays:
             (sums, _), grads = now
-            params = stage.of_end(1, stage.params)
-            (_, own), (d_last, dy) = loops_in_order(self.spec, lambda: differentiate(params, y))
+            (_, own), (d_last, dy) = differentiate(stage.of_end(1, stage.params), y)
             others = add(sums, own), dy
             return others, stage.add_to_end(1, grads, lambda before: add(before, d_last))
 

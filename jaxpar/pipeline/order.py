@@ -12,7 +12,7 @@ So do the loops within a layer, such as the two of one that reads in both direct
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.trees import vary_over
-from jaxpar.base.types import Arrays, Atom, Leaves, Tree
+from jaxpar.base.types import Arrays, Atom, Function, Leaves, Tree
 from jaxpar.pipeline.spec import Spec
 from jaxpar.trace.jaxprs import (
     cut,
@@ -59,22 +59,32 @@ def after_collectives(spec: Spec, turns: jax.Array, values: Tree) -> Arrays:
     return values
 
 
-def loops_in_order(spec: Spec, run: Callable[[], Tree]) -> Tree:
-    """What a function of no arguments gives, with its loops one after the other, as they stand in it.
+def needs_loops_in_order(spec: Spec, program: Jaxpr) -> bool:
+    """Whether loops of a layer may have collectives, and the runtime does not keep the order of several.
 
-    Only where loops may have collectives, over `tensor` or axes of one's own, and the runtime does not keep
-    their order. What comes out is not to be differentiated: functions with a backward pass of their own are
-    written out.
+    Collectives are those over `tensor`, or over axes of one's own.
     """
     sizes = spec.mesh.shape
-    if spec.platform != "cpu" or spec.mesh.size == sizes[DATA] * sizes[STAGE]:
-        return run()
-    closed, shapes = jax.make_jaxpr(run, return_shape=True)()
-    if not _has_several(closed.jaxpr):
-        return run()
+    is_split = spec.mesh.size > sizes[DATA] * sizes[STAGE]
+    return spec.platform == "cpu" and is_split and _has_several(program)
+
+
+def loops_in_order(function: Function, *args: Tree) -> Tree:
+    """What a function gives, with its loops one after the other, as they stand in it.
+
+    It is not to be differentiated: functions with a backward pass of their own are written out.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    arrays = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+
+    def of_arrays(*values: jax.Array) -> Tree:
+        given = dict(zip(arrays, values, strict=True))
+        return function(*tree.unflatten(given.get(n, leaf) for n, leaf in enumerate(leaves)))
+
+    closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays.values())
     made = (v for eqn in equations_in(closed.jaxpr) for v in eqn.outvars)
     axes = frozenset[str]().union(*map(varying_of, made))
-    outs, turns = _run(closed, [], vary_over(jnp.int32(0), axes))
+    outs, turns = _run(closed, [*arrays.values()], vary_over(jnp.int32(0), axes))
     return jax.tree.unflatten(jax.tree.structure(shapes), after(turns, outs))
 
 

@@ -36,7 +36,6 @@ from jaxpar.base.types import (
     Tree,
 )
 from jaxpar.pipeline.buffers import corner, make_buffers
-from jaxpar.pipeline.order import loops_in_order
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.store import Store, rows_of_group, unstack, with_rows_of_group
 from jaxpar.pipeline.tables import TickTable
@@ -163,21 +162,16 @@ class Stage:
         """Before the layers."""
         at = self.at(unit, on_all=self.spec.shares_first)
         own = self.of_end(0, self.params), self.of_end(0, self.frozen)
-        return loops_in_order(self.spec, lambda: vary_like(self.spec.first(*own, at), self.here))
+        return vary_like(self.spec.first(*own, at), self.here)
 
     def first_gradient(self, grads: Cotangents, unit: Unit, dx: Cotangents) -> Arrays:
         """The gradients of what comes before the layers, with what a unit adds."""
         params, at = self.of_end(0, self.params), self.at(unit, on_all=self.spec.shares_first)
         frozen = self.of_end(0, self.frozen)
-
-        def gradients():
-            if self.spec.first_gradient is not None:
-                return self.spec.first_gradient(grads, params, frozen, at, dx)
-            run = lambda params: vary_like(self.spec.first(params, frozen, at), dx)  # noqa: E731
-            _, vjp = jax.vjp(run, params)
-            return add(grads, vjp(dx)[0])
-
-        return loops_in_order(self.spec, gradients)
+        if self.spec.first_gradient is not None:
+            return self.spec.first_gradient(grads, params, frozen, at, dx)
+        _, vjp = jax.vjp(lambda params: vary_like(self.spec.first(params, frozen, at), dx), params)
+        return add(grads, vjp(dx)[0])
 
     def forward(
         self, unit: Unit, group: Index, carry: Carry, x: Activations
@@ -185,10 +179,7 @@ class Stage:
         """The layers of a group: the carry, and y."""
         params, frozen, slots = self.own(group)
         walk, at = self.walk(group), self.at(unit)
-        return loops_in_order(
-            self.spec,
-            lambda: run_layers(walk, self.layers, params, frozen, carry, x, at, slots),
-        )
+        return run_layers(walk, self.layers, params, frozen, carry, x, at, slots)
 
     def over_stages(self, y: Activations) -> Arrays:
         """The sum of all stages' y.
