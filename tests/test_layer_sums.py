@@ -205,7 +205,7 @@ def test_evaluation_reports_them():
     [
         ("mean", "the sums of layer mean do not add up: its loss is"),
         ("several", r"layer ofseveral returns an array of shape \[8, 16\] as 'loss' of its Sums"),
-        ("none", r"layer nosums returns an array of shape \[\]; return jaxpar.Sums"),
+        ("none", r"layer nosums returns an array of shape \[\]\.\nFix: return jaxpar\.Sums"),
     ],
 )
 def test_what_would_be_another_loss_is_refused(kind, message):
