@@ -1,8 +1,8 @@
 """The law: a run that is killed (kill -9) at any moment, as often as one likes, loses nothing.
 
-The long form, with its 100 kills of one process, and 100 of two with their launcher:
+`--seed` draws the moments:
 
-    pytest -n 0 -m "" -s tests/test_kills.py
+    pytest -n 0 -m "" -s --seed again tests/test_kills.py
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from jaxpar.step.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 
 STEPS = 120
+NUM_KILLS = 15
 END_SECONDS = 1800  # which only a process that hangs takes
 LEFT_BEHIND_SECONDS = 10  # in which all end that belong to a process which was killed
 SENTENCES = ["the cat sat on the mat", "a dog ran", "the mat", "a cat sat on a dog on the mat"]
@@ -150,21 +151,21 @@ def wait_for_a_line(run, process, size):
         time.sleep(0.01)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize(
-    "num_kills",
-    [2, pytest.param(100, marks=pytest.mark.more)],
-    ids="{} kills".format,
-)
-def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp_path, num_kills):
+@pytest.fixture
+def moments(request):
+    """Random numbers, others for each seed of a run of the tests."""
+    return random.Random(request.config.getoption("--seed"))
+
+
+@pytest.mark.full
+def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp_path, moments):
     whole, text, environ, start_seconds = undisturbed
-    moments = random.Random(num_kills)
     kills = num_runs = 0
-    while kills < num_kills:
+    while kills < NUM_KILLS:
         num_runs += 1
         run = Run(tmp_path / str(num_runs), text, environ)
         latest = 0
-        while kills < num_kills:
+        while kills < NUM_KILLS:
             with run.start() as process:
                 if moments.random() < 0.3:  # while it starts
                     time.sleep(moments.uniform(0, start_seconds))
@@ -185,29 +186,25 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp
             np.testing.assert_array_equal(actual, expected)
     steps = [line["step"] for line in whole.folder.metrics() if line["split"] == "train"]
     assert steps == list(range(1, STEPS + 1))
-    assert kills == num_kills
+    assert kills == NUM_KILLS
 
 
-@pytest.mark.parametrize(
-    "num_kills",
-    [pytest.param(2, marks=pytest.mark.more), pytest.param(100, marks=pytest.mark.more)],
-    ids="{} kills".format,
-)
+@pytest.mark.full
 def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
-    undisturbed, tmp_path, num_kills
+    undisturbed, tmp_path, moments
 ):
     """The launcher and its children by turns."""
     one, text, environ, start_seconds = undisturbed
-    whole, moments = Launched(tmp_path / "whole", text, environ), random.Random(num_kills)
+    whole = Launched(tmp_path / "whole", text, environ)
     whole.finish()
     np.testing.assert_allclose(
         [loss for _, _, loss, *_ in whole.losses()], [loss for _, _, loss, *_ in one.losses()], 1e-4
     )
     kills = num_runs = 0
-    while kills < num_kills:
+    while kills < NUM_KILLS:
         num_runs += 1
         run = Launched(tmp_path / f"run-{num_runs:03}", text, environ)
-        while kills < num_kills:
+        while kills < NUM_KILLS:
             with run.start() as process:
                 if kills > 1 and moments.random() < 0.3:  # while it starts
                     time.sleep(moments.uniform(0, 2 * start_seconds))
@@ -230,7 +227,7 @@ def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
         assert run.losses() == whole.losses()
         for actual, expected in zip(run.state(), whole.state(), strict=True):
             np.testing.assert_array_equal(actual, expected)
-    assert kills == num_kills
+    assert kills == NUM_KILLS
 
 
 @pytest.mark.full

@@ -21,6 +21,7 @@ from jaxpar.step.setup import Setup
 
 TURNS = (16, 48)  # of products beside each pass of a layer, in each process
 SIZE, WIDTH, ROWS, STEPS = 256, 8, 4, 8
+ROUNDS = 5  # by turns: other work on the machine comes and goes
 
 
 def busy(x, seed):
@@ -96,7 +97,7 @@ def main():
     even = Parallel("pp2", units)
     fitted = dataclasses.replace(even, speeds=(3, 1))
     setups = [Setup.of(task, parallel) for parallel in (even, fitted)]
-    times = [min(seconds) for seconds in time_steps(setups, 2)]
+    times = [min(seconds) for seconds in time_steps(setups, ROUNDS)]
     placements = [setup.partition.placement for setup in setups]
     losses = [losses_of(setup) for setup in setups]
     found = {"placements": placements, "losses": losses, "times": times}
