@@ -297,13 +297,18 @@ def split_machine(machine: str) -> tuple[str, tuple[int, ...]]:
     return name, shape
 
 
+class NoCompilerError(ValueError):
+    """The compiler for a machine is not installed."""
+
+
 def described_devices(machine: str) -> list[Any]:
     """Devices of a machine that need not be there: programs can be compiled for them, and not run.
 
     Args:
       machine: as of `split_machine`.
     Raises:
-      ValueError: there is no such machine, or no compiler for it is installed.
+      NoCompilerError: no compiler for it is installed.
+      ValueError: there is no such machine.
     """
     from jax.experimental import topologies
 
@@ -320,9 +325,8 @@ def described_devices(machine: str) -> list[Any]:
     except (RuntimeError, NotImplementedError) as error:
         if "not i" in str(error):  # installed, implemented
             extra = "tpu" if is_tpu else "cuda13"
-            raise ValueError(
-                f"no compiler for {name} is installed\nFix: pip install 'jax[{extra}]'."
-            ) from error
+            fact = f"no compiler for {name} is installed"
+            raise NoCompilerError(f"{fact}\nFix: pip install 'jax[{extra}]'.") from error
         raise ValueError(
             f"machine {machine!r} cannot be described: {error}\nFix: use sides such as v5e:4x8."
         ) from error
@@ -373,7 +377,7 @@ def _keep_freed_memory() -> None:
         os.environ.get("GLIBC_TUNABLES", "")
     )
     mallopt = _of_libc("mallopt")
-    if chosen or mallopt is None:
+    if chosen or mallopt is None:  # not reached: tests are on Linux and leave the settings alone
         return
     mmap_max, trim_threshold, arena_max = -4, -1, -8
     for parameter, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (arena_max, 1)):

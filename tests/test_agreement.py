@@ -318,21 +318,22 @@ DISAGREEMENTS = {
     "place": ({"more": ["--train.out-dir", "/nowhere"]}, "train.out_dir is '.*' in process 0, '/nowhere' in"),
     "anew": ({"more": ["--overwrite"]}, "overwrite is False in process 0, True in process 1"),
     "devices": ({"before": OTHER_DEVICES}, r"devices is \['cpu'\] in process 0, \['TPU v9'\] in process 1"),
-    "jax": ({"before": OTHER_JAX}, r"jax is 0\.\S+ in process 0, 9\.9 in process 1\nFix: start all"),
+    "jax": ({"before": OTHER_JAX}, r"jax is '0\.\S+' in process 0, '9\.9' in process 1\nFix: start all"),
     "jaxpar": (
-        {"before": "import jaxpar; jaxpar.__version__ = '9.9'"}, r"jaxpar is 0\.\S+ .* 9\.9 .* in process 1"
+        {"before": "import jaxpar; jaxpar.__version__ = '9.9'"},
+        r"jaxpar is '0\.\S+ .*' in process 0, '9\.9 .*' in process 1",
     ),
     "flags": (
         {"before": OTHER_FLAGS},
-        "XLA_FLAGS xla_cpu_enable_fast_math is not there in process 0, true in process 1\nFix: start all",
+        "XLA_FLAGS xla_cpu_enable_fast_math is not there in process 0, 'true' in process 1\nFix: start all",
     ),
     "prng": (
         {"before": 'import os; os.environ["JAX_DEFAULT_PRNG_IMPL"] = "rbg"'},
-        "jax_default_prng_impl is threefry2x32 in process 0, rbg in process 1\nFix: start all",
+        "jax_default_prng_impl is 'threefry2x32' in process 0, 'rbg' in process 1\nFix: start all",
     ),
     "offset": (
         {"before": 'import os; os.environ["JAX_RANDOM_SEED_OFFSET"] = "5"'},
-        "jax_random_seed_offset is 0 in process 0, 5 in process 1\nFix: start all",
+        "jax_random_seed_offset is '0' in process 0, '5' in process 1\nFix: start all",
     ),
     "count": ({"count": 3}, "the number of processes is 2 in process 0, 3 in process 1"),
 }  # fmt: skip

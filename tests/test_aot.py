@@ -379,6 +379,104 @@ def test_wide_products_of_stages_are_no_loops_of_permutes():
     assert 1e9 < sent <= 2.04e9
 
 
+def test_an_update_in_parts_scatters_every_large_gradient():
+    """The TPU's compiler writes a scatter as a sum and a slice in one fusion, of several arrays too."""
+    task = LM(2, 512, 512, vocab_size=1024, batch_size=64, seq_len=32, dtype="bfloat16")
+    parallel = Parallel("dp4", update="sharded")
+    setup = Setup.of(task, parallel, mesh=parallel.mesh.build(described_devices("v5e:2x2")))
+    report = inspect_step(setup)
+    sums = [c for c in report.collectives if c.op == "all-reduce"]
+    assert sum(c.bytes for c in sums) < 50_000
+    scattered = sum(c.bytes for c in report.collectives if c.op == "reduce-scatter")
+    matrices = 2 * 1024 * 512 + 2 * 2 * 512 * 4 * 512
+    assert scattered == 4 * matrices
+
+
+def test_a_head_in_a_pool_is_read_where_it_lies():
+    """A TPU copies the plane of the head nowhere, nor the head itself."""
+    task = LM(4, 1024, 1024, vocab_size=32768, batch_size=32, seq_len=64, dtype="bfloat16")
+    units = PipelineConfig(num_microbatches=4, num_chunks=4, head="last")
+    parallel = Parallel("pp4tp2", units)
+    setup = Setup.of(task, parallel, mesh=parallel.mesh.build(described_devices("v5e:2x4")))
+    [plane] = setup.storage.pools[0].planes
+    assert plane.columns == 32768 // 2
+    moved = [
+        visit.instruction.name
+        for visit in Module(lower_step(setup).compile().as_text()).visits()
+        if not (visit.callers and visit.callers[-1].opcode == "fusion")
+        and visit.instruction.opcode in ("copy", "slice", "dynamic-slice", "reshape", "transpose")
+        and sum(math.prod(dims) for _, dims in arrays(visit.instruction.shape)) >= 1024 * 32768 // 2
+    ]
+    assert moved == []
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("machine", COMPILERS)
+def test_a_recurrent_gradient_is_summed_after_a_loop_that_is_not_nested(machine, is_nested):
+    """On CPU it is summed at each time step (test_surprises.py)."""
+    mesh = MeshConfig(data=8).build(described_devices(machine))
+
+    def loss(w, x):
+        def run(h, x):
+            return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), h, x)
+
+        h, _ = jax.lax.scan(run, x[0, 0] * 0, x) if is_nested else run(x[0, 0] * 0, x[0])
+        return jax.lax.psum(jnp.sum(h), DATA)
+
+    def shape(sizes, spec):
+        return jax.ShapeDtypeStruct(sizes, "float32", sharding=NamedSharding(mesh, spec))
+
+    split = P(None, None, DATA)
+    run = jax.shard_map(loss, mesh=mesh, in_specs=(P(), split), out_specs=P())
+    arguments = shape((256, 256), P()), shape((4, 6, 64, 256), split)
+    text = jax.jit(jax.grad(run)).lower(*arguments).compile().as_text()
+    sums = [
+        visit.trip_counts
+        for visit in Module(text).visits()
+        if visit.instruction.opcode in ("all-reduce", "all-reduce-start")
+        and "[256,256]" in visit.instruction.shape
+    ]
+    assert sums == [(4,) if is_nested else ()]
+
+
+SCATTER = """
+import jax, jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from jaxpar.mesh import described_devices
+place = SingleDeviceSharding(described_devices("h100:1x1x1")[0])
+shapes = [((4096, 512), "float32"), ((4096,), "int32")]
+arguments = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
+gradient = lambda d, ids: jnp.zeros((10_000, 512)).at[ids].add(d)
+print(jax.jit(gradient).lower(*arguments).compile().as_text())
+"""
+
+
+@pytest.mark.parametrize("flag", ["", "--xla_gpu_deterministic_ops=true"])
+def test_deterministic_operations_sort_every_number_of_an_embeddings_gradient(flag):
+    environ = os.environ | {"XLA_FLAGS": flag}
+    command = [sys.executable, "-c", SCATTER]
+    text = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    sorted_shapes = re.findall(r"= \((.*?)\) sort\(", text)
+    assert [math.prod(arrays(shape)[0][1]) for shape in sorted_shapes] == [4096 * 512] * bool(flag)
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_a_flag_that_no_program_compiles_with_is_told(command):
+    """Deterministic operations need the GPU, to choose among products."""
+    flags = "--vocab-size 256 --num-layers 2 --hidden-size 128 --embed-size 128 --batch-size 8 --seq-len 8"
+    words = [command, "lm", "--machine", "h100:1x1x2", *flags.split()]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpar", *words],
+        env=os.environ | {"XLA_FLAGS": "--xla_gpu_deterministic_ops=true"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    said = done.stderr[done.stderr.index("error: ") :]
+    assert said.startswith("error: with XLA_FLAGS='--xla_gpu_deterministic_ops=true' the compiler")
+    assert "Fix: take the flag that it does not support out of XLA_FLAGS." in said
+
+
 def test_a_tpu_sends_bfloat16_in_half_the_bytes_of_a_cpu():
     sent = {}
     for name in ("v5e:2x2", None):

@@ -9,6 +9,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -23,11 +24,14 @@ from jaxpar.analysis import (
     inspect_step,
 )
 from jaxpar.analysis.hlo import Module, groups
+from jaxpar.analysis.program import busy_of
 from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import device_bytes
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
+from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.schedules import make_schedule
+from jaxpar.pipeline.tables import make_table
 from jaxpar.sharding import annotated
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
@@ -257,6 +261,24 @@ def test_memory_is_that_of_one_device():
     assert (report.memory.aliased, report.collectives) == (0, ())
     donated = inspect_function(jax.jit(lambda x: x + 1, donate_argnums=0), x).memory
     assert (donated.aliased, donated.total) == (512, 512 + donated.temporary)
+
+
+def test_a_scope_within_itself_is_named_once():
+    def run(x):
+        with jax.named_scope("rows"), jax.named_scope("rows"):
+            return lax.psum(x, "data")
+
+    [collective] = inspect_local(run).collectives
+    assert collective.module == "rows"
+
+
+def test_each_unit_is_work_once_in_each_part_of_a_tick():
+    schedule = make_schedule("1f1b", 2, 3, 2, zero_bubble=True)
+    busy = busy_of(make_table([schedule]))
+    weights = sum(busy[name] for name in busy if name not in (FORWARD, HEAD, BACKWARD))
+    for own in (busy[FORWARD], busy[BACKWARD], weights):
+        np.testing.assert_array_equal(own.sum(1), [[3 * 2] * 2])
+    assert busy[HEAD].sum() == 3 * 2
 
 
 def test_flops_count_the_body_of_a_loop_once():

@@ -26,6 +26,7 @@ from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import SHEETS, Link, sheet_of
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
+from jaxpar.tasks.lm import LM
 from jaxpar.trace.counts import amount
 
 NAMES = ("lm", "gru", "transformer", "mixed", "hybrid")
@@ -91,6 +92,14 @@ def test_flops_of_layers_are_those_of_their_matrices():
     assert [work.flops for work in lstm[:3]] == [product] * 3
     assert lstm.forward.turns == lstm.forward.product_turns == 4
     assert lstm.weights.turns == 0  # out of the loop over time
+
+
+@pytest.mark.parametrize("unit", [(1024, 1024), (1024, 128), (64, 1024), (512, 16)])
+def test_flops_of_a_head_in_chunks_are_those_of_its_matrix(unit):
+    """128,256 words, and a thousand rows and steps: another number of chunks for each unit."""
+    task = LM(1, 8, 8, vocab_size=128_256, batch_size=1024, seq_len=1024)
+    found = counts_of(task, 1, "tpu").unit(*unit).last.flops
+    assert found == pytest.approx(3 * 2 * math.prod(unit) * 8 * 128_256, rel=0.1)
 
 
 def test_bytes_are_those_of_what_is_materialized():

@@ -250,6 +250,7 @@ def test_without_a_gradient_its_rule_is_of_no_account(name):
     programs = [program(WITH_GRADIENT[name](factor)) for factor in (2.0, 3.0)]
     found = {descriptions.of_program(own, is_differentiated=False) for own in programs}
     assert len(found) == 1
+    assert len({descriptions.of_program(own) for own in programs}) == 2  # nor is what was said then
 
 
 def test_a_policy_of_remat_is_compared_by_what_it_saves():

@@ -14,8 +14,14 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.model.facts import ModelFacts
 from jaxpar.nn.linear import matmul
 from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.loss import cross_entropy, linear_cross_entropy, without_padding
+from jaxpar.tasks.lm.loss import (
+    LOGITS_ELSEWHERE,
+    cross_entropy,
+    linear_cross_entropy,
+    without_padding,
+)
 from jaxpar.tasks.lm.streams import IGNORE
+from jaxpar.trace.counts import amount
 from jaxpar.trace.jaxprs import equations_in
 
 # float32 rounding of a sum of 24 terms and of a logarithm.
@@ -151,6 +157,26 @@ def test_a_head_in_chunks_equals_one_at_once(shape, dtype, error):
     without_gradient = linear_cross_entropy(*arrays, targets, max_logits=256)
     np.testing.assert_allclose(0.5 * without_gradient.loss, expected[0], rtol=1e-6)
     assert int(without_gradient.weight) == np.sum(np.asarray(targets) != IGNORE)
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows", "words"),
+    [
+        (1024, 1024, 128_256),
+        (1024, 512, 50_304),
+        (1000, 96, 50_257),
+        (256, 256, 10_240),
+        (37, 100, 10**6),
+    ],
+)
+def test_chunks_compute_hardly_more_than_they_must(steps, rows, words):
+    def loss(y, kernel, bias, targets):
+        return linear_cross_entropy(y, kernel, bias, targets, max_logits=LOGITS_ELSEWHERE).loss
+
+    shapes = (steps, rows, 8), (8, words), (words,), (steps, rows)
+    types = "float32", "float32", "float32", "int32"
+    found = amount(jax.grad(loss, (0, 1, 2)), *map(jax.ShapeDtypeStruct, shapes, types))
+    assert 1 <= found.flops / (3 * 2 * steps * rows * 8 * words) <= 1.05
 
 
 def test_logits_of_all_time_steps_are_never_held():

@@ -137,6 +137,20 @@ def test_layers_in_pools_equal_their_definition(mesh, kinds, pipeline, layout, f
     assert_same(task, parallel)
 
 
+@pytest.mark.law
+@pytest.mark.parametrize(("mesh", "kinds"), [((1, 2, 1), KINDS), more((2, 2, 2), ALIKE)])
+def test_rows_as_long_as_those_of_the_largest_array_equal_their_definition(
+    mesh, kinds, monkeypatch
+):
+    monkeypatch.setattr("jaxpar.partition.pool.MOST_FILLED", 100)
+    task, parallel = Unequal(kinds, batch_size=16), parallel_of(mesh)  # a task of this test alone
+    [plane, *_] = next(
+        pool for pool in setup_of(task, parallel).storage.pools if pool.planes
+    ).planes
+    assert plane.columns > 8
+    assert_same(task, parallel)
+
+
 @pytest.mark.full
 def test_rows_without_a_layer_have_no_gradient(monkeypatch):
     """In stacks: a group of layers may have none of a kind, though no slot of the stage is empty."""

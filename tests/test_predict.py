@@ -389,6 +389,13 @@ def test_a_text_that_was_named_from_another_folder_is_found(text, tmp_path, monk
 
 
 @pytest.mark.full
+def test_progress_is_shown_unless_it_is_quiet(text_run, capsys):
+    for quiet in (False, True):
+        text_run.predict("valid", quiet=quiet)
+        assert ("predicting" in capsys.readouterr().err) == (not quiet)
+
+
+@pytest.mark.full
 def test_a_run_predicts_its_splits_and_other_texts(text_run, text, tmp_path, capsys, caplog):
     found = text_run.predict("valid", quiet=True)["log_likelihood"]
     loss = text_run.evaluate("valid").loss

@@ -22,6 +22,9 @@ from jaxpar.hosts import launch, on_ray
 RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
 END_SECONDS = 600  # which only what hangs takes
 GONE_SECONDS = 20  # in which nothing is left of a launcher that was killed
+# Ray forks to start a cluster, which JAX warns of where it has run before.
+pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
+
 STORE_BYTES = 80 * 2**20  # about the least that a raylet takes
 
 
@@ -226,7 +229,9 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(text, tmp_path, cluster):
     assert "continuing with 1 of 2 processes\n" in said
     assert "dp2 does not fit 1 devices; dp1 is the fastest" in said
     cluster.add_node(**NODE)
-    read_until(process, r"^\[0\] step +20/")
+    read_until(
+        process, r"^\[0\] step "
+    )  # of any number: it may have come far before the node was lost
     found = processes_in(out_dir)  # with what guards them, their children
     [actor] = {*found.values()} - {*found}
     os.kill(actor, signal.SIGKILL)

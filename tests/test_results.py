@@ -148,6 +148,10 @@ def test_a_curve_is_drawn_where_its_numbers_are():
         {"split": "test", "step": 10, "loss": 9.0}, {"split": "skipped", "step": 7, "nonfinite": "loss"},
     )  # fmt: skip
     axes = show(curves).to_figure().axes[0]
+    assert [name for name, spine in axes.spines.items() if spine.get_visible()] == [
+        "left",
+        "bottom",
+    ]
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert lines == {"training loss": [[0, 4], [10, 2]], "validation loss": [[5, 3]]}
     assert ">validation loss</text>" in show(curves).to_html()

@@ -305,6 +305,7 @@ DIVIDED = {"each.kernel": 2, "each.bias": 0, "norm.scale": 0, "norm.bias": 0}
 # A block, its inputs, and the dim of each parameter that is split.
 SPLIT = {
     "mlp": (mlp, (NORMAL,), MLP),
+    "mlp of four dims": (mlp, (jnp.zeros((ROWS, HEADS, TIME, WIDTH)),), MLP),
     "dropout between": (
         lambda: mlp(lambda own, x, h: own.drop(h), drop=nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
         (NORMAL,), MLP,

@@ -467,8 +467,9 @@ def test_a_model_of_torch_gives_its_logits_here(torch_python, text, tmp_path, ki
 @pytest.mark.more
 @pytest.mark.parametrize("run", ["narrow", "tied"], indirect=True)
 def test_the_class_of_the_page_gives_the_same_logits(torch_python, run, tmp_path):
-    page = (Path(__file__).parent.parent / "docs" / "pytorch.md").read_text()
-    [block] = re.findall(r"(?s)^```python\n(.*?)^```", page, re.MULTILINE)
+    page = (Path(__file__).parent.parent / "docs" / "use" / "export.md").read_text()
+    blocks = re.findall(r"(?s)^```py\n(.*?)^```", page, re.MULTILINE)
+    [block] = (block for block in blocks if "class LanguageModel" in block)
     path, tokens = run.out_dir / "model.safetensors", tokens_of(run)
     save(tmp_path / "tokens.safetensors", {"tokens": tokens.astype(np.int64)})
     script = block.partition("model = ")[0] + (

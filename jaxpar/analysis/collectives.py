@@ -150,9 +150,19 @@ def _operation(module: Module, visit: Visit) -> str | None:
     is_chained = fused and "chain_id=" in instruction.attributes
     if is_chained and "AsyncCollectiveStart" not in fused[-1].attributes:
         return None  # another part of a transfer that is counted where it starts
-    if op == "all-reduce" and fused and fused[-1].opcode == "dynamic-slice":
+    if op == "all-reduce" and _is_scattered(fused):
         return "reduce-scatter"  # as the TPU's compiler writes it
     return op if op in _ROUNDS else None
+
+
+def _is_scattered(fused: Sequence[Instruction]) -> bool:
+    """Whether a fusion returns slices of arrays alone, each device its own."""
+    if not fused:
+        return False
+    opcodes = {each.name: each.opcode for each in fused}
+    is_tuple = fused[-1].opcode == "tuple"
+    returned = fused[-1].operands if is_tuple else [fused[-1].name]
+    return all(opcodes[name] == "dynamic-slice" for name in returned)
 
 
 def _collective(

@@ -245,7 +245,8 @@ def groups(instruction: Instruction, num_partitions: int) -> Groups:
         shape, order = _numbers(found[1]), _iota(found[2])
         return order.reshape(shape).tolist()
     notation = r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? *\{(.*?)\}"
-    if (found := re.search(notation, attributes)) is None:
+    found = re.search(notation, attributes)
+    if found is None:  # not reached: no JAX writes others so far
         groups = attributes[:300]
         raise ValueError(f"unknown groups of a collective: {groups}\nFix: use another JAX.")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}

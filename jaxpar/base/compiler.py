@@ -33,6 +33,7 @@ from jax.sharding import Mesh
 from jaxpar.base.axes import STAGE
 from jaxpar.base.files import cache_folder
 
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables with flags of the user's
 _OF_STAGES = {
     "gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
     "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},  # larger than any
@@ -60,7 +61,7 @@ def options_to_draw(platform: str) -> dict[str, int]:
 
 
 def _not_in_flags(options: dict[str, int]) -> dict[str, int]:
-    flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+    flags = " ".join(os.environ.get(name, "") for name in FLAGS)
     return {name: value for name, value in options.items() if name not in flags}
 
 

@@ -1,7 +1,7 @@
 """Tables and consoles of rich that fit a terminal, a file or a pipe."""
 
 from collections.abc import Iterable
-from typing import TextIO
+from typing import Any, TextIO
 
 import rich.box
 from rich.console import Console, RenderableType
@@ -11,9 +11,17 @@ from rich.text import Text
 WIDTH = 100  # of what goes into a file, a pipe or a notebook
 
 
+class PlainTable(Table):
+    """A table of texts as they are: brackets are no markup."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        """Adds a row of rich's."""
+        super().add_row(*(Text(c) if isinstance(c, str) else c for c in cells), **options)
+
+
 def make_table(*columns: str) -> Table:
     """A table with these columns; one whose name begins with > is of numbers."""
-    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = PlainTable(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
         is_number = column.startswith(">")
         table.add_column(column.removeprefix(">"), justify="right" if is_number else "left")
@@ -22,10 +30,10 @@ def make_table(*columns: str) -> Table:
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
     """A line for each: what, in bold, and what there is to say of it."""
-    table = Table.grid(padding=(0, 2))
+    table = PlainTable.grid(padding=(0, 2))
     table.add_column(style="bold")
     for name, value in facts:
-        table.add_row(name, Text(value))  # brackets are no markup
+        table.add_row(name, value)
     return table
 
 

@@ -54,7 +54,7 @@ def read_file(
         check_file(path)
         try:
             return as_path(path).read_bytes()
-        except MemoryError:
+        except MemoryError:  # not reached: a test would fill this machine's memory
             raise MemoryError(
                 f"{path} does not fit into the memory of this machine\nFix: use a smaller file"
             ) from None

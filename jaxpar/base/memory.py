@@ -10,23 +10,23 @@ def host_memory() -> tuple[int, int] | None:
     """Free and in all; of the container if that has a limit. None without Linux's files."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
+    except OSError:  # not reached: Linux has the file
         return None
     kibibytes = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
     free, total = kibibytes["MemAvailable"] * 1024, kibibytes["MemTotal"] * 1024
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())  # not reached: in containers
     except (OSError, ValueError):  # no such file, or "max"
         return free, total
-    return min(free, limit - used), min(total, limit)
+    return min(free, limit - used), min(total, limit)  # not reached: only containers have a limit
 
 
 def num_cores() -> int:
     """Those that this process may use; macOS does not tell, and gives all."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return os.cpu_count() or 1  # not reached: Linux tells
 
 
 def device_memory(devices: Sequence[Any]) -> float | None:
@@ -37,4 +37,4 @@ def device_memory(devices: Sequence[Any]) -> float | None:
     if devices[0].platform == "cpu":
         machine = host_memory()
         return machine and machine[1] / len(devices)
-    return (devices[0].memory_stats() or {}).get("bytes_limit")
+    return (devices[0].memory_stats() or {}).get("bytes_limit")  # not reached: only GPUs and TPUs

@@ -11,15 +11,18 @@ In a stack of each kind every stage has as many rows as the fullest of them need
 What comes before the layers and after them may lie there too, as two more kinds; or alone, with the layers in
 stacks. No other stage has it then.
 
-A pool has a *plane* [stage, rows, COLUMNS] for each dtype, and for what `tensor` splits one of its own, in
-which each of its devices has rows for its part. A leaf is whole rows of a plane. Where a layer's block begins
-is data, where its leaves lie within is not: one branch serves all layers of a kind. It takes its views inside
-of a `shard_map` over `tensor`, so that they send nothing: by constraints, one that was forgotten would mean a
-permute in a branch, for which other stages wait forever.
+A pool has a *plane* [stage, rows, columns] for each dtype, and for what `tensor` splits one of its own, in
+which each of its devices has rows for its part. A leaf is whole rows of a plane. Rows are as long as those of
+the largest leaf, which a TPU reads as it lies there; in shorter rows it would be copied in every unit. Where
+a layer's block begins is data, where its leaves lie within is not: one branch serves all layers of a kind. It
+takes its views inside of a `shard_map` over `tensor`, so that they send nothing: by constraints, one that was
+forgotten would mean a permute in a branch, for which other stages wait forever.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -37,7 +40,9 @@ from jaxpar.base.types import Activations, Arrays, Index, Params, Specs
 from jaxpar.pipeline.store import Store, rows_of_group
 from jaxpar.sharding import Rules, dims_of
 
-COLUMNS = 128  # of a row, as many as of a TPU's tile
+# Of a TPU's tile. Planes have at least so many columns, and a multiple of these rows: a TPU copies others.
+ROWS, COLUMNS = 8, 128
+MOST_FILLED = 1.02  # times what the arrays of a plane take
 OTHER = -1  # of an array that cannot be in a pool: the dim that `tensor` splits
 
 
@@ -49,17 +54,19 @@ class Leaf(NamedTuple):
       start: its first row within the layer's block.
       shape: on one device.
       dim: that `tensor` splits; None for none.
+      columns: of the plane.
     """
 
     plane: int
     start: int
     shape: tuple[int, ...]
     dim: int | None
+    columns: int
 
     @property
     def num_rows(self) -> int:
         """Of the plane."""
-        return -(-math.prod(self.shape) // COLUMNS)
+        return -(-math.prod(self.shape) // self.columns)
 
     @property
     def spec(self) -> P:
@@ -76,27 +83,40 @@ class Leaf(NamedTuple):
         )
 
     def read(self, plane: jax.Array, block: Activations) -> jax.Array:
-        """The array, of a device's plane [1, rows, COLUMNS] in which its layer's block begins there."""
+        """The array, of a device's plane [1, rows, columns] in which its layer's block begins there."""
         return self._rows(plane, block)[: math.prod(self.shape)].reshape(self.shape)
 
     def write(self, plane: jax.Array, block: Activations, value: jax.Array) -> jax.Array:
         """That plane with another value of the array, and nothing else changed."""
         rest = self._rows(plane, block)[value.size :]
         rows = jnp.concatenate([value.reshape(-1).astype(plane.dtype), rest])
-        rows = rows.reshape(1, self.num_rows, COLUMNS)
+        rows = rows.reshape(1, self.num_rows, self.columns)
         return lax.dynamic_update_slice(plane, rows, self._place(block))
 
     def rows_of(self, value: jax.Array) -> jax.Array:
         """The array as rows; what it does not fill is zero."""
-        room = self.num_rows * COLUMNS
-        return jnp.pad(value.reshape(-1), (0, room - value.size)).reshape(-1, COLUMNS)
+        room = self.num_rows * self.columns
+        return jnp.pad(value.reshape(-1), (0, room - value.size)).reshape(-1, self.columns)
 
     def _rows(self, plane: jax.Array, block: Activations) -> jax.Array:
-        sizes = 1, self.num_rows, COLUMNS
+        sizes = 1, self.num_rows, self.columns
         return lax.dynamic_slice(plane, self._place(block), sizes).reshape(-1)
 
     def _place(self, block: Activations) -> tuple[jax.Array, ...]:
         return jnp.int32(0), block + jnp.int32(self.start), jnp.int32(0)
+
+
+def _on_device(shape: Sequence[int], dim: int | None, num_tensor: int) -> tuple[int, ...]:
+    """The part of an array that a device of `tensor` has, split in this dim."""
+    return tuple(n // num_tensor if d == dim else n for d, n in enumerate(shape))
+
+
+def _columns_of(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Of a plane with such arrays: the last dim of the largest, unless much would be empty with that."""
+    wide = max([COLUMNS, *max(shapes, key=math.prod)[-1:]])
+    sizes = [*map(math.prod, shapes)]
+    filled = sum(-(-size // wide) * wide for size in sizes)
+    return wide if filled <= MOST_FILLED * sum(sizes) else COLUMNS
 
 
 class Plane(NamedTuple):
@@ -105,12 +125,13 @@ class Plane(NamedTuple):
     Attributes:
       dtype: its name.
       is_split: whether `tensor` splits what lies in it.
-      rows: on one device.
+      rows, columns: on one device.
     """
 
     dtype: str
     is_split: bool
     rows: int
+    columns: int
 
     @property
     def name(self) -> str:
@@ -130,7 +151,7 @@ class Plane(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """On one device."""
-        return self.rows * COLUMNS * np.dtype(self.dtype).itemsize
+        return self.rows * self.columns * np.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,20 +192,26 @@ class Pool:
           dims: for each kind, of each of its leaves the dim that `tensor` splits, or None.
           rows: for each kind the layer in each row of its stack (`Slots.rows`).
         """
-        kinds = [
-            [*zip(jax.tree.leaves(t), d, strict=True)] for t, d in zip(layers, dims, strict=True)
-        ]
-        keys = sorted(
-            {(np.dtype(a.dtype).name, dim is not None) for kind in kinds for a, dim in kind},
-            key=lambda key: Plane(*key, 0).name,
-        )
+        kinds = list[list[tuple[str, tuple[int, ...], int | None]]]()
+        for tree, splits in zip(layers, dims, strict=True):
+            pairs = zip(jax.tree.leaves(tree), splits, strict=True)
+            kinds.append(
+                [
+                    (np.dtype(a.dtype).name, _on_device(a.shape, dim, num_tensor), dim)
+                    for a, dim in pairs
+                ]
+            )
+        shapes = collections.defaultdict[tuple[str, bool], list[tuple[int, ...]]](list)
+        for dtype, shape, dim in itertools.chain(*kinds):
+            shapes[dtype, dim is not None].append(shape)
+        keys = sorted(shapes, key=lambda key: Plane(*key, 0, 0).name)
+        columns = [_columns_of(shapes[key]) for key in keys]
         leaves, blocks = [], np.zeros((len(kinds), len(keys)), np.int32)
         for number, kind in enumerate(kinds):
             own = list[Leaf]()
-            for a, dim in kind:
-                plane = keys.index((np.dtype(a.dtype).name, dim is not None))
-                shape = tuple(n // num_tensor if d == dim else n for d, n in enumerate(a.shape))
-                own.append(Leaf(plane, int(blocks[number, plane]), shape, dim))
+            for dtype, shape, dim in kind:
+                plane = keys.index((dtype, dim is not None))
+                own.append(Leaf(plane, int(blocks[number, plane]), shape, dim, columns[plane]))
                 blocks[number, plane] += own[-1].num_rows
             leaves.append(tuple(own))
         is_full = tuple(np.asarray(own) >= 0 for own in rows)
@@ -195,7 +222,8 @@ class Pool:
             starts_SRP = ends[:, None] + before_SR[..., None] * blocks[number]
             starts.append(starts_SRP.reshape(len(full), -1).astype(np.int32))
             ends = ends + full_SR.sum(1, keepdims=True) * blocks[number]
-        planes = tuple(Plane(*key, int(n)) for key, n in zip(keys, ends.max(0), strict=True))
+        sizes = zip(keys, ends.max(0), columns, strict=True)
+        planes = tuple(Plane(*key, -(-int(end) // ROWS) * ROWS, width) for key, end, width in sizes)
         structures = tuple(map(jax.tree.structure, layers))
         return cls(
             planes, tuple(leaves), structures, tuple(starts), is_full, num_stages, num_tensor
@@ -208,7 +236,7 @@ class Pool:
     def shape_of(self, plane: Plane) -> tuple[int, int, int]:
         """Of a whole plane."""
         devices = self.num_tensor if plane.is_split else 1
-        return self.num_stages, devices * plane.rows, COLUMNS
+        return self.num_stages, devices * plane.rows, plane.columns
 
     @property
     def num_bytes(self) -> int:
@@ -226,7 +254,7 @@ class Pool:
         )
 
     def packed(self, kinds: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        """A stage's planes, [1, rows, COLUMNS], on one device.
+        """A stage's planes, [1, rows, columns], on one device.
 
         Args:
           kinds: for each kind the arrays of its layers there, stacked, [layers, ...]; nothing if it has none.
@@ -236,12 +264,14 @@ class Pool:
             blocks: list[list[jax.Array]] = [[] for _ in self.planes]
             for leaf, stack in zip(own, stacks, strict=False):
                 blocks[leaf.plane].append(jax.vmap(leaf.rows_of)(stack))
-            for part, block in zip(parts, blocks, strict=True):
-                part += [jnp.concatenate(block, axis=1).reshape(-1, COLUMNS)] if block else []
+            for plane, part, block in zip(self.planes, parts, blocks, strict=True):
+                if block:
+                    part.append(jnp.concatenate(block, axis=1).reshape(-1, plane.columns))
         full = []
         for plane, part in zip(self.planes, parts, strict=True):
             rest = plane.rows - sum(map(len, part))
-            full.append(jnp.concatenate([*part, jnp.zeros((rest, COLUMNS), plane.dtype)])[None])
+            room = jnp.zeros((rest, plane.columns), plane.dtype)
+            full.append(jnp.concatenate([*part, room])[None])
         return full
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.base.checks import require
+from jaxpar.base.console import PlainTable
 from jaxpar.base.display import format_bytes, format_count, format_shape, show
 from jaxpar.base.trees import device_bytes
 from jaxpar.mesh import MeshConfig
@@ -56,7 +57,7 @@ class Grid(Picture):
         return self._table_of(dims, [])
 
     def _table_of(self, down: list[list[str]], right: list[list[str]]) -> Table:
-        table = Table(box=rich.box.SQUARE, show_lines=True, show_header=bool(right))
+        table = PlainTable(box=rich.box.SQUARE, show_lines=True, show_header=bool(right))
         columns = list(itertools.product(*right))
         for _ in down or ["devices"]:
             table.add_column("", style=HEAD, overflow="fold")

@@ -29,7 +29,8 @@ class Picture:
         self.parts = parts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from self.parts
+        for part in self.parts:
+            yield Text(part) if isinstance(part, str) else part  # brackets are no markup
 
     def to_html(self) -> str:
         """The same without a style sheet: `_repr_html_` puts it in."""
@@ -123,7 +124,7 @@ def table_html(table: Table) -> str:
 
 
 def _cell_html(column: Column, cell: RenderableType, tag: str) -> str:
-    text = cell if isinstance(cell, Text) else Text.from_markup(str(cell))
+    text = cell if isinstance(cell, Text) else Text(str(cell))
     parts = []
     for piece, style, _ in text.render(Console(file=io.StringIO(), force_jupyter=False)):
         inner = html.escape(piece).replace("\n", "<br>")

@@ -9,7 +9,7 @@ from rich.table import Table
 from jaxpar.analysis.collectives import Collective
 from jaxpar.analysis.program import ProgramReport, Total
 from jaxpar.base.axes import TENSOR
-from jaxpar.base.console import make_table
+from jaxpar.base.console import PlainTable, make_table
 from jaxpar.base.display import format_bytes, format_count, format_seconds, format_shape, show
 from jaxpar.pictures.picture import Picture
 from jaxpar.planning.cost import StepCost
@@ -31,7 +31,7 @@ def show_report(report: ProgramReport) -> Picture:
         if any(c.beside is not None for c in report.collectives):
             note += "\noverlaps: work that runs during the transfer; waits: no work does"
         parts = [_collectives_table(report.collectives), note, "", _totals_table(report.totals), ""]
-    facts = Table.grid(padding=(0, 2))
+    facts = PlainTable.grid(padding=(0, 2))
     if report.flops is not None:
         facts.add_row("FLOPs per device", f"{report.flops:,.0f} (each loop body counted once)")
     if report.memory:
@@ -61,7 +61,7 @@ def show_cost(cost: StepCost) -> Picture:
     table.add_row("memory", "", "", cost.refusal or cost.memory_text, "")
     measured = cost.seconds_text if cost.measured else ""
     table.add_row("step", "", format_seconds(sum(cost.parts.values())), "", measured)
-    facts = Table.grid(padding=(0, 2))
+    facts = PlainTable.grid(padding=(0, 2))
     parts = (f"{SHOWN[name]} {format_seconds(seconds)}" for name, seconds in cost.parts.items())
     facts.add_row("estimated step", ", ".join(parts))
     return Picture(describe(cost.parallel), "", table, "", facts, *notes)
@@ -77,13 +77,16 @@ def show_ranking(ranking: Ranking) -> Picture:
         table.add_row(describe(cost.parallel), cost.seconds_text, waits, cost.memory_text, known)
     compiled = [cost for cost in ranking.refused if cost.program or cost.refusal]
     for cost in compiled[:NUM_REFUSED]:
-        table.add_row(
-            describe(cost.parallel), "", "", cost.memory_text, cost.refusal or "too large"
-        )
+        why = cost.refusal or "too large"
+        table.add_row(describe(cost.parallel), "", "", cost.memory_text, why)
     number, machine = len(ranking.fitting) + len(ranking.refused), ranking.machine
     notes = [f"~: estimated from a data sheet; {ESTIMATE_ERROR}"]
     if any(cost.program for cost in ranking.fitting):
         notes.append("waits: estimated time for transfers that no computation overlaps")
+    if ranking.no_compiler:
+        fact, _, remedy = ranking.no_compiler.partition("\n")
+        left_out = "how much memory a layout needs, what its compiler refuses, and what overlaps"
+        notes.append(f"{fact}: the estimates leave out {left_out}\n{remedy}")
     devices = format_count(machine.num_devices, "device")
     heading = f"{machine.name}, {devices}: {number:,} layouts, best first:\n"
     return Picture(heading, table, *notes, f"\n{ranking.explain()}")

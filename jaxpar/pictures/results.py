@@ -3,9 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from rich.table import Table
-from rich.text import Text
-
+from jaxpar.base.console import PlainTable
 from jaxpar.base.display import show
 from jaxpar.model.task import TASKS, spec_of
 from jaxpar.pictures.picture import Drawing, Picture, find_figures
@@ -58,9 +56,9 @@ def show_curves(curves: Curves) -> CurvesPicture:
 @show.register
 def show_result(result: FitResult) -> Picture:
     """How far it came, its numbers and curves, and how to go on."""
-    table = Table.grid(padding=(0, 2))
+    table = PlainTable.grid(padding=(0, 2))
     for row in ways_on(result):
-        table.add_row(*map(Text, row))
+        table.add_row(*row)
     evaluations = [*result.evaluations.values()]
     tables = [evaluation_table(evaluations)] if evaluations else []
     return Picture(result.describe(), *tables, show(result.curves), table)

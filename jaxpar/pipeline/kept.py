@@ -13,6 +13,7 @@ it saves straight to its place, [slot, row], and reads it there.
 Legend: r rows of a kind's stack in a group.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -23,9 +24,10 @@ from jaxpar.base.trees import add, shape_of, vary_like, zeros
 from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Function, Index, Params, Tree
 from jaxpar.internal.split import SplitLayer
 from jaxpar.pipeline.buffers import read_at, write, write_at
-from jaxpar.pipeline.order import after_collectives, loops_in_order, needs_loops_in_order
+from jaxpar.pipeline.order import after_collectives, needs_loops_in_order
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.store import pick, stack
+from jaxpar.trace.loops import loops_in_order
 
 
 class Residuals:
@@ -65,12 +67,10 @@ class Residuals:
             rows = zip(*stage.params.layers, *stage.frozen.layers, strict=True)
             self._prepared = [self.kinds[0].prepare(*row) for row in rows]
 
-    def _run(self, kind: int, function: Function, *args: Tree) -> Tree:
-        """What a function of a layer gives, with the loops in it in order."""
-        return loops_in_order(function, *args) if self._needs_order(kind) else function(*args)
-
-    def _needs_order(self, kind: int) -> bool:
-        return needs_loops_in_order(self._stage.spec, self.kinds[kind].program)
+    def _run(self, kinds: Iterable[SplitLayer], function: Function, *args: Tree) -> Tree:
+        """What a function of layers of these kinds gives, with the loops in it in order."""
+        is_ordered = any(needs_loops_in_order(self._stage.spec, kind.program) for kind in kinds)
+        return loops_in_order(function, *args) if is_ordered else function(*args)
 
     def _layer(self, weights: Params, kind: int, row: Index) -> list[Arrays]:
         """Parameters of one layer, and what of them is frozen."""
@@ -107,8 +107,8 @@ class Residuals:
         at = stage.at(unit)
 
         def body(kind, sums, carry, x, reads, layer, buffers, place):
-            here = at._replace(layer=layer)
-            carry, y, saved = self._run(kind, kinds[kind].forward, *reads, carry, x, here)
+            own, here = kinds[kind], at._replace(layer=layer)
+            carry, y, saved = self._run([own], own.forward, *reads, carry, x, here)
             there = [
                 self._put(a, value, slot, *place) for a, value in zip(buffers, saved, strict=False)
             ]
@@ -148,9 +148,8 @@ class Residuals:
             split = kinds[kind]
             weights = reads[0] if stage.spec.unroll else split.prepare(*reads)
             saved = [self._get(leaf, slot, *place) for leaf in buffers[: len(split.saved)]]
-            d_params, d_carry, dx, later = self._run(
-                kind, split.backward, weights, saved, d_carry, dy
-            )
+            args = weights, saved, d_carry, dy
+            d_params, d_carry, dx, later = self._run([split], split.backward, *args)
             after = list(buffers)
             for number, leaf in zip(split.places, later, strict=True):
                 after[number] = self._put(buffers[number], leaf, slot, *place)
@@ -263,9 +262,7 @@ class Inputs(Residuals):
         self, buffers: Arrays, slot: Index, unit: Unit, group: Index, carry: Carry, x: Activations
     ) -> tuple[Arrays, Arrays, Arrays]:
         """The layers of a group: the carry, y, and the buffers with what is kept in a slot."""
-        is_ordered = any(map(self._needs_order, range(len(self.kinds))))
-        forward, args = self._stage.forward, (unit, group, carry, x)
-        after, y = loops_in_order(forward, *args) if is_ordered else forward(*args)
+        after, y = self._run(self.kinds, self._stage.forward, unit, group, carry, x)
         return after, y, write(buffers, self.placed((carry, x[0])), slot)
 
     def recall(

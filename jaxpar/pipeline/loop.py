@@ -69,11 +69,12 @@ from jaxpar.base.types import Activations, Arrays, Carry, Cotangents, Function, 
 from jaxpar.pipeline.buffers import write
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
-from jaxpar.pipeline.order import after, after_collectives
+from jaxpar.pipeline.order import after_collectives
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.store import pick
 from jaxpar.pipeline.tables import SharedLane, TickTable
+from jaxpar.trace.loops import after
 
 # The parts of a tick, as named scopes of the program.
 FORWARD, HEAD, BACKWARD = "forward", "head", "backward"

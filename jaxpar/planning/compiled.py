@@ -11,13 +11,18 @@ import importlib.metadata
 import logging
 import os
 import pickle
+import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from jaxpar.analysis.program import ProgramReport, inspect_lowered, lower_step
+from jaxpar.base.compiler import FLAGS
 from jaxpar.base.files import cache_folder, whole_file
 from jaxpar.mesh import described_devices
 from jaxpar.model.facts import ModelFacts
@@ -34,6 +39,7 @@ _VERSION = 3
 # A variable with a folder, in which a file stands for each program that is compiled (`cli.guarded`); and the
 # name of a file there that says to compile one after the other.
 WATCHED, ONE_BY_ONE = "JAXPAR_COMPILES", "one"
+_MOST_LETTERS = 100  # letters of what XLA says of a program of its own
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +70,8 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
     Args:
       setup: of `setup_on`.
       runs: whether a state and a batch are made on devices that are there; else it is compiled for shapes.
+    Raises:
+      ValueError: with the user's flags, the compiler of a machine that is not there fails for any program.
     """
     try:
         if machine.is_here and runs:
@@ -79,7 +87,11 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
             if has_failed:
                 return "it crashed"
             report = _checked(setup, lowered)
-    except (jax.errors.JaxRuntimeError, StuckError) as error:
+    except StuckError as error:
+        return str(error).partition("\n")[0]
+    except jax.errors.JaxRuntimeError as error:
+        if not machine.is_here:
+            _check_flags(setup.mesh.devices.flat[0], machine)
         return str(error).partition("\n")[0]
     try:
         _folder().mkdir(parents=True, exist_ok=True)
@@ -91,6 +103,26 @@ def compile_step(setup: Setup, machine: Machine, *, runs: bool = True) -> Progra
             error,
         )
     return report
+
+
+def _check_flags(device: Any, machine: Machine) -> None:
+    """Compiles a product alone, where the user has set flags: what fails there too is no fault of a layout.
+
+    Raises:
+      ValueError: it fails.
+    """
+    flags = {name: os.environ[name] for name in FLAGS if os.environ.get(name)}
+    a = jax.ShapeDtypeStruct((128, 128), "float32", sharding=SingleDeviceSharding(device))
+    try:
+        if flags:
+            jax.jit(jnp.matmul).lower(a, a).compile()
+    except jax.errors.JaxRuntimeError as error:
+        said, names = textwrap.shorten(str(error), _MOST_LETTERS), " or ".join(flags)
+        told = ", ".join(f"{name}={value!r}" for name, value in flags.items())
+        raise ValueError(
+            f"with {told} the compiler of {machine.name} fails for a product alone: {said}\n"
+            f"Fix: take the flag that it does not support out of {names}."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -129,7 +161,7 @@ def _name_of(lowered: jax.stages.Lowered, machine: Machine) -> str:
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(importlib.metadata.version(package))
-    flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
+    flags = tuple(map(os.environ.get, FLAGS))
     asked = repr((lowered.as_text(), machine.name, versions, flags, _VERSION))
     return f"{hashlib.sha256(asked.encode()).hexdigest()}.pickle"
 

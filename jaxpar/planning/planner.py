@@ -16,6 +16,7 @@ from jaxpar.base.checks import see
 from jaxpar.base.display import Printed, format_bytes, format_count
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.order import check_at_least
+from jaxpar.mesh import NoCompilerError, described_devices
 from jaxpar.model.task import Task, check_task
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_of
 from jaxpar.planning.cost import StepCost
@@ -44,6 +45,7 @@ class Ranking(Printed):
       machine: Target machine.
       fitting: Layouts that fit, fastest first: measured ones, then compiled ones, then estimated ones.
       refused: Layouts that do not fit, or that the compiler refuses: first those that were compiled.
+      no_compiler: Why none could be compiled, and the remedy; "" if there is a compiler.
 
     Example:
       ranking = jaxpar.planning.plan(task, machine="v5e:2x2", num_finalists=0)
@@ -53,14 +55,16 @@ class Ranking(Printed):
     machine: Machine
     fitting: tuple[StepCost, ...]
     refused: tuple[StepCost, ...]
+    no_compiler: str = ""
 
     @classmethod
-    def of(cls, machine: Machine, costs: Sequence[StepCost]) -> "Ranking":
+    def of(cls, machine: Machine, costs: Sequence[StepCost], no_compiler: str = "") -> "Ranking":
         """Makes a ranking of layouts in any order."""
         by_time = sorted(costs, key=lambda c: (not c.measured, c.program is None, c.seconds))
         by_size = sorted(costs, key=lambda c: (not c.memory_bytes, c.memory_bytes or c.least_bytes))
         fitting = tuple(cost for cost in by_time if cost.fits)
-        return cls(machine, fitting, tuple(cost for cost in by_size if not cost.fits))
+        refused = tuple(cost for cost in by_size if not cost.fits)
+        return cls(machine, fitting, refused, no_compiler)
 
     @property
     def best(self) -> StepCost:
@@ -120,11 +124,12 @@ def plan(
       parallel: Layout whose shares, speeds and device numbers are kept. The planner searches for the rest.
       machine: Target machine, or its text as for `find_machine`. None takes the devices that JAX has, and
         times the finalists on them.
-      num_finalists: Number of fitting layouts to compile. 0 relies on estimates.
+      num_finalists: Number of fitting layouts to compile. 0 relies on estimates, and so does a machine
+        whose compiler is not installed.
       quiet: Whether to leave out progress lines on stderr.
     Raises:
-      ValueError: as of `search.rank` and `find_machine`; there is no compiler for the machine; or there are
-        several processes, of which each would measure for itself.
+      ValueError: as of `search.rank` and `find_machine`; or there are several processes, of which each would
+        measure for itself.
 
     Example:
       print(jaxpar.planning.plan(task, machine="v5e:2x2", num_finalists=0))
@@ -160,9 +165,15 @@ def plan_in_steps(
 
     def tell(doing: str) -> None:
         if not quiet:
-            print(f"{doing} ...", file=sys.stderr, flush=True)
+            print(doing, file=sys.stderr, flush=True)
 
-    tell("estimating every mesh and pipeline")
+    no_compiler = ""
+    if num_finalists and not machine.is_here:
+        try:
+            described_devices(machine.name)
+        except NoCompilerError as error:
+            num_finalists, no_compiler = 0, str(error)
+    tell("estimating every mesh and pipeline ...")
     if machine.is_here and num_finalists and jax.process_count() > 1:
         raise ValueError(
             f"plan times steps in one process, got {jax.process_count()} processes\n"
@@ -171,21 +182,23 @@ def plan_in_steps(
     if given.mesh.devices is not None:
         machine = dataclasses.replace(machine, num_devices=len(given.mesh.devices))
     costs = rank(task, given, train, machine)
-    yield Ranking.of(machine, costs)
+    yield Ranking.of(machine, costs, no_compiler)
     likely = iter([number for number, cost in enumerate(costs) if cost.fits])
     setups = dict[int, Setup]()
     for _ in range(_MOST_TRIED):
         wanted = num_finalists - sum(cost.program is not None and cost.fits for cost in costs)
         wave = {n: setup_of(costs[n]) for n in itertools.islice(likely, wanted)}
         if wave:
-            tell(f"compiling {format_count(len(wave), 'layout')}")
+            tell(f"compiling {format_count(len(wave), 'layout')} ...")
         for place, found in compile_steps([*wave.values()], machine):
             number = [*wave][place]
             costs[number] = costs[number].known(found)
+            said = costs[number].refusal or costs[number].memory_text
+            tell(f"  {place + 1} of {len(wave)}: {describe(costs[number].parallel)}: {said}")
             yield Ranking.of(machine, costs)
         setups |= {n: setup for n, setup in wave.items() if costs[n].fits}
     for rounds in (_ROUNDS, _LAST_ROUNDS) if machine.is_here and setups else ():
-        tell(f"timing {format_count(len(setups), 'layout')} in {rounds} rounds")
+        tell(f"timing {format_count(len(setups), 'layout')} in {rounds} rounds ...")
         for n, seconds in zip(setups, time_steps([*setups.values()], rounds), strict=True):
             costs[n] = dataclasses.replace(costs[n], measured=tuple(seconds))
         quickest = sorted(setups, key=lambda n: costs[n].seconds)[:_BEST]

@@ -111,7 +111,7 @@ def _run_traced(
             raise _NeedsTypesError
         return run(closed, args, _casting() if casts_derivatives else None)
 
-    return _retraced(function, run_program, *args, keeps_types=keeps_types)
+    return retraced(function, run_program, *args, keeps_types=keeps_types)
 
 
 def _own_axes(eqn: JaxprEqn) -> set[str]:
@@ -160,7 +160,7 @@ def check_on_mesh(what: str, function: Function, *args: Arrays) -> None:
     jax.eval_shape(jax.shard_map(traced, mesh=AbstractMesh((1,), (DATA,)), **specs), *args)
 
 
-def _retraced(
+def retraced(
     function: Function,
     run_traced: Callable[[ClosedJaxpr, Leaves], Leaves],
     *args: Arrays,
@@ -169,6 +169,7 @@ def _retraced(
     """What a function returns, by its program. Leaves that are not arrays are fixed.
 
     Args:
+      run_traced: runs the program: (program, arrays) -> its outputs.
       keeps_types: whether it is traced with the types of its arguments.
     """
     leaves, tree = jax.tree.flatten(args)
@@ -429,7 +430,7 @@ class _Custom:
 
     def retraced(self, function: Function, *args: Arrays) -> Arrays:
         """What a function of its derivative returns."""
-        outs = _retraced(function, lambda closed, given: self._run_program(closed, *given), *args)
+        outs = retraced(function, lambda closed, given: self._run_program(closed, *given), *args)
         return self._varying(outs)
 
     def call(self, function: Function, values: Leaves) -> Leaves:

@@ -208,7 +208,8 @@ def _padded(
 ) -> tuple[int, jax.Array, jax.Array]:
     """In how many chunks of time so many logits are computed; and both, with steps that fill the last one."""
     T, B = targets_TB.shape
-    num_chunks = min(-(-T * B // max(max_logits // V, MIN_ROWS)), T)
+    steps = max(max(max_logits // V, MIN_ROWS) // B, 1)  # of a chunk, at most
+    num_chunks = -(-T // steps)
     padding = -T % num_chunks
     y_TBH = jnp.pad(y_TBH, ((0, padding), (0, 0), (0, 0)))
     targets_TB = jnp.pad(targets_TB, ((0, padding), (0, 0)), constant_values=IGNORE)
