@@ -105,6 +105,7 @@ class ReadBothWays(Regress):
         return BothWays(rngs=rngs)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("other", [{}, *map(full, ({"remat": True}, {"head": "last"}))], ids=str)
 def test_loops_beside_each_other_in_a_layer_keep_their_order(other):
     parallel = Parallel("dp2pp2tp2", PipelineConfig(num_microbatches=2, **other))
@@ -123,6 +124,7 @@ def of_a_branch(step, x):
     return lax.cond(jnp.all(x > 0), lambda x: of_known_length(step, x), lambda x: x, x)
 
 
+@pytest.mark.law
 @pytest.mark.parametrize("loop", [of_known_length, of_unknown_length, of_a_branch])
 def test_loops_of_every_kind_are_written_out_in_order(loop):
     """Two of them, each with a sum over devices."""

@@ -229,9 +229,8 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(text, tmp_path, cluster):
     assert "continuing with 1 of 2 processes\n" in said
     assert "dp2 does not fit 1 devices; dp1 is the fastest" in said
     cluster.add_node(**NODE)
-    read_until(
-        process, r"^\[0\] step "
-    )  # of any number: it may have come far before the node was lost
+    # Of any number: the run may have come far before the node was lost.
+    read_until(process, r"^\[0\] step ")
     found = processes_in(out_dir)  # with what guards them, their children
     [actor] = {*found.values()} - {*found}
     os.kill(actor, signal.SIGKILL)

@@ -246,7 +246,7 @@ def groups(instruction: Instruction, num_partitions: int) -> Groups:
         return order.reshape(shape).tolist()
     notation = r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? *\{(.*?)\}"
     found = re.search(notation, attributes)
-    if found is None:  # not reached: no JAX writes others so far
+    if found is None:  # not reached: no JAX has written others so far
         groups = attributes[:300]
         raise ValueError(f"unknown groups of a collective: {groups}\nFix: use another JAX.")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}

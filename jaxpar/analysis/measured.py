@@ -254,7 +254,7 @@ def _measure(
     end = start
     for (stage, conditional, part), events in inside.items():
         begun = np.sort([op.start for op in events if op.name == conditional])
-        if len(begun) != len(busy[part]):  # not reached: XLA keeps this loop so far
+        if len(begun) != len(busy[part]):  # not reached: XLA has kept this loop so far
             raise RuntimeError(
                 f"{conditional} ran {len(begun)} times on stage {stage}, in {len(busy[part])} ticks\n"
                 f"Fix: use another JAX, whose XLA keeps the loop."

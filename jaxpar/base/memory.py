@@ -16,10 +16,10 @@ def host_memory() -> tuple[int, int] | None:
     free, total = kibibytes["MemAvailable"] * 1024, kibibytes["MemTotal"] * 1024
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())  # not reached: in containers
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())  # not reached: a container's
     except (OSError, ValueError):  # no such file, or "max"
         return free, total
-    return min(free, limit - used), min(total, limit)  # not reached: only containers have a limit
+    return min(free, limit - used), min(total, limit)  # not reached: a container with a limit
 
 
 def num_cores() -> int:

@@ -116,7 +116,7 @@ def launch(
     with _receive_signals() as signals:
         for start in range(1 + MAX_RESTARTS):
             count = where.find_room(least, most, devices_per_process, signals)
-            if signals:  # not reached: it comes in the moment between two starts
+            if signals:  # not reached: tests send none between two starts
                 return 128 + signals[0]
             if not count and not start:
                 raise ValueError(

@@ -158,7 +158,7 @@ class _Group:
                 alive |= {int(number) for what, _, number in told if number}
                 if len(alive) == jax.process_count():
                     break
-        except jax.errors.JaxRuntimeError:  # not reached: process 0 is lost, the coordinator
+        except jax.errors.JaxRuntimeError:  # not reached: process 0, the coordinator, is lost
             return [0]
         return sorted({*range(jax.process_count())} - alive)
 
@@ -188,8 +188,8 @@ class _Group:
                     self._tell()
                     told = [self._board.wait_for(str(n), n) for n in range(jax.process_count())]
                     self._agreed = max(map(int, told)), json.loads(asked)
-            except jax.errors.JaxRuntimeError:  # not reached: a process ends meanwhile
-                pass
+            except jax.errors.JaxRuntimeError:  # not reached: a process has ended meanwhile
+                pass  # this process has closed, or the coordinator is gone and JAX ends this one
             return
 
     def _tell(self) -> None:

@@ -39,7 +39,7 @@ _VERSION = 3
 # A variable with a folder, in which a file stands for each program that is compiled (`cli.guarded`); and the
 # name of a file there that says to compile one after the other.
 WATCHED, ONE_BY_ONE = "JAXPAR_COMPILES", "one"
-_MOST_LETTERS = 100  # letters of what XLA says of a program of its own
+_MOST_LETTERS = 100  # of what XLA says
 _log = logging.getLogger(__name__)
 
 
@@ -112,10 +112,11 @@ def _check_flags(device: Any, machine: Machine) -> None:
       ValueError: it fails.
     """
     flags = {name: os.environ[name] for name in FLAGS if os.environ.get(name)}
+    if not flags:
+        return
     a = jax.ShapeDtypeStruct((128, 128), "float32", sharding=SingleDeviceSharding(device))
     try:
-        if flags:
-            jax.jit(jnp.matmul).lower(a, a).compile()
+        jax.jit(jnp.matmul).lower(a, a).compile()
     except jax.errors.JaxRuntimeError as error:
         said, names = textwrap.shorten(str(error), _MOST_LETTERS), " or ".join(flags)
         told = ", ".join(f"{name}={value!r}" for name, value in flags.items())

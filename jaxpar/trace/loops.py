@@ -28,7 +28,7 @@ from jaxpar.trace.jaxprs import (
     reads_of,
     varying_of,
 )
-from jaxpar.trace.varying import retraced
+from jaxpar.trace.varying import parts_of_scan, retraced
 
 _LOOPS = ("scan", "while")
 _CALLS = ("checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call", "closed_call")
@@ -115,7 +115,7 @@ def _run_loops(eqn: JaxprEqn, values: Leaves, turns: jax.Array) -> tuple[Leaves,
     params = eqn.params
     match eqn.primitive.name:
         case "scan":
-            given, carry, xs = cut(values, params["num_consts"], params["num_carry"])
+            given, carry, xs = parts_of_scan(eqn, values)
 
             def step(state, x):
                 turns, carry = state
