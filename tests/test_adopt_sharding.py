@@ -8,7 +8,7 @@ import pytest
 from lib import flax_models as models
 from lib.adopted import Adopted, assert_as_plain, batch_of
 
-from jaxpar import Parallel, PipelineConfig
+from jaxpar import Parallel, PipelineConfig, suggest_rules
 from jaxpar.sharding import named_leaves
 from jaxpar.step.setup import Setup
 
@@ -53,3 +53,14 @@ def test_the_head_is_split_over_stages():
     kernel = dict(named_leaves(setup.init_state().params, "/"))["outer/head/kernel"].get_value()
     assert kernel.sharding.shard_shape(kernel.shape) == (kernel.shape[0], kernel.shape[1] // 2)
     assert_as_plain(TASK, parallel)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2pp2tp2"])
+@pytest.mark.parametrize(
+    ("model", "head"), [(models.GPT, "last"), (models.GPT, "sharded"), (models.Padded, "last")]
+)
+def test_blocks_and_head_are_split_as_proposed(model, head, mesh):
+    rules = suggest_rules(Adopted(model), mesh)
+    assert rules["embed.embedding" if model.tied else "head.kernel"].count("tensor") == 1
+    task = Adopted(model, by_path=tuple(rules.items()))
+    assert_as_plain(task, Parallel(mesh, dataclasses.replace(UNITS, head=head)))

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -374,7 +375,7 @@ def parts_of_one_key():
     return {"query": general(WIDTH, (HEADS, HEAD)), **keys, "out": general((HEADS, HEAD), WIDTH)}
 
 
-def traced(build, inputs):
+def traced(build, inputs, **options):
     """A function of parameters by name and other arguments, these, and what is proposed."""
     graph, state, others = nnx.split(build(), nnx.Param, ...)
     leaves, tree = jax.tree.flatten(state)
@@ -389,7 +390,100 @@ def traced(build, inputs):
     args = dict(zip(names, values, strict=True)), inputs, others
     jaxpr = jax.make_jaxpr(run)(*args).jaxpr
     params = dict(zip(jaxpr.invars, sorted(names), strict=False))  # as a dict is traced
-    return run, args, proposals(jaxpr, params, SIZE)
+    return run, args, proposals(jaxpr, params, SIZE, **options)
+
+
+def table_of_positions():
+    """A bias of positions with one value for each head, looked up in a table of the block."""
+
+    def call(own, x):
+        steps = jnp.arange(x.shape[1])
+        bias = own.table[...][jnp.abs(jnp.subtract.outer(steps, steps))].transpose(2, 0, 1)
+        return x + own.out(attend(own.query(x), own.key(x), own.value(x), bias))
+
+    parts = {name: general(WIDTH, (HEADS, HEAD), use_bias=False) for name in ("query", "key")}
+    value, out = general(WIDTH, (HEADS, HEAD)), general((HEADS, HEAD), WIDTH)
+    return Block(call, table=param(TIME, HEADS), value=value, out=out, **parts)
+
+
+SPLIT["table of positions"] = (
+    table_of_positions,
+    (NORMAL,),
+    {"query.kernel": 1, "key.kernel": 1, "value.kernel": 1, "value.bias": 0, "table": 1, "out.kernel": 0},
+)  # fmt: skip
+
+WORDS = 24
+TARGETS = jax.random.randint(jax.random.key(2), (ROWS, TIME), 0, WORDS)
+
+
+def head(loss, size=WORDS, **parts):
+    """What follows the blocks: a norm, logits, and a loss of them."""
+    norm = nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))
+    call = lambda own, x, y: jnp.mean(loss(own.head(own.norm(x)), y))  # noqa: E731
+    return Block(call, norm=norm, head=linear(WIDTH, size), **parts)
+
+
+def by_one_hot(logits, y):
+    return -jnp.sum(nnx.log_softmax(logits) * jax.nn.one_hot(y, WORDS), -1)
+
+
+def by_index(logits, y):
+    rows, steps = jnp.indices(y.shape)
+    return -nnx.log_softmax(logits)[rows, steps, y]
+
+
+def tied():
+    """The table of the embedding gives the logits."""
+
+    def call(own, x, y):
+        return jnp.mean(cross_entropy(jnp.einsum("btd,vd->btv", x, own.table[...]), y))
+
+    return Block(call, table=param(WORDS, WIDTH))
+
+
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+HEAD_SPLIT = {"head.kernel": 1, "head.bias": 0}
+HEADS_SPLIT = {
+    "optax": (lambda: head(cross_entropy), HEAD_SPLIT),
+    "one hot": (lambda: head(by_one_hot), HEAD_SPLIT),
+    "index": (lambda: head(by_index), HEAD_SPLIT),
+    "soft cap": (lambda: head(lambda z, y: cross_entropy(9 * jnp.tanh(z / 9), y)), HEAD_SPLIT),
+    "smoothed": (lambda: head(lambda z, y: cross_entropy(z, y) - nnx.log_softmax(z).mean(-1)), HEAD_SPLIT),
+    "as wide as its input": (lambda: head(lambda z, y: z.sum(-1), WIDTH), HEAD_SPLIT),
+    "tied": (tied, {"table": 0}),
+}  # fmt: skip
+HEADS_WHOLE = {
+    "narrow": lambda: head(lambda z, y: z.sum(-1), WIDTH - SIZE),
+    "not divisible": lambda: head(lambda z, y: z.sum(-1), WORDS + 2),
+    "half of the words": lambda: head(lambda z, y: cross_entropy(z[..., : WORDS // 2], y)),
+    "sorted words": lambda: head(lambda z, y: jnp.sort(z, -1)[..., -1]),
+    "norm of logits": lambda: head(lambda z, y: jnp.cumsum(z, -1)[..., -1]),
+    "logits as output": lambda: Block(lambda own, x, y: own.head(x), head=linear(WIDTH, WORDS)),
+}
+
+
+@pytest.mark.parametrize("name", HEADS_SPLIT)
+def test_a_wide_head_is_split_by_columns(name):
+    build, expected = HEADS_SPLIT[name]
+    run, (params, *others), splits = traced(build, (NORMAL, TARGETS), of_loss=True)
+    assert {n: split.dims.index(TENSOR) for n, split in splits.items()} == expected
+    placed, specs, whole, mesh = place(params, others, splits)
+
+    def step(params, inputs, others):
+        x, y = inputs
+        return jax.value_and_grad(lambda p, x: run(p, (x, y), others), (0, 1))(params, x)
+
+    split_step = jax.jit(step, out_shardings=(whole, (specs, whole)))
+    sent = inspect_function(split_step, *placed, mesh=mesh).collectives
+    assert {each.op for each in sent} == {"all-reduce"}
+    # Of rows and steps there is one number in each array, but in the gradient of the input.
+    assert sum(each.bytes for each in sent) <= (WIDTH + 6) * NORMAL[..., 0].nbytes
+    assert_equal(split_step(*placed), jax.jit(step)(params, *others))
+
+
+@pytest.mark.parametrize("name", HEADS_WHOLE)
+def test_a_head_stays_whole_where_more_would_be_sent(name):
+    assert traced(HEADS_WHOLE[name], (NORMAL, TARGETS), of_loss=True)[2] == {}
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -399,6 +493,20 @@ def test_pairs_are_proposed(name):
     assert {n: split.dims.index(TENSOR) for n, split in splits.items()} == expected
     for n, split in splits.items():
         assert (len(split.dims), split.dims.count(TENSOR)) == (params[n].ndim, 1)
+
+
+def place(params, others, splits):
+    """Arguments on a mesh; shardings of the parameters and of what is whole, and the mesh."""
+    mesh = MeshConfig(tensor=SIZE, devices=tuple(range(SIZE))).build()
+    specs = {n: NamedSharding(mesh, P(*splits[n].dims) if n in splits else P()) for n in params}
+    whole = NamedSharding(mesh, P())
+    return (jax.device_put(params, specs), *jax.device_put(others, whole)), specs, whole, mesh
+
+
+def assert_equal(found, expected):
+    for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        error, scale = np.abs(own - other).max(), np.abs(other).max()
+        assert error <= RELATIVE_ERROR * scale
 
 
 def test_a_kernel_for_each_head_is_split_along():
@@ -417,11 +525,7 @@ def test_nothing_is_proposed_where_more_would_be_sent(name):
 def test_rows_are_summed_once_and_nothing_else_is_sent(name):
     build, inputs, _ = SPLIT[name]
     run, (params, *others), splits = traced(build, inputs)
-    mesh = MeshConfig(tensor=SIZE, devices=tuple(range(SIZE))).build()
-    specs = {n: NamedSharding(mesh, P(*splits[n].dims) if n in splits else P()) for n in params}
-    whole = NamedSharding(mesh, P())
-    placed = jax.device_put(params, specs), *jax.device_put(others, whole)
-
+    placed, specs, whole, mesh = place(params, others, splits)
     forward = inspect_function(jax.jit(run, out_shardings=whole), *placed, mesh=mesh)
     assert {each.op for each in forward.collectives} == {"all-reduce"}
     num_rows = [split.role for split in splits.values()].count("rows")
@@ -437,10 +541,7 @@ def test_rows_are_summed_once_and_nothing_else_is_sent(name):
     split_step = jax.jit(step, out_shardings=(whole, (specs, whole)))
     both = inspect_function(split_step, *placed, mesh=mesh)
     assert {each.op for each in both.collectives} == {"all-reduce"}
-    found, expected = split_step(*placed), jax.jit(step)(params, *others)
-    for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        error, scale = np.abs(own - other).max(), np.abs(other).max()
-        assert error <= RELATIVE_ERROR * scale
+    assert_equal(split_step(*placed), jax.jit(step)(params, *others))
 
 
 def in_blocks(splits, number):

@@ -24,10 +24,11 @@ class SuggestedRules(dict[str, Dims]):
 
 
 def suggest_rules(task: Task, mesh: MeshConfig | str) -> SuggestedRules:
-    """Proposes how `tensor` splits the blocks of a Flax model, in pairs of columns and rows.
+    """Proposes how `tensor` splits a Flax model: its blocks in pairs of columns and rows, and a wide head.
 
-    It reads the traced products of each block. A pair needs one sum after its rows, and nothing else is sent.
-    Print the result, and paste it into `adopt(rules=...)` or `Task.dims`. For the limits see
+    It reads the traced products of each block, and of what follows them. A pair needs one sum after its rows.
+    The columns of a head need small sums in the loss, and one for the gradient of its input. Nothing else is
+    sent. Print the result, and paste it into `adopt(rules=...)` or `Task.dims`. For the limits see
     `model.adopt.suggest`.
 
     Args:
@@ -63,4 +64,7 @@ def suggest_rules(task: Task, mesh: MeshConfig | str) -> SuggestedRules:
             pair = [other.partition("@")[0] for other in split.pair]
             dims = (None, *split.dims) if is_row else split.dims
             found[name] = split._replace(dims=dims, pair=pair)
+    jaxpr, own = program.part("last").closed.jaxpr, model.variables.names_of(-1)
+    params = dict(zip(jaxpr.invars, own, strict=False))
+    found |= proposals(jaxpr, params, size, of_loss=True)
     return SuggestedRules(by_pattern(found, names))

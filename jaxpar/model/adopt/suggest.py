@@ -1,4 +1,4 @@
-"""Which parameters of a block can be split over `tensor`: read from its traced products.
+"""Which parameters can be split over `tensor`: read from the traced products of a block, or of the head.
 
 A kernel that is split by columns makes an output that is split. Operations that treat each element, head or
 channel alone keep it so. A second kernel that is split by rows takes it up: its products are summed once over
@@ -20,13 +20,18 @@ something in the backward pass only: a value that depends on parameters and on i
 (multi-query keys, a gate for each token). Two cases are allowed: a float input without this dim (a mask or a
 table of angles), and a parameter without it (the scale of a norm within a head). Their gradients are summed.
 
+After the blocks, the columns of a wide head are split too. The loss reduces them: it takes the maximum and
+the sum of each row of logits, and the one logit of the target. These are sums over the devices of one number
+for each row. A head is wide if it has at least as many columns as rows. All else is as above.
+
 Limits. These get no proposal, though a split may exist:
 
 - Fused kernels whose parts are slices of one dim: `jnp.split` of query, key and value or of gate and up.
 - Fewer heads of keys and values than `size`.
 - A bias of positions with one value for each head that is an input of the block.
-- Gathers, scatters, convolutions in groups of several channels, `cond`, and the loops `scan` and `while`: of
+- Scatters, convolutions in groups of several channels, `cond`, and the loops `scan` and `while`: of
   recurrences, those by `lax.associative_scan` are followed.
+- Targets with a value for each column of a head: those that are floats are an input.
 - Selective state spaces whose inputs to the state depend on all channels.
 
 The analysis reads the forward pass: the backward pass of a `custom_vjp` may mix dims. It doesn't weigh the
@@ -57,7 +62,7 @@ class Split(NamedTuple):
       dims: "tensor" or None for each dim.
       role: "columns" (the kernel of the first product), "rows" (that of the second), or "along" (biases,
         scales and all else that has one value for each column).
-      pair: names of the kernels that take up the columns; for rows, of those that make them.
+      pair: names of the kernels that take up the columns; for rows, of those that make them. A head has none.
     """
 
     dims: tuple[str | None, ...]
@@ -77,13 +82,16 @@ _Kernels: TypeAlias = dict[Dim, frozenset[str]]
 """The names of the parameters that kernels with some dim are computed from."""
 
 
-def proposals(jaxpr: Jaxpr, params: Mapping[Var, str], size: int) -> dict[str, Split]:
+def proposals(
+    jaxpr: Jaxpr, params: Mapping[Var, str], size: int, *, of_loss: bool = False
+) -> dict[str, Split]:
     """Column and row splits, in pairs, that need one sum after the rows and no other communication.
 
     Args:
-      jaxpr: The program of a block.
+      jaxpr: The program of a block, or what follows the blocks.
       params: The inputs of the program that are parameters, and their names.
       size: The number of devices along `tensor`.
+      of_loss: Whether it is what follows the blocks. Columns of wide heads are split, and no pairs.
 
     Returns:
       The parameters that should be split. The module's docstring has the conditions and the limits.
@@ -101,19 +109,26 @@ def proposals(jaxpr: Jaxpr, params: Mapping[Var, str], size: int) -> dict[str, S
         for of in (program.rows, program.columns)
     )
     classes = {v: [*map(find, inputs[v].dims)] for v in params}
-    elements = {c: sum(aval_of(v).size for v in params if c in classes[v]) for c in columns}
+    sizes = {c: [aval_of(v).size for v in params if c in classes[v]] for c in columns}
+    if of_loss:
+        # A kernel of as many columns as rows has their square of elements.
+        is_wide = {c: program.sizes[c] ** 2 >= max(own, default=0) for c, own in sizes.items()}
+        possible = {c for c in columns if is_wide[c]} - rows.keys()
+    else:
+        possible = (columns.keys() & rows.keys()) - {*map(find, program.reduced)}
+    elements = {c: sum(own) for c, own in sizes.items()}
     arrays = [[*map(find, dims)] for dims in program.arrays]
     splits, found = dict[str, Split](), set[Dim]()
-    for each in sorted((columns.keys() & rows.keys()) - mixed, key=lambda c: (-elements[c], c)):
+    for each in sorted(possible - mixed, key=lambda c: (-elements[c], c)):
         if all(sum(c in {*found, each} for c in own) <= 1 for own in arrays):
             found.add(each)
+            of_rows, of_columns = rows.get(each, set[str]()), columns[each]
             for v, name in params.items():
                 if each in classes[v]:
                     dims = tuple(TENSOR if c == each else None for c in classes[v])
-                    is_row, is_column = name in rows[each], name in columns[each]
+                    is_row, is_column = name in of_rows, name in of_columns
                     role = "rows" if is_row else "columns" if is_column else "along"
-                    pair = sorted((columns if is_row else rows)[each])
-                    splits[name] = Split(dims, role, pair)
+                    splits[name] = Split(dims, role, sorted(of_columns if is_row else of_rows))
     return splits
 
 
@@ -140,7 +155,8 @@ def format_rules(rules: Mapping[str, Split]) -> str:
     """Splits by patterns as `rules={...}`, a line for each, with the reasons."""
     rows = []
     for name, (dims, role, pair) in rules.items():
-        reason = f"  # {role}; {'columns' if role == 'rows' else 'rows'} of {', '.join(pair)}"
+        other = f"{'columns' if role == 'rows' else 'rows'} of {', '.join(pair)}"
+        reason = f"  # {role}; {other if pair else 'the loss reduces them'}"
         rows.append((f'    "{name}": ', f"{dims},".replace("'", '"'), reason))
     first, second, _ = (max(map(len, own), default=0) for own in zip(*rows, strict=True))
     lines = [f"{key:{first}}{dims:{second}}{reason}" for key, dims, reason in rows]
@@ -153,6 +169,8 @@ class _Program:
     def __init__(self):
         self.sizes, self.parent = list[int](), list[Dim]()
         self.arrays, self.mixed = list[tuple[Dim, ...]](), set[Dim]()
+        # Dims along which values are summed, forward or backward, though not by a product with a kernel.
+        self.reduced = set[Dim]()
         # Dims that are summed over, and output dims, each with the kernel that has it.
         self.rows, self.columns = _Kernels(), _Kernels()
 
@@ -214,7 +232,7 @@ class _Program:
             if is_product and any(kernels) and (lacking or not is_kept):
                 (self.columns if is_kept else self.rows)[dim] = kernels[0]
             elif not is_kept or any(a.params and a.of_input for a in lacking):
-                self.mixed.add(dim)
+                self.reduced.add(dim)
 
 
 def _axes(eqn: JaxprEqn) -> set[int]:
@@ -258,6 +276,8 @@ def _labels(eqn: JaxprEqn, operands: Sequence[_Array]) -> Sequence[Sequence[int 
             if groups == 1 or groups == shapes[0][c] == shapes[1][o]:
                 named = {n: 0, c: 1 if groups == 1 else 2}, {i: 1, o: 2}, {n_out: 0, c_out: 2}
                 return [[own.get(axis) for axis in every[0]] for own in named]
+        case "gather":
+            return _gathered(eqn, shapes)
         case _ if name in _REDUCING:
             return [every[0], [n for n in every[0] if n not in axes]]
         case _ if name in _ALIKE:
@@ -270,9 +290,33 @@ def _labels(eqn: JaxprEqn, operands: Sequence[_Array]) -> Sequence[Sequence[int 
     return [[None if k < num else n for n in own] for k, own in enumerate(every)]
 
 
+def _gathered(eqn: JaxprEqn, shapes: Sequence[tuple[int, ...]]) -> Sequence[Sequence[int | None]]:
+    """Labels of a gather: dims that an index chooses from are reduced, and dims that are taken whole stay."""
+    numbers, (operand, indices, out) = eqn.params["dimension_numbers"], shapes
+    offsets = [n for n in range(len(out)) if n in numbers.offset_dims]
+    batch = [n for n in range(len(out)) if n not in numbers.offset_dims]
+    of_batch = dict(zip(range(len(indices) - 1), batch, strict=True))
+    of_operand = {
+        dim: of_batch[other]
+        for dim, other in zip(
+            numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+        )
+    }
+    chosen = {*numbers.collapsed_slice_dims, *of_operand}
+    kept = [dim for dim in range(len(operand)) if dim not in chosen]
+    of_operand |= {dim: n for dim, n in zip(kept, offsets, strict=True) if operand[dim] == out[n]}
+    of_operand |= {dim: len(out) + dim for dim in numbers.collapsed_slice_dims}
+    return [
+        [of_operand.get(dim) for dim in range(len(operand))],
+        [of_batch.get(dim) for dim in range(len(indices))],
+        [n if n in {*of_operand.values(), *of_batch.values()} else None for n in range(len(out))],
+    ]
+
+
 _PRODUCTS = ("conv_general_dilated", "dot_general")
 _CALLS = (
-    "checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2",
+    "checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "outer_module", "pjit",
+    "remat2",
 )  # fmt: skip
 # These leave out their `axes`.
 _REDUCING = (
