@@ -10,9 +10,12 @@ import time
 import jax
 import numpy as np
 import pytest
+from lib import flax_models
+from lib.adopted import Adopted
 from lib.laws import make_settings
 from lib.planned import CPU, H100, task_of
 
+from jaxpar import RULES
 from jaxpar.analysis import inspect_step
 from jaxpar.cli.main import main
 from jaxpar.config import Parallel, PipelineConfig
@@ -155,7 +158,27 @@ def test_every_choice_of_the_planner_is_a_config_that_can_be_built(name, num_dev
         layout = Partition(ModelFacts.of(task), cost.parallel)
         assert sum(layout.placement or (0,)) == len(layout.facts.kind_of)
         assert np.prod([*cost.parallel.mesh.sizes.values()]) == num_devices
-    assert f"{task.unit}/s" in ranking.explain()
+    steps = 1 if task.unit == "rows" else ModelFacts.of(task).num_steps or 1
+    counted = task.batch_size * steps
+    assert f"~{counted / ranking.best.seconds:,.0f} {task.unit}/s" in ranking.explain()
+
+
+@dataclasses.dataclass(frozen=True)
+class NoRules(Adopted):
+    """None of its dims is split."""
+
+    @property
+    def rules(self):
+        return RULES.replace({"heads": None, "mlp": None})
+
+
+@pytest.mark.parametrize(("task_class", "is_told"), [(NoRules, True), (Adopted, False)])
+def test_the_table_says_that_tensor_needs_rules(task_class, is_told):
+    task = task_class(flax_models.GPT)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        ranking = plan(task, machine=of(H100, 4), num_finalists=0)
+    assert ("tensor splits no parameter of this model" in str(ranking)) == is_told
+    assert f"~{flax_models.ROWS / ranking.best.seconds:,.0f} rows/s" in ranking.explain()
 
 
 # ---- finalists ----

@@ -79,16 +79,20 @@ def show_ranking(ranking: Ranking) -> Picture:
     for cost in compiled[:NUM_REFUSED]:
         why = cost.refusal or "too large"
         table.add_row(describe(cost.parallel), "", "", cost.memory_text, why)
-    number, machine = len(ranking.fitting) + len(ranking.refused), ranking.machine
+    costs, machine = (*ranking.fitting, *ranking.refused), ranking.machine
     notes = [f"~: estimated from a data sheet; {ESTIMATE_ERROR}"]
     if any(cost.program for cost in ranking.fitting):
         notes.append("waits: estimated time for transfers that no computation overlaps")
+    with_tensor = [cost for cost in costs if cost.parallel.mesh.tensor > 1]
+    if with_tensor and not any(TENSOR in each.axes for cost in with_tensor for each in cost.sent):
+        remedy = "Fix: give rules, such as those that jaxpar.suggest_rules prints."
+        notes.append(f"tensor splits no parameter of this model, and brings nothing\n{remedy}")
     if ranking.no_compiler:
         fact, _, remedy = ranking.no_compiler.partition("\n")
         left_out = "how much memory a layout needs, what its compiler refuses, and what overlaps"
         notes.append(f"{fact}: the estimates leave out {left_out}\n{remedy}")
     devices = format_count(machine.num_devices, "device")
-    heading = f"{machine.name}, {devices}: {number:,} layouts, best first:\n"
+    heading = f"{machine.name}, {devices}: {len(costs):,} layouts, best first:\n"
     return Picture(heading, table, *notes, f"\n{ranking.explain()}")
 
 

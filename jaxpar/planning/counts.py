@@ -115,8 +115,9 @@ class Counts:
 
     @property
     def counted(self) -> int:
-        """The size of a full batch in what the task counts (`Task.unit`): rows, or rows times time steps."""
-        return self.facts.batch_size * (self.facts.num_steps or 1)
+        """The size of a full batch in the task's unit: rows, or time steps of all rows by another name."""
+        steps = 1 if self.facts.task.unit == "rows" else self.facts.num_steps or 1
+        return self.facts.batch_size * steps
 
     def unit(self, t: int | None, b: int) -> Unit:
         """A unit of any size: four units determine it, for its numbers are taken as bilinear in t and b."""
