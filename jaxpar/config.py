@@ -286,15 +286,8 @@ class Parallel:
         if self.pipeline.num_microbatches > 1:
             parts["num_microbatches"] = self.pipeline.num_microbatches
         check_divides("batch_size", batch_size, parts)
-        if sizes[STAGE] == 1 and self.num_chunks == 1:
-            return
         if num_steps is not None:
             check_divides("seq_len", num_steps, {"num_chunks": self.num_chunks})
-        elif self.num_chunks > 1:
-            raise ValueError(
-                f"num_chunks={self.num_chunks}: the model has no time dim (time_major = False)\n"
-                f"Fix: use num_chunks=1."
-            )
 
 
 @dataclasses.dataclass(frozen=True)

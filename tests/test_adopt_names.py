@@ -307,6 +307,18 @@ def test_what_is_exported_comes_in_elsewhere(name, tmp_path):
     assert_equal(stored(other, weights.state()), expected)
 
 
+@pytest.mark.full
+def test_what_a_run_has_stacked_comes_in_elsewhere(tmp_path):
+    train = jaxpar.TrainConfig(num_steps=1, out_dir=str(tmp_path / "run"))
+    result = jaxpar.fit(Words(model="stacked"), "dp1", train, quiet=True)
+    setup = Setup.of(Words(model="stacked"), "pp2")
+    weights = find_weights(setup, Start(result.out_dir))
+    assert ("taken", "blocks.norm.scale", "4x8", "") in weights.to_rows()
+    assert_equal(
+        stored(setup, weights.state()), stored(Setup.of(Words(model="stacked")), result.state)
+    )
+
+
 # What is changed in a file of weights, how it begins a run, and the error or what is new.
 def without(name):
     return lambda weights: {own: a for own, a in weights.items() if own != name}

@@ -17,6 +17,7 @@ import time
 import jax
 import pytest
 
+from jaxpar.hosts import agree
 from jaxpar.hosts.agree import describe_processes, differences
 from jaxpar.hosts.distributed import _check_port, program_facts
 from jaxpar.hosts.launch import environs
@@ -52,6 +53,13 @@ def test_many_differences_are_counted():
 )
 def test_processes_are_named_in_words(numbers, text):
     assert describe_processes(numbers) == text
+
+
+def test_a_process_that_runs_alone_tells_nobody_of_its_failure(monkeypatch):
+    """As the only pod of a job does, once it has joined its group of one."""
+    monkeypatch.setattr(agree, "_is_awaited", False)
+    agree.await_agreement()
+    assert not agree.tell_failure("a mistake")
 
 
 JOIN = """

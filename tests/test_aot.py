@@ -367,6 +367,13 @@ def test_a_slice_takes_every_mesh(name):
         assert mesh.devices.shape == (data, stage, len(devices) // data // stage)
 
 
+def test_sides_that_no_slice_has_are_refused():
+    with pytest.raises(
+        ValueError, match=r"machine 'v5e:3x5' cannot be described: .*\nFix: use sides"
+    ):
+        described_devices("v5e:3x5")
+
+
 def test_wide_products_of_stages_are_no_loops_of_permutes():
     """A program with such loops in a stage's branch is refused."""
     task = LM(4, 4096, 4096, batch_size=64, seq_len=256, dtype="bfloat16")

@@ -306,6 +306,18 @@ def test_a_bucket_without_its_package_is_told(monkeypatch, capsys):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_bucket_that_cannot_be_reached_is_told(server, tmp_path, monkeypatch, capsys):
+    import fsspec.config
+
+    key = tmp_path / "key.json"
+    key.write_text("{")
+    monkeypatch.setitem(fsspec.config.conf, "gcs", {"token": str(key)})
+    assert main(["evaluate", "gs://elsewhere/run"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: cannot reach gs://elsewhere/run: ")
+    assert error.endswith("\nFix: check the bucket's name and your credentials\n")
+
+
 def test_a_bucket_alone_and_a_profile_are_refused(address, text):
     with pytest.raises(
         ValueError, match="gs://bucket names no folder\nFix: use gs://BUCKET/FOLDER"

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -268,6 +269,25 @@ DAMAGES = {
     ),
     "nothing": (shutil.rmtree, None),
 }  # fmt: skip
+
+
+def test_a_checkpoint_that_the_disk_cannot_read_is_skipped(tmp_path, small, monkeypatch, caplog):
+    state, setup = small
+    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=3)) as checkpoints:
+        for step in (3, 8):
+            checkpoints.save(at_step(state, step))
+    path, opened = largest(tmp_path / "8"), Path.open
+
+    def open_others(file, mode="r", **options):
+        if file == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+        return opened(file, mode, **options)
+
+    monkeypatch.setattr(Path, "open", open_others)
+    reader = Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=3))
+    assert int(reader.restore().step) == 3
+    said = f"skipped the damaged checkpoint {tmp_path}/8: [Errno 5] Input/output error: '{path}'"
+    assert caplog.messages[-1] == said
 
 
 @pytest.mark.rows(2)

@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import jax
 import pytest
 from lib.models import SGD, Regress, Regression
 
 from jaxpar import TrainConfig, compare_meshes, fit
+from jaxpar.model.facts import ModelFacts
+from jaxpar.training.comparison import _apart, _precision
 
 
 class Shaped(Regression):
@@ -30,6 +33,20 @@ def test_runs_that_part_by_rounding_are_told_so(tmp_path):
     assert max(found.apart[15:]) > 1e-4
     assert "this is rounding" in str(found)
     assert fit(task, "dp1", train, quiet=True).losses[:5] == pytest.approx(found.losses[0][:5])
+
+
+def test_losses_that_are_not_finite_are_apart_from_those_that_are():
+    nan, inf = float("nan"), float("inf")
+    assert (_apart(nan, nan), _apart(inf, nan), _apart(2.0, 2.5)) == (0, 0, 0.25)
+    assert (_apart(1.0, nan), _apart(nan, 1.0)) == (inf, inf)
+
+
+def test_accelerators_round_products_more():
+    task = Regress(("dense",))
+    assert _precision(ModelFacts.of(task)) == 2.0**-23
+    assert _precision(ModelFacts.of(task, "cuda")) == 2.0**-8
+    with jax.default_matmul_precision("highest"):
+        assert _precision(ModelFacts.of(task, "cuda")) == 2.0**-23
 
 
 def test_a_model_that_depends_on_the_mesh_is_told_so():

@@ -6,9 +6,10 @@ import tomllib
 import pytest
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Task, TrainConfig
+from jaxpar.cli.parse import read_command
 from jaxpar.model.task import Settings, find_task
 from jaxpar.tasks.lm import LM
-from jaxpar.training.config_file import default_settings, read_config, to_toml
+from jaxpar.training.config_file import default_settings, option_words, read_config, to_toml
 
 PLAIN = default_settings(LM)
 SETTINGS = Settings(
@@ -133,6 +134,26 @@ def test_none_that_would_not_be_read_back_is_refused(tmp_path, own):
     message = r"limit=None would be read back from TOML, which has no null, as 1\.0"
     with pytest.raises(ValueError, match=message):
         to_toml(settings)
+
+
+def test_what_toml_does_not_have_is_refused(tmp_path):
+    (tmp_path / "own.py").write_text(f"{OWN}    phase: complex = 1j\n")
+    settings = default_settings(find_task(f"{tmp_path}/own.py:Own"))
+    with pytest.raises(
+        ValueError, match=r":Own cannot be written as TOML: .*\nFix: use numbers and"
+    ):
+        to_toml(settings)
+
+
+def test_settings_are_words_of_a_command_line():
+    pipeline = PipelineConfig(num_chunks=4, placement=(2, 3), remat=True)
+    parallel = Parallel(PLAIN.parallel.mesh, pipeline, speeds=(1, 2.5), fsdp=True)
+    settings = PLAIN._replace(parallel=parallel)
+    words = option_words(settings, PLAIN)
+    assert {"--fsdp", "--pipeline.remat"} <= {*words}
+    assert read_command(["train", "lm", *words]).settings == settings
+    back = option_words(PLAIN._replace(parallel=Parallel(PLAIN.parallel.mesh)), settings)
+    assert {"--no-fsdp", "--pipeline.no-remat"} <= {*back}
 
 
 def test_a_task_is_as_its_file_is_now(tmp_path, own):

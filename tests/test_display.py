@@ -273,6 +273,14 @@ def test_a_picture_of_a_mesh_has_axes_around_devices():
     assert "data takes all other devices" in str(show(MeshConfig(-1, 2)))
 
 
+def test_a_picture_is_a_page_that_needs_no_other_file():
+    picture = show(nnx.State({"a": nnx.Param(jnp.ones(2))}))
+    page = picture.to_page("a & b")
+    assert page.startswith("<!doctype html>")
+    assert "<title>a &amp; b</title>" in page
+    assert picture._repr_html_() in page
+
+
 def test_parameters_with_dims_axes_and_bytes_and_the_replicated_marked(mesh):
     state = abstract_state(Setup.of(TASK, PARALLEL, mesh=mesh))
     rows = Rows(state._repr_html_()).rows
@@ -293,6 +301,7 @@ def test_parameters_with_dims_axes_and_bytes_and_the_replicated_marked(mesh):
 def test_a_prompt_shows_names_and_shapes_and_no_numbers():
     setup = Setup.of(TASK, "dp1")
     run = LoadedRun(RunFolder("nowhere"), setup, setup.init_state())
+    assert repr(run) == "<LoadedRun nowhere: LM after step 0>"
     assert "layers.lstm.w_h  2x8x4x8" in repr(run.params).splitlines()
     assert repr(run.params["head"]) == "bias  32\nkernel  8x32"
     assert len(repr(run.state)) < 100

@@ -124,6 +124,22 @@ def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
     assert (told in said) == (case == "too few are left")
 
 
+def test_a_run_that_always_fails_is_given_up(monkeypatch, capfd):
+    """A launcher that finds other machines starts as many processes as before."""
+    started = []
+
+    class Launcher(launch.Launcher):
+        @contextlib.contextmanager
+        def start(self, command, count, devices):
+            started.append(count)
+            yield []
+
+    monkeypatch.setattr(launch._Watch, "wait", lambda self: (137, 1))
+    assert launch.launch(COMMAND, 3, 1, elastic=True, launcher=Launcher()) == 137
+    assert started == [3] * (1 + launch.MAX_RESTARTS)
+    assert capfd.readouterr().err.count("continuing with 3 of 3 processes\n") == launch.MAX_RESTARTS
+
+
 def test_every_start_resumes_what_has_begun():
     for command in (["train", "--train.out-dir", "run"], ["train", "--train.out_dir=run"]):
         more = ["--elastic", "--resume-or-begin"]

@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
+from jaxpar import planning
 from jaxpar.cli.guarded import WATCHED, run_guarded
+from jaxpar.cli.main import main
 from jaxpar.planning import compiled
 
 # Compiles three programs, two at once unless it is told otherwise; the second one ends the process.
@@ -58,3 +60,11 @@ def test_a_file_stands_for_a_program_while_it_is_compiled(tmp_path, monkeypatch)
     with compiled._noted("program") as has_failed:
         assert has_failed
     assert (tmp_path / "program").exists()
+
+
+@pytest.mark.full
+def test_a_command_for_another_machine_runs_in_a_child(monkeypatch, capfd):
+    monkeypatch.delenv(WATCHED)
+    monkeypatch.setattr(planning, "find_machine", None)  # it is the child's that is asked
+    assert main(["inspect", "lm", "--vocab-size", "96", "--machine", "h100:1x1x0"]) == 2
+    assert capfd.readouterr().err.startswith("error: machine 'h100:1x1x0': must be one of")

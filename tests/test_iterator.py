@@ -86,9 +86,28 @@ class Forgetful(Stateful):
     off = 3
 
 
+class Renamed(Stateful):
+    """As one that another version of its package has written."""
+
+    def load_state_dict(self, state):
+        raise KeyError("position")
+
+
+class Unwritten(Stateful):
+    """As one whose state JSON cannot hold."""
+
+    def state_dict(self):
+        return {"numbers": {self.number}}
+
+
 def once(split, batch):
     """The same iterator each time."""
     return MADE.setdefault(split, generated(split, batch))
+
+
+def short(split, batch):
+    """The same iterator each time, which ends with the batch that is looked at."""
+    return MADE.setdefault(split, map(batch, range(BATCHES + 2)))
 
 
 def shuffled(split, batch):
@@ -161,7 +180,7 @@ def test_a_stream_trains_as_the_same_arrays(whole, tmp_path, caplog):
 READS = r"read {} batches of a stream in \d+\.\d s to reach batch {}, counted from 0"
 BACK = (
     r"the stream was read from its beginning, because its source does not return to a saved position "
-    r"\(other batches follow\)\. The batches are the same, so the run continues .*"
+    r"\({}\)\. The batches are the same, so the run continues .*"
 )
 
 
@@ -172,7 +191,13 @@ BACK = (
         ("generated", [*range(1, 11)], [READS.format(7, 7)]),
         ("Seekable", [*range(7, 11)], []),
         ("Stateful", [*range(7, 11)], []),
-        ("Forgetful", [10, *range(1, 11)], [READS.format(7, 7), BACK]),
+        (
+            "Forgetful",
+            [10, *range(1, 11)],
+            [READS.format(7, 7), BACK.format("other batches follow")],
+        ),
+        ("Renamed", [*range(1, 11)], [READS.format(7, 7), BACK.format("KeyError: 'position'")]),
+        ("Unwritten", [*range(1, 11)], [READS.format(7, 7)]),
     ],
 )
 def test_a_resumed_run_goes_on_in_the_stream(whole, tmp_path, caplog, source, read, expected):
@@ -271,7 +296,7 @@ def test_what_is_no_stream_of_equal_batches_is_refused(wrong):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.parametrize("source", ["once", "shuffled"])
+@pytest.mark.parametrize("source", ["once", "short", "shuffled"])
 def test_a_stream_that_begins_otherwise_each_time_is_refused(source, tmp_path):
     MADE.clear()
     task = Streamed(source=source)

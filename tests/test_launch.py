@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from lib.runs import children_of, flip_a_bit
 
 from jaxpar.cli.main import main
+from jaxpar.hosts import distributed, launch
 from jaxpar.hosts.distributed import listen_on
 from jaxpar.hosts.group import ProcessGroup, find_processes
 from jaxpar.hosts.launch import _Watch, environs
@@ -104,6 +106,25 @@ def test_a_pod_that_jax_finds_nobody_for_is_refused(monkeypatch, text, tmp_path,
     assert re.search(
         r"JAX does not find the processes that Kubernetes started",
         capsys.readouterr().err,
+    )
+
+
+def test_a_time_to_start_that_is_no_number_is_refused(monkeypatch, text, tmp_path, capsys):
+    for name, value in (BY_HAND | {"JAXPAR_START_SECONDS": "soon"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(flags(text, "--train.out-dir", str(tmp_path / "run"))) == 2
+    assert capsys.readouterr().err == (
+        "error: JAXPAR_START_SECONDS='soon' is not a number of seconds\n"
+        "Fix: use a whole number of seconds, such as 300.\n"
+    )
+
+
+def test_a_run_on_one_device_is_not_evaluated_by_several(monkeypatch, capsys):
+    monkeypatch.setattr(distributed, "start_processes", lambda: ProcessGroup("hand", 2, 0))
+    assert main(["evaluate", "runs/1"]) == 2
+    assert capsys.readouterr().err == (
+        "error: evaluate in several processes needs --mesh\n"
+        "Fix: give a mesh over all devices, or set JAXPAR_NUM_PROCESSES=1.\n"
     )
 
 
@@ -625,3 +646,17 @@ def test_the_first_cause_is_named(case, capfd):
     assert watch.wait() == (code, num_lost)
     said = capfd.readouterr().err
     assert said == (f"error: {named}; the others were ended\n" if named else "")
+
+
+def test_what_a_process_leaves_behind_is_not_waited_for(monkeypatch):
+    """Something that it started may hold its output open."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    reading, writing = os.pipe()
+    with open(reading) as output:
+        with open(writing, "w"):
+            ended = SimpleNamespace(stdout=output, stderr=(), poll=lambda: 0)
+            watch = _Watch([ended], [], 0.5)
+            assert watch.wait() == (0, 0)
+            assert any(reader.is_alive() for reader in watch._readers)
+        for reader in watch._readers:
+            reader.join()

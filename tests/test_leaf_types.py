@@ -12,11 +12,13 @@ from flax import nnx
 import jaxpar
 from jaxpar import ArrayBatches, MeshConfig, Parallel, Stack, Start, Sums, Task, TrainConfig
 from jaxpar.partition.by_layer import abstract_by_layer
+from jaxpar.sharding import array_of, named_leaves
 from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.training.checkpoint import Checkpoints, check_storable
 from jaxpar.training.loaded import load_run
+from jaxpar.training.nonfinite import _Repeat
 
 W = 4
 NUMBERS = (
@@ -143,6 +145,14 @@ def test_every_type_is_saved_and_restored(before, after, tmp_path):
             if "layers" not in jax.tree_util.keystr(path):  # which are in other places
                 np.testing.assert_array_equal(numbers(leaf), numbers(was), str(path))
     make_train_step(other)(restored, batch)
+
+
+def test_a_step_that_is_computed_again_has_arrays_without_elements():
+    setup = Setup.of(All(), ONE)
+    batch = All().make_batches("train", 0).batch(0)
+    step = _Repeat(setup, 0).step(init_state(setup), batch)
+    shapes = {name: np.shape(array_of(leaf)) for name, leaf in named_leaves(step.params)}
+    assert {shape for name, shape in shapes.items() if "empty" in name} == {(W, 0), (4, 0, W)}
 
 
 @pytest.mark.more

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from lib.checkpoints import latest_step
 
+from jaxpar.cli.commands import Doctor
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
 from jaxpar.planning import plan_in_steps
@@ -360,6 +361,17 @@ def test_options_that_mean_nothing_are_not_there(capsys):
 def test_debug_raises_the_error(text):
     with pytest.raises(ValueError, match="needs 9 devices"):
         main(flags(text, "--mesh", "dp9", "--debug"))
+
+
+def test_ctrl_c_is_one_word_and_a_traceback_for_debugging(monkeypatch, capsys):
+    def press(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Doctor, "run", press)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+    with pytest.raises(KeyboardInterrupt):
+        main(["doctor", "--debug"])
 
 
 DIVERGES = [

@@ -53,6 +53,11 @@ def test_one_size_is_inferred(sizes, expected):
     assert list(resolved.sizes.values())[sizes.index(-1)] == expected
 
 
+def test_the_size_of_a_task_s_own_axis_is_inferred():
+    resolved = MeshConfig.parse("dp2expert-1pixel2").resolve(8)
+    assert resolved == MeshConfig.parse("dp2expert2pixel2")
+
+
 def test_a_size_is_inferred_from_the_devices_that_are_named():
     assert dict(MeshConfig(data=-1, tensor=2, devices=(7, 1, 3, 5)).build().shape) == {
         "data": 2,
@@ -191,12 +196,17 @@ except ValueError as error:
 jax.extend.backend.clear_backends()
 jaxpar.simulate_devices(2)
 print(jax.device_count())
+jax.extend.backend.clear_backends()
+jax.config.update("jax_num_cpu_devices", -1)
+jax.devices()
+jaxpar.simulate_devices(1)  # as many as there are
+print(jax.device_count())
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["3", "3", "2"]
+    assert done.stdout.split() == ["3", "3", "2", "1"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere freed memory is not kept")

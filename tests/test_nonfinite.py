@@ -311,6 +311,26 @@ def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
     assert origin(state=steep) == "the gradient of shift"
 
 
+class Drawn(Rooted):
+    """Not finite with the parameters of a step, whatever those of the state are."""
+
+    def draw(self, key):
+        model = nnx.clone(self)
+        model.scale[...] = model.scale[...] + jnp.nan
+        return model
+
+
+class DrawnRoots(Roots):
+    def make_model(self, rngs):
+        return Drawn(rngs=rngs)
+
+
+def test_the_first_place_is_that_of_the_parameters_that_are_drawn():
+    setup = Setup.of(DrawnRoots(), "dp1")
+    batch = put_batch(setup.task.make_batches("train", 0).batch(0), batch_sharding(setup))
+    assert str(find_origin(setup, init_state(setup), batch)).startswith("the output of first")
+
+
 # ---- numbers that are put where the batch says ----
 
 

@@ -170,6 +170,30 @@ def test_types_of_a_later_batch_are_named(array, message):
         step(state, batch | {"x": array[:16]})
 
 
+class DataFrame:
+    """What pandas and polars have in common."""
+
+    def to_numpy(self, dtype):
+        return np.zeros((16, 8), dtype)
+
+
+def test_a_table_in_a_batch_is_named():
+    task = adopt(Net, loss, "blocks", batches={"x": X}, batch_size=16, optimizer=optax.sgd(0.05))
+    state, step = init_state(task, "dp1"), make_train_step(task, "dp1")
+    batch = task.make_batches("train", 0).batch(0)
+    message = (
+        r"^batch\['x'\] for task adopted is a DataFrame\.\nFix: give its \.to_numpy\(np\.float32\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        step(state, batch | {"x": DataFrame()})
+
+
+def test_numbers_as_objects_are_told_of_the_batch():
+    message = r"^batch\['x'\] of task adopted is an array of object\.\nFix: give numbers"
+    with pytest.raises(ValueError, match=message):
+        _ = setup_of(lambda split, seed: ArrayBatches({"x": X.astype(object)}, 16, seed)).facts
+
+
 def test_doubles_are_taken_as_floats():
     setup = setup_of(lambda split, seed: ArrayBatches({"x": X.astype(np.float64)}, 16, seed))
     assert setup.facts.batch["x"].dtype == np.float32

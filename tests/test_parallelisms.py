@@ -6,6 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from lib.browser import browse, needs_browser, rgb
 from lib.models import Regress, Tokens
@@ -17,13 +19,14 @@ from jaxpar import (
     inspect_step,
     show,
 )
+from jaxpar.analysis import inspect_function
 from jaxpar.base.checks import require
 from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import device_bytes
 from jaxpar.cli.main import main
 from jaxpar.mesh import find_devices
 from jaxpar.model.task import find_task
-from jaxpar.pictures.parallelisms import COLORS
+from jaxpar.pictures.parallelisms import COLORS, _head
 from jaxpar.pictures.style import make_page
 from jaxpar.planning import compare_parallelisms
 from jaxpar.step.setup import Setup
@@ -206,6 +209,43 @@ def test_tensor_parallelism_of_a_model_that_it_does_not_split_is_left_out(no_com
 
     found = compare_parallelisms(Plain(("dense",) * 4), FOUR)
     assert "tensor=4 splits no parameter\nFix: name dims" in found.left_out[WAYS[1]]
+
+
+def test_each_way_that_a_task_refuses_is_left_out(no_compiler):
+    class Uncut(Regress):
+        def check(self, parallel):
+            is_cut = parallel.mesh.stage > 1 and parallel.pipeline.schedule != "gpipe"
+            require(not is_cut, "too short to cut")
+
+    found = compare_parallelisms(Uncut(("gru",) * 4), FOUR)
+    assert found.left_out == {WAYS[3]: "too short to cut"}
+
+    class Whole(Regress):
+        def check(self, parallel):
+            require(parallel.mesh.num_devices == 1, "too small to split\nFix: use one device")
+
+    with pytest.raises(
+        ValueError, match="no way to split the step over 4 devices: too small to split\nFix"
+    ):
+        compare_parallelisms(Whole(("dense",) * 4), FOUR)
+
+
+def test_what_the_compiler_says_of_all_ways_is_said(monkeypatch):
+    def fail(setup, machine, *, runs):
+        raise ValueError("with XLA_FLAGS='--xla_none=1' the compiler fails\nFix: take it out")
+
+    monkeypatch.setattr("jaxpar.planning.parallelisms.compile_step", fail)
+    message = "no way to split the step over 2 devices: with XLA_FLAGS='--xla_none=1' the compiler fails\n"
+    with pytest.raises(ValueError, match=message):
+        compare_parallelisms(Regress(("dense",) * 2), MeshConfig(-1, devices=(0, 1)))
+
+
+def test_a_step_that_sends_next_to_nothing_says_so(no_compiler):
+    parallelism = compare_parallelisms(Regress(("dense",) * 4), FOUR).drawn[0]
+    assert "sends" not in " ".join(_head(parallelism))
+    report = inspect_function(lambda x: x + 1, jax.ShapeDtypeStruct((8,), jnp.float32))
+    parallelism = parallelism._replace(cost=parallelism.cost.known(report))
+    assert "of weights, sends nothing" in " ".join(_head(parallelism))
 
 
 def test_one_device_shares_with_none():

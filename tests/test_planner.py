@@ -184,6 +184,19 @@ def test_the_table_says_that_tensor_needs_rules(task_class, is_told):
 # ---- finalists ----
 
 
+@pytest.mark.parametrize(
+    ("placement", "text"),
+    [
+        ("balanced", "pp2 M=1 K=2"),
+        ((2, 2), "pp2 M=1 K=2"),
+        ((1, 3), "pp2 M=1 K=2 placement=1,3"),
+        ("first, 0 | 1-3, last", "pp2 M=1 K=2 placement='first, 0 | 1-3, last'"),
+    ],
+)
+def test_a_layout_in_one_line_has_its_placement(placement, text):
+    assert describe(Parallel("pp2", PipelineConfig(num_chunks=2, placement=placement))) == text
+
+
 @pytest.mark.full
 def test_finalists_run_and_the_quickest_is_chosen():
     ranking = plan(TEXT, TWO, num_finalists=2)
@@ -293,6 +306,10 @@ def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
         compile_step(setups[1], of(machine, 2, name="a100:1x1x2"))
         == "RESOURCE_EXHAUSTED: too large"
     )
+    monkeypatch.setenv(compiled.WATCHED, str(tmp_path))
+    crashed = of(machine, 2, name="b200:1x1x2")
+    (tmp_path / compiled._name_of(compiled.lower_step(setups[1]), crashed)).touch()
+    assert compile_step(setups[1], crashed) == "it crashed"
 
 
 def test_inspect_tells_why_a_compiler_refuses_a_step(monkeypatch, tmp_path, capsys):
@@ -309,6 +326,24 @@ def test_inspect_tells_why_a_compiler_refuses_a_step(monkeypatch, tmp_path, caps
     refusal = "the compiler of h100:1x1x2 refuses this step: RESOURCE_EXHAUSTED: too large\nFix: use a layout"
     assert refusal in error
     assert "and more" not in error
+
+
+@pytest.mark.full
+def test_a_step_that_the_compiler_refuses_does_not_fit(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
+
+    def refuses(setup, lowered):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no such kernel\nand more")
+
+    monkeypatch.setattr(compiled, "inspect_lowered", refuses)
+    cost = estimate_step(TEXT.resolve(), "dp2", machine=of(H100, 2, name="h100:1x1x2"))
+    known = compare(cost)
+    assert (known.refusal, known.program, known.measured) == ("INTERNAL: no such kernel", None, ())
+    with pytest.raises(
+        ValueError, match=r"^the compiler refuses this step: INTERNAL: no such kernel\n"
+    ):
+        check_fits(cost)
 
 
 @pytest.mark.more

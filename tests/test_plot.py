@@ -99,6 +99,13 @@ def test_frozen_parameters_are_a_kind_of_memory():
     assert sums[0] == sums[1]
 
 
+def test_a_report_without_memory_has_no_figure_of_it():
+    report = inspect_function(lambda x: x + 1, jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert "memory per device" in texts(figures.draw_memory({"a": report}))
+    with pytest.raises(ValueError, match="reports no memory on this backend\nFix: use JAX_PLATFO"):
+        figures.draw_memory({"a": report, "b": dataclasses.replace(report, memory=None)})
+
+
 def test_collectives_that_are_not_counted_are_named():
     mesh = MeshConfig(data=8).build()
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))

@@ -490,7 +490,7 @@ def test_a_split_that_is_not_there_is_refused():
 
 def test_a_file_for_a_task_that_knows_splits_alone_is_refused(monkeypatch):
     def of_split(split):
-        return {"train": 0, "valid": 1, "test": 2}[split]
+        return {"train": 0, "test": 2}[split]
 
     monkeypatch.setattr(loaded, "describe_data", lambda setup: {})
     task = types.SimpleNamespace(name="own", make_batches=of_split)
@@ -500,6 +500,8 @@ def test_a_file_for_a_task_that_knows_splits_alone_is_refused(monkeypatch):
     message = r"data='new\.csv' is no split of task own \(KeyError: .*\)\.\nFix: use train"
     with pytest.raises(ValueError, match=message):
         LoadedRun.batches(run, "new.csv")
+    with pytest.raises(KeyError, match="valid"):  # a mistake of the task
+        LoadedRun.batches(run, "valid")
 
 
 # ---- what is refused ----

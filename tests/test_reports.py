@@ -16,9 +16,18 @@ from jaxpar.cli.main import main
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.step.setup import Setup
-from jaxpar.training.callbacks import TRACKERS, Report, TensorBoard, Tracker, Trackio, WandB
+from jaxpar.training.callbacks import (
+    TRACKERS,
+    ConsoleReport,
+    Report,
+    TensorBoard,
+    Tracker,
+    Trackio,
+    WandB,
+)
 from jaxpar.training.fit import fit
 from jaxpar.training.loop import validations_since_best
+from jaxpar.training.progress import Skipped
 from jaxpar.training.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -219,6 +228,9 @@ class Notes(Tracker):
         self.lines.append((step, numbers))
 
 
+SKIPPED = Skipped(step=3, nonfinite="loss", epoch=0, window=2, num_windows=8, skipped=2)
+
+
 def lines_of(folder):
     """What trackers are told of a run, by its metrics.jsonl."""
     lines = []
@@ -234,6 +246,26 @@ def test_a_tracker_of_ones_own_hears_all_numbers_by_name(tmp_path):
     assert notes.lines == lines_of(tmp_path / "run")
     splits = [next(iter(numbers)).partition("/")[0] for _, numbers in notes.lines]
     assert splits == ["train"] * 3 + ["valid"] + ["train"] * 3 + ["valid", "test"]
+
+
+def test_a_tracker_of_ones_own_hears_of_skipped_steps_and_of_failure():
+    notes = Notes()
+    notes.skipped(SKIPPED, 5)
+    assert notes.lines == [(3, {"train/skipped": 2})]
+    notes.failed(ConnectionError())
+    assert notes.exit_code == 1
+
+
+def test_the_console_tells_what_happens_between_the_numbers(capsys):
+    report = ConsoleReport()
+    report.skipped(SKIPPED, 5)
+    report.warning("batch 7 has [no] loss")
+    report.adjusted(4)
+    assert capsys.readouterr().out == (
+        "the loss of step 3 is not finite (batch 2 of 8 in epoch 0, from 0): skipped, 2 of 5 allowed\n"
+        "warning: batch 7 has [no] loss\n"
+        "step 4  optimizer state updated by Task.after_validation\n"
+    )
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch, capsys):

@@ -126,12 +126,20 @@ def test_a_run_holds_its_folder_to_its_end(text, tmp_path):
 
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
+    number = errno.ENOLCK
+
     def fail(_file, _how):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", fail)
     with RunFolder(tmp_path).lock:
         assert re.search("has no locks: make sure", caplog.text)
+    number = errno.EIO
+    with (
+        pytest.raises(OSError, match=r"cannot lock .*: Input/output error\nFix: "),
+        RunFolder(tmp_path).lock,
+    ):
+        pass
 
 
 # ---- its path ----

@@ -1,6 +1,7 @@
 """The law: weights that leave a run and come into another are the same numbers, wherever either lies."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -152,8 +153,9 @@ LEFT = (r"(embedding|head)\..*",)  # nobody knows the words of a task without a 
 )
 def test_a_row_of_a_stack_that_stages_split_is_picked_bit_by_bit(array):
     mesh = MeshConfig(stage=2, tensor=2).build()
-    stack = jax.device_put(array, NamedSharding(mesh, P("stage", "tensor")))
-    for row in range(2):
+    axes = "stage", None  # with the rules of jaxpar, and with {"layers": None}
+    for axis, row in itertools.product(axes, range(2)):
+        stack = jax.device_put(array, NamedSharding(mesh, P(axis, "tensor")))
         picked = weights._pick(stack, np.int32(row), stack.sharding)
         assert picked.sharding.spec == P("tensor")
         assert np.asarray(picked).tobytes() == array[row].tobytes()

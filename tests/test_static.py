@@ -1,6 +1,7 @@
 """Arrays of a batch that have no time: whole in every chunk, on every mesh; and what the rule refuses."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jaxpar import (
     TrainConfig,
 )
 from jaxpar.base.at import LayerContext
+from jaxpar.base.trees import has_time
 from jaxpar.data.batches import put_batch
 from jaxpar.data.bucketed import BucketedBatches
 from jaxpar.model.facts import ModelFacts
@@ -291,6 +293,24 @@ def test_both_directions_see_arrays_without_time_as_they_are(lengths):
     at = LayerContext(0, 0, 0, batch={"static": {"first": first}, **lengths})
     _, y = Bidirectional(Plus(), Plus())((), jnp.asarray(x), at)
     np.testing.assert_allclose(y, 2 * (x + first), rtol=1e-6)
+
+
+class Pair(NamedTuple):
+    x: Any
+    static: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    x: Any
+    static: Any
+
+
+@pytest.mark.parametrize("kind", [dict, Pair, Fields])
+def test_batches_of_any_kind_have_arrays_without_time(kind):
+    batch = kind(x=np.zeros((3, 5, 2)), static={"first": np.zeros((3, 2))})
+    assert has_time(batch) == kind(x=True, static={"first": False})
 
 
 def test_what_is_not_finite_in_an_array_without_time_has_no_time_step():

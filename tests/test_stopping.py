@@ -9,6 +9,7 @@ import pytest
 from lib.runs import NEVER, start_by_hand
 
 from jaxpar.config import OptimizerConfig, Parallel, TrainConfig
+from jaxpar.hosts import stopping
 from jaxpar.mesh import MeshConfig
 from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm.task import LM
@@ -91,6 +92,27 @@ class Hanging(LM):
     def make_batches(self, split, seed=None):
         return Batches(super().make_batches(split, seed))
 """
+
+
+@pytest.mark.parametrize(("answers", "lost"), [((1, 2), []), ((2,), [1])])
+def test_processes_whose_threads_do_not_answer_are_lost(answers, lost, monkeypatch):
+    """Process 0 asks on the board of three; who answers is there, whatever its step does."""
+    looks = []
+
+    class Board:
+        def put(self, name, text):
+            assert (name, text) == ("lost/0", "")
+
+        def texts(self):
+            looks.append(1)
+            return {"lost/0": "", **{f"alive/{number}": "" for number in answers}}
+
+    group = object.__new__(stopping._Group)
+    group._board = Board()
+    monkeypatch.setattr(stopping, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    assert group.find_lost() == lost
+    assert len(looks) == (stopping._ANSWER_POLLS if lost else 1)
 
 
 @pytest.mark.more

@@ -22,7 +22,10 @@ def moving(decay):
 
 # Optimizers, and what is said of each.
 SAID = {
-    "a config": (OptimizerConfig("sgd", 0.1, momentum=0.9), "sgd, learning rate 0.1 (cosine), momentum 0.9"),
+    "a config": (
+        OptimizerConfig("sgd", 0.1, momentum=0.9, weight_decay=0.01),
+        "sgd, learning rate 0.1 (cosine), momentum 0.9, weight decay 0.01",
+    ),
     "a chain": (own_chain(), "your own (scale_by_adam, scale)"),
     "no momentum": (optax.sgd(0.1), "your own (scale)"),
     "chains": (optax.chain(own_chain(), moving(0.9)), "your own (scale_by_adam, scale, moving)"),
@@ -48,6 +51,13 @@ def test_a_summary_has_lines_of_the_data_the_batch_and_the_clipping():
     assert rows["data"] == "64 rows to train on (ArrayBatches): x float32[8]"
     assert rows["batch"] == "16 rows, in 2 microbatches of 8 rows"
     assert rows["clipping"] == "gradients are clipped to norm 0.5"
+
+
+def test_a_summary_has_lines_of_shares_and_speeds():
+    rows = dict(summarize(Setup.of(Regression(), Parallel("dp2", shares=(3, 1)))))
+    assert rows["shares"] == "3 : 1"
+    rows = dict(summarize(Setup.of(Regression(), Parallel("pp2", speeds=(1, 2.5)))))
+    assert rows["speeds"] == "1 : 2.5"
 
 
 class Streamed(Regression):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import mmap
 import os
 import re
 import struct
@@ -15,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from lib.regression import Regression
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, Start, TrainConfig, load_run
 from jaxpar.model.weights import Rows, Tensor, Weights
@@ -25,6 +27,7 @@ from jaxpar.tasks.lm.vocabulary import Vocabulary
 from jaxpar.tasks.lm.weights import _from_torch, to_torch
 from jaxpar.training.evaluate import evaluate
 from jaxpar.training.fit import fit
+from jaxpar.training.loaded import LoadedRun
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import find_weights, open_files
 
@@ -211,6 +214,13 @@ def in_memory(tensors):
     )
 
 
+def test_a_run_that_is_no_language_model_has_no_names_of_torch(tmp_path):
+    setup = Setup.of(Regression(), "dp1")
+    run = LoadedRun(RunFolder(tmp_path), setup, setup.init_state())
+    with pytest.raises(ValueError, match=r"is for language models .* task Regression\nFix: leave"):
+        run.export(tmp_path / "model.safetensors", torch=True)
+
+
 def test_a_gru_of_torch_gives_its_outputs_in_a_language_model():
     """The stored one, whose biases are all drawn, beside what PyTorch made of it."""
     with np.load(Path(__file__).with_name("torch_gru.npz")) as file:
@@ -349,6 +359,15 @@ def raw_file(path, header, data=b"", length=None):
 
 def tensor(dtype, *shape, at=0, size=0):
     return {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+
+
+def test_a_tensor_without_elements_is_read_where_no_page_can_be_mapped(tmp_path):
+    """At the end of a file of whole pages, with NumPy before 2.3."""
+    path = tmp_path / "model.safetensors"
+    header = json.dumps({"empty": tensor("F32", 0, 4)}).ljust(mmap.PAGESIZE - 8)
+    raw_file(path, header.encode())
+    found = open_files(path).tensors["empty"].whole()
+    assert (found.shape, found.dtype) == ((0, 4), np.float32)
 
 
 # What a header says, and what follows it.

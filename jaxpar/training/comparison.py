@@ -12,6 +12,7 @@ from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.data.order import check_at_least
 from jaxpar.mesh import MeshConfig
+from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Task
 from jaxpar.partition.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.step.setup import Setup
@@ -106,7 +107,7 @@ def compare_meshes(
                 pairs = (metrics.loss, found.loss), (metrics.grad_norm, found.grad_norm)
                 of_step.append(max(_apart(float(a), float(b)) for a, b in pairs))
     apart = [*map(_apart, *losses)]
-    return Comparison(losses, apart, of_step, _precision(setups[0]) ** 0.5)
+    return Comparison(losses, apart, of_step, _precision(setups[0].facts) ** 0.5)
 
 
 def _moved(state: TrainState, setup: Setup, to: Setup) -> TrainState:
@@ -123,12 +124,12 @@ def _apart(first: float, second: float) -> float:
     return 0.0 if math.isfinite(first) == math.isfinite(second) else math.inf
 
 
-def _precision(setup: Setup) -> float:
+def _precision(facts: ModelFacts) -> float:
     """The coarsest that a step computes with."""
-    leaves = jax.tree.leaves((setup.facts.params, setup.facts.traces.x, setup.facts.traces.y))
+    leaves = jax.tree.leaves((facts.params, facts.traces.x, facts.traces.y))
     floats = [leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     products = 0.0  # GPUs and TPUs take fewer digits of float32
     config: Any = jax.config
-    if setup.facts.platform != "cpu" and config.jax_default_matmul_precision is None:
+    if facts.platform != "cpu" and config.jax_default_matmul_precision is None:
         products = 2.0**-8
     return max(products, *(float(jnp.finfo(dtype).eps) for dtype in floats))
