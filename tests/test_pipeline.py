@@ -815,16 +815,20 @@ def test_a_tpu_keeps_arrays_in_an_order_that_wastes_no_room(shape, itemsize, ord
         ("tpu", 1_000_000, "LIBTPU_INIT_ARGS"),
     ],
 )
-def test_options_of_the_compiler_are_for_stages_and_below_those_of_the_user(
+def test_options_of_the_compiler_are_for_some_axes_and_below_those_of_the_user(
     platform, value, flags, monkeypatch
 ):
-    def options(platform, stages):
-        device = types.SimpleNamespace(platform=platform)
-        mesh = types.SimpleNamespace(devices=np.full((stages,), device), shape={"stage": stages})
+    def options(platform, stages, tensor=1):
+        device, shape = (
+            types.SimpleNamespace(platform=platform),
+            {"stage": stages, "tensor": tensor},
+        )
+        mesh = types.SimpleNamespace(devices=np.full((stages,), device), shape=shape)
         return compiler_options(mesh, has_kernels=False)
 
     [(name, found)] = options(platform, 2).items()
     assert found == value
-    assert options(platform, 1) == options("cpu", 2) == {}
+    assert options(platform, 1) == options("cpu", 2, 2) == {}
+    assert options(platform, 1, 2) == ({name: value} if platform == "tpu" else {})
     monkeypatch.setenv(flags, f"--{name}=3")
     assert options(platform, 2) == {}
