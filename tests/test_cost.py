@@ -149,6 +149,17 @@ def test_bytes_over_tensor_of_a_recurrent_layer_are_near_those_of_the_compiled_s
     assert_near(sent, inspect_step(task, parallel).collectives, [TENSOR])
 
 
+def test_only_a_cpu_sums_bfloat16_in_float32():
+    task, found = dataclasses.replace(task_of("lm"), dtype="bfloat16"), []
+    for machine in (H100, CPU):
+        parallel = Parallel("pp2", PipelineConfig(head="sharded"))
+        sent = estimate_step(task, parallel, machine=machine).sent
+        sums = [each.bytes for each in sent if (each.op, each.axes) == ("all-reduce", (STAGE,))]
+        [permuted] = [each.bytes for each in sent if each.op == "collective-permute"]
+        found.append([size / permuted for size in sums])
+    assert found == [[1.0], [2.0]]
+
+
 def test_heads_spare_the_exchange_at_each_time_step():
     plain, heads = (cost_of("tp4", dataclasses.replace(task_of("lm"), num_heads=n)) for n in (1, 4))
     assert max(each.runs for each in plain.sent) >= 16 * 4 > max(each.runs for each in heads.sent)

@@ -76,15 +76,16 @@ class GPT(nnx.Module):
 
     def __init__(self, sizes: Sizes, rngs: nnx.Rngs):
         options: Any = {"rngs": rngs, "dtype": DTYPE}
-        self.embed = nnx.Embed(sizes.words, sizes.width, **options)
-        self.places = nnx.Embed(sizes.steps, sizes.width, **options)
+        # In float32, so that the gradients of a frequent word add up.
+        self.embed = nnx.Embed(sizes.words, sizes.width, rngs=rngs)
+        self.places = nnx.Embed(sizes.steps, sizes.width, rngs=rngs)
         self.blocks = nnx.List([Block(sizes, rngs) for _ in range(sizes.layers)])
         self.norm = nnx.LayerNorm(sizes.width, **options)
         self.head = nnx.Linear(sizes.width, sizes.words, use_bias=False, **options)
 
     def __call__(self, words: jax.Array) -> jax.Array:
         """Logits of the next word."""
-        x = self.embed(words) + self.places(jnp.arange(words.shape[1]))[None]
+        x = (self.embed(words) + self.places(jnp.arange(words.shape[1]))[None]).astype(DTYPE)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -402,9 +402,10 @@ class Step:
         yield Sent("collective-permute", along, x, ways * self.num_ticks)
         shared = 2 * self.units * self.shares_first
         shared += (self.num_ticks + self.units) * self.shares_head
-        itemsize = np.dtype(self.counts.dtype).itemsize
-        as_float = x / itemsize * max(itemsize, FLOAT)
-        yield Sent("all-reduce", along, as_float, shared)
+        if self.counts.facts.platform == "cpu":  # whose XLA sums what is narrower in float32
+            itemsize = np.dtype(self.counts.dtype).itemsize
+            x *= max(itemsize, FLOAT) / itemsize
+        yield Sent("all-reduce", along, x, shared)
 
     def _over_tensor(self) -> Iterator[Sent]:
         """What layers with split matrices exchange: x for each pair of them, and a recurrent state."""
