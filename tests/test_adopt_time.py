@@ -1,5 +1,6 @@
 """Chunks of time in adopted models: where they run, and the line of the user's code where they cannot."""
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -81,6 +82,28 @@ class Dropped(LSTMs):
         return self.drop(x)
 
 
+class NoiseInLoop(LSTMs):
+    """Noise that a loop adds, which nothing tells apart from what it computes."""
+
+    def make_more(self, rngs):
+        self.rngs = rngs.fork()
+
+    def before(self, x):
+        key = self.rngs.dropout.key[...]
+
+        def add(n, x):
+            return x + jax.random.normal(jax.random.fold_in(key, n), x.shape)
+
+        return jax.lax.fori_loop(0, 2, add, x)
+
+
+class Sometimes(LSTMs):
+    """Another program for a whole window."""
+
+    def before(self, x):
+        return x - x.mean(1, keepdims=True) if x.shape[1] == TIME else x
+
+
 class Convs(LSTMs):
     """Blocks without state."""
 
@@ -121,6 +144,11 @@ REFUSED = {
     Conv: ("(test_adopt_time.py, line {conv}) gives other numbers", "each time step independently"),
     Mean: ("(test_adopt_time.py, line {mean}) gives other numbers", "each time step independently"),
     Dropped: ("random numbers are drawn that are not of one row and one time step", "num_chunks=1"),
+    NoiseInLoop: (
+        "random numbers are drawn that are not of one row and one time step",
+        "num_chunks=1",
+    ),
+    Sometimes: ("before the blocks gives other numbers when", "each time step independently"),
     Convs: ("no block has an nnx.RNN", "num_chunks=1"),
 }
 

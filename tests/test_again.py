@@ -19,6 +19,7 @@ from jaxpar.trace.source_lines import CALLERS
 
 COUNT = itertools.count(1)
 TABLE = np.arange(3.0, dtype=np.float32)
+KEYS = [jax.random.key(0), jax.random.key(1)]
 
 
 def traced(function):
@@ -36,6 +37,7 @@ PROGRAMS = {
     "a loop": (lambda x: jax.lax.scan(lambda c, a: (c + a, jnp.sin(c)), x[0], x), []),
     "functions with a gradient": (lambda x: (jax.nn.relu(x), jax.checkpoint(jnp.sin)(x)), []),
     "a key": (lambda x: jax.random.key(3), []),
+    "a key from outside": (lambda x: jax.random.normal(KEYS[0], x.shape), []),
     "nan": (lambda x: x * np.float32(np.nan), []),
     "noise": (lambda x: (x * 2, jnp.tanh(x + random())), [1]),
     "a number": (lambda x: (x * 2, x * float(random()[0])), [1]),
@@ -46,6 +48,8 @@ PROGRAMS = {
     "a place": (lambda x: x[next(COUNT) % 2 :][:2], [0]),
     "another order": (lambda x: (x - TABLE, TABLE - x)[next(COUNT) % 2], [0]),
     "another key": (lambda x: jax.random.key(next(COUNT)), [0]),
+    "another key from outside": (lambda x: (x, jax.random.normal(KEYS[next(COUNT) % 2], x.shape)), [1]),
+    "another operation": (lambda x: (jnp.sin, jnp.cos)[next(COUNT) % 2](x), [0]),
 }  # fmt: skip
 
 

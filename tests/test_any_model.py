@@ -525,21 +525,34 @@ def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
         step(state, {"x": batch["x"]})
 
 
-def test_a_collective_over_an_axis_of_vmap_is_told():
-    class Centred(nnx.Module):
-        def __call__(self, carry, x, at):
-            heads = x.reshape(*x.shape[:-1], 2, -1)
-            run = jax.vmap(lambda a: a - jax.lax.pmean(a, "heads"), -2, -2, axis_name="heads")
-            return carry, run(heads).reshape(x.shape)
+class Centred(nnx.Module):
+    def __call__(self, carry, x, at):
+        heads = x.reshape(*x.shape[:-1], 2, -1)
+        run = jax.vmap(lambda a: a - jax.lax.pmean(a, "heads"), -2, -2, axis_name="heads")
+        return carry, run(heads).reshape(x.shape)
 
-    MAKERS["centred"] = lambda rngs: Centred()
-    try:
-        setup = Setup.of(Regress(("centred", "dense")), Parallel(on_devices((1, 2, 1))))
-        state, batch = init_state(setup), setup.task.make_batches("train", 0).batch(0)
-        with pytest.raises(ValueError, match=r"layer centred.* over an axis of jax\.vmap"):
-            jax.jit(make_loss_and_grad(setup)).lower(state, batch)
-    finally:
-        del MAKERS["centred"]
+
+class Asserting(nnx.Module):
+    """Fails on a mesh alone."""
+
+    def __call__(self, carry, x, at):
+        assert not jax.typeof(x).manual_axis_type.varying
+        return carry, x
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "message"),
+    [
+        (Centred, ValueError, r"layer centred.* over an axis of jax\.vmap"),
+        (Asserting, AssertionError, "^(?!.*jax.vmap)"),
+    ],
+)
+def test_a_collective_over_an_axis_of_vmap_is_told(layer, error, message, monkeypatch):
+    monkeypatch.setitem(MAKERS, layer.__name__.lower(), lambda rngs: layer())
+    setup = Setup.of(Regress((layer.__name__.lower(), "dense")), Parallel(on_devices((1, 2, 1))))
+    state, batch = init_state(setup), setup.task.make_batches("train", 0).batch(0)
+    with pytest.raises(error, match=message):
+        jax.jit(make_loss_and_grad(setup)).lower(state, batch)
 
 
 @pytest.mark.full

@@ -33,8 +33,18 @@ from jaxpar.training.nonfinite import find_origin
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
+class Poisoned(nnx.Module):
+    """Gives no number in row 5 at time step 6."""
+
+    def __call__(self, carry, x, at: LayerContext):
+        times, rows = at.time + jnp.arange(x.shape[0]), at.row + jnp.arange(x.shape[1])
+        is_bad = (times == 6)[:, None] & (rows == 5)[None]
+        return carry, jnp.where(is_bad[..., None], jnp.nan, x)
+
+
 LAYERS = {
     **MAKERS,
+    "poisoned": lambda rngs: Poisoned(),
     "attention": lambda rngs: Attention(rngs=rngs),
     "experts": lambda rngs: Experts(rngs=rngs),
 }
@@ -141,6 +151,16 @@ def test_a_number_that_is_not_finite_is_found_in_layers_with_axes_of_their_own(t
     assert str(origin).startswith(
         f"the output of layer {number} ({kind}) at time step 0, in rows 0"
     )
+
+
+@pytest.mark.parametrize(
+    "task", [Context(kinds=("dense", "poisoned")), more(Mixture(kinds=("dense", "poisoned")))]
+)
+def test_a_number_that_is_not_finite_is_found_at_its_place_in_the_batch(task):
+    setup = Setup.of(task, laid_out(f"{task.axes[0]}2"))
+    state = setup.init_state()
+    batch = place_batch(setup.task.make_batches("train", 0), 0, batch_sharding(setup))
+    assert find_origin(setup, state, batch) == ("the output of layer 1 (poisoned)", (5,), 6)
 
 
 @pytest.mark.full

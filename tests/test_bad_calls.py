@@ -148,6 +148,9 @@ CALLS = {
     "evaluation of a state of another mesh": (lambda m: m.eval(m.other, batch()), "lies on a mesh of"),
     "evaluation of no state": (lambda m: m.eval(None, batch()), A_STATE),
     "an audit of no state": (lambda m: audit({}), A_STATE),
+    "an audit of a state on the host": (
+        lambda m: audit(jax.device_get(m.state)), r"not placed on a mesh\nFix: make it with init_state",
+    ),
     "a mesh of a text": (lambda m: MeshConfig("dp8"), "data='dp8': must be a whole number"),
     "a mesh of a fraction": (lambda m: MeshConfig(2.0), r"data=2\.0 \(float\): must be a whole number"),
     "a mesh of nothing": (lambda m: MeshConfig(0), "mesh data=0\nFix: use 1 or more, or -1"),

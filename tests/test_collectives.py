@@ -6,11 +6,13 @@ import json
 import math
 import re
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -37,6 +39,7 @@ from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.step.step import abstract_batch
 from jaxpar.tasks.lm.task import LM
+from jaxpar.trace.source_lines import source_line_of_instruction
 
 pytestmark = pytest.mark.law
 
@@ -612,6 +615,21 @@ def test_every_notation_of_groups_is_read(text, expected):
     module = Module(f"HloModule m\n\nENTRY %main () -> f32[] {{\n{line}\n}}\n")
     [instruction] = module.computations["main"]
     assert [tuple(group) for group in groups(instruction, 8)] == expected
+
+
+def test_the_line_of_an_operation_of_flax_is_the_users():
+    linear, limit = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    try:
+        run = jax.jit(lambda x: linear(x))  # the user's
+        text = run.lower(jnp.ones((2, 4))).compile().as_text()
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", limit)
+    frame = int(re.search(r"dot_general.* stack_frame_id=(\d+)", text)[1])
+    number = 1 + Path(__file__).read_text().splitlines().index(
+        "        run = jax.jit(lambda x: linear(x))  # the user's"
+    )
+    assert source_line_of_instruction(text, frame) == f"test_collectives.py, line {number}"
 
 
 def test_what_cannot_be_read_is_refused():

@@ -66,6 +66,7 @@ FIELDS = [
         {"learning_rate": float("inf")},
         "learning_rate=inf: must be a finite number",
     ),
+    (TrainConfig, {"patience": 3}, "patience=3 needs validations during .*eval_every=0 has none"),
     (TrainConfig, {"nonfinite": None}, "nonfinite=None: must be 'stop' or 'skip'"),
     (TrainConfig, {"out_dir": 3}, r"out_dir=.*: must be a string or None"),
     (

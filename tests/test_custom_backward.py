@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.experimental
@@ -206,19 +207,19 @@ def test_the_weight_is_known_where_it_depends_on_the_batch_alone(weigh, is_known
     assert Setup.of(Own(weigh=weigh)).partition.facts.knows_weight == is_known
 
 
-def by_norm(g):
+def by_norm_of(g):
     return g / jnp.maximum(1, jnp.sqrt(jnp.sum(g**2)) / C)
 
 
 straight = with_backward(lambda g: 2 * g)
-by_norm = with_backward(by_norm)
+by_norm = with_backward(by_norm_of)
 
 
 class OfParameter(Changed):
-    """Clips the gradient of its weights, of which each device has a part."""
+    """Changes the gradient of its bias, to which each device adds."""
 
     def __call__(self, carry, x, at: LayerContext):
-        x = x * FUNCTIONS["clip"](self.gru.bias[...][0])[None, None]
+        x = x * self.change(self.gru.b[...][0])[None, None]
         return self.gru(carry, x, at)
 
 
@@ -232,6 +233,14 @@ class OfParameter(Changed):
         ({"weigh": learned}, (1, 1, 1), (2, 1), "weight of `last` has a gradient"),
         ({"in_layers": by_norm}, (2, 1, 1), (1, 1), "layer changed: .* other gradients for two halves"),
         ({"in_last": by_norm}, (1, 2, 1), (1, 2), "`last`: .* other gradients for (two halves|2 chunks)"),
+        (
+            {"layer": OfParameter, "in_layers": FUNCTIONS["clip"]}, (2, 1, 1), (1, 1),
+            "layer ofparameter: .* other gradients for two halves",
+        ),
+        (
+            {"weigh": of_kept, "in_layers": FUNCTIONS["clip"], "layer": SmallBranch}, (1, 2, 1), (1, 1),
+            "layer smallbranch: .* not linear, but the weight",
+        ),
     ],
 )  # fmt: skip
 def test_what_would_depend_on_the_mesh_is_refused_by_name(options, mesh, units, match):
@@ -265,6 +274,13 @@ def by_norm_over(dims):
 by_step, by_row, by_time = (by_norm_over(dims) for dims in [2, (0, 2), 0])
 
 
+@with_backward
+def by_window(g):
+    """A clip by the norm of a row's window, of which each device has some steps."""
+    total = jax.lax.psum(jnp.sum(g**2, (0, 2), keepdims=True), "context")
+    return g / jnp.maximum(1, jnp.sqrt(total) / C)
+
+
 @pytest.mark.parametrize(
     ("task", "parallel", "match"),
     [
@@ -279,17 +295,105 @@ def test_what_combines_rows_or_steps_in_a_small_branch_is_refused(task, parallel
         check_custom_backward(Setup.of(task, parallel).parts)
 
 
+@jax.custom_vjp
+def times_rows(x, of_rows):
+    return jnp.einsum("trw,rs->tsw", x, of_rows)
+
+
+times_rows.defvjp(
+    lambda x, of_rows: (times_rows(x, of_rows), of_rows),
+    lambda of_rows, g: (times_rows(jnp.clip(g, -C, C), of_rows.T), None),
+)
+
+
+def times_one(x):
+    return times_rows(x, jnp.eye(x.shape[1]))
+
+
 @pytest.mark.parametrize(
     ("task", "parallel"),
     [
+        (Own(in_layers=times_one), Parallel("dp2")),
         (Own(in_layers=by_row), Parallel("dp2")),
         (Own(in_layers=by_step), Parallel("pp2", PipelineConfig(num_chunks=2))),
         (OverTime(in_layers=by_step), Parallel(ON_CONTEXT)),
+        (OverTime(in_layers=by_window), Parallel(ON_CONTEXT)),
     ],
 )
 def test_what_combines_numbers_of_one_row_or_step_passes(task, parallel):
     task = dataclasses.replace(task, layer=SmallBranch)
     check_custom_backward(Setup.of(task, parallel).parts)
+
+
+def by_norm_beside(x, other):
+    """A clip by the norm of all rows, with another operand, which has no gradient."""
+
+    def backward(_, g):
+        return by_norm_of(g), None
+
+    function = jax.custom_vjp(lambda x, other: x)
+    function.defvjp(lambda x, other: (x, None), backward)
+    return function(x, other)
+
+
+def of_several_rows(x):
+    return by_norm(x) if x.shape[1] > 1 else x
+
+
+def without_a_dim_of_one(x):
+    return by_norm(x) if x.shape[1] > 1 else by_norm(x[:, 0])[:, None]
+
+
+CANNOT_BE_TRIED_ALONE = {
+    "a key": lambda x: by_norm_beside(x, jax.random.key(0)),
+    "rows by rows": lambda x: by_norm_beside(x, jnp.eye(x.shape[1])),
+    "called for several rows alone": of_several_rows,
+    "fewer dims for one row": without_a_dim_of_one,
+}
+
+
+@pytest.mark.parametrize("name", CANNOT_BE_TRIED_ALONE)
+def test_what_cannot_be_tried_alone_is_tried_in_its_part(name):
+    task = Own(in_first=CANNOT_BE_TRIED_ALONE[name], layer=SmallBranch)
+    with pytest.raises(ValueError, match=r"^`first`: .* other gradients for two halves of"):
+        check_custom_backward(Setup.of(task, Parallel("dp2")).parts)
+
+
+def rule_of_tanh(args, d_args):
+    return jnp.tanh(*args), d_args[0] - jnp.mean(d_args[0])
+
+
+class Rules:
+    def of_tanh(self, args, d_args):
+        return rule_of_tanh(args, d_args)
+
+
+def not_set_yet():
+    """A rule around which a variable is not set."""
+
+    def rule(args, d_args):
+        return rule_of_tanh(args, d_args) if args else later
+
+    if not WIDTH:
+        later = None
+    return rule
+
+
+RULES_OF_TANH = {
+    "a function": lambda: rule_of_tanh,
+    "a method": lambda: Rules().of_tanh,
+    "a partial": lambda: functools.partial(rule_of_tanh),
+    "a function of a variable that is not set": not_set_yet,
+}
+
+
+@pytest.mark.parametrize("name", RULES_OF_TANH)
+def test_a_function_of_jax_with_the_rule_of_a_user_is_one_of_the_users(name):
+    function = jax.custom_jvp(jnp.tanh)
+    function.defjvp(RULES_OF_TANH[name]())
+    own = jax.make_jaxpr(lambda x: jax.nn.relu(function(x)))(jnp.ones(3))
+    found = custom_backward._functions({"part": own.jaxpr})
+    assert re.fullmatch(r"tanh \(test_custom_backward\.py, line \d+\)", found["part"])
 
 
 def test_backward_passes_of_jaxpar_need_no_trial():
@@ -303,10 +407,24 @@ def test_backward_passes_of_jaxpar_need_no_trial():
     [
         {"weigh": of_kept, "in_layers": straight, "in_first": straight, "in_last": straight},
         {"in_layers": changed, "in_first": changed, "in_last": changed},
+        {"in_layers": straight, "layer": OfParameter},
     ],
 )
 def test_what_does_not_passes(options):
     check_custom_backward(Setup.of(*make_settings((2, 2, 1), (2, 2), Own(**options))[:2]).parts)
+
+
+def test_a_function_that_is_called_twice_is_tried_once(monkeypatch):
+    tried, check = [], custom_backward._check_rule
+
+    def check_rule(rule, *args, **options):
+        tried.append(rule)
+        return check(rule, *args, **options)
+
+    monkeypatch.setattr(custom_backward, "_check_rule", check_rule)
+    task = Own(in_layers=lambda x: by_row(by_row(x)), layer=SmallBranch)
+    check_custom_backward(Setup.of(task, Parallel("dp2")).parts)
+    assert len(tried) == 1
 
 
 class AnyLength(Own):

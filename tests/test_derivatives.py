@@ -212,6 +212,7 @@ CONTROL = {
     "vmap": (jax.vmap(lambda x: doubled(lax.erf(x))), (X,)),
     "linear_call": (lambda x: linear_call(lambda _, x: 2 * x, lambda _, g: 2 * g, (), x), (X,)),
     "custom gradient": (jax.custom_gradient(lambda x: (2 * x, lambda g: 2 * lax.erf(g))), (X,)),
+    "no gradient": (lambda x: x * lax.nextafter(lax.stop_gradient(x), jnp.float32(1)), (X,)),
     "barrier": (lax.optimization_barrier, (X,)),
     "marked": (lambda x: set_xla_metadata(jnp.sin(x), mark="a"), (X,)),
     "print": (lambda x: (jax.debug.callback(lambda _: None, x), 2 * x)[1], (X,)),

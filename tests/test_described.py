@@ -145,6 +145,22 @@ def closed_over(factor):
     return lambda x: x + table[None, None, 7:10]
 
 
+def key_closed_over(factor):
+    key = jax.random.key(int(factor))
+    return lambda x: x + jax.random.normal(key, x.shape)
+
+
+def variable_not_set(factor):
+    """The function that is called for a later step is not made yet."""
+
+    def call(a):
+        return np.asarray(a) * factor if factor < 10 else later(a)
+
+    if factor > 10:
+        later = np.sin
+    return lambda x: jax.pure_callback(call, x, x)
+
+
 def closed_over_in_jit(factor):
     table = jnp.arange(2000.0).at[1000].set(factor)
     return jax.jit(lambda x: x + table[None, None, 999:1002])
@@ -198,6 +214,17 @@ def without_gradient(factor):
     return function
 
 
+def without_gradient_of_an_argument(factor):
+    """JAX wraps the argument, which is not differentiated."""
+
+    def refuse(factor, _, g):
+        raise NotImplementedError
+
+    function = jax.custom_vjp(lambda factor, x: x, nondiff_argnums=(0,))
+    function.defvjp(lambda factor, x: (x, None), refuse)
+    return functools.partial(function, factor)
+
+
 def rule_of_vmap(factor):
     function = jax.custom_batching.custom_vmap(lambda x: x)
     function.def_vmap(lambda size, batched, x: (x * factor, batched[0]))
@@ -225,6 +252,7 @@ MAKERS = {
             *(pure_on_one_line, pure_by_method_in_c, pure_by_set, while_loop),
             *(with_effect, printed, closed_over, closed_over_in_jit, rule_of_rule),
             *(transpose_of_rule, where_zero, without_gradient, rule_of_vmap, literal),
+            *(without_gradient_of_an_argument, key_closed_over, variable_not_set),
         )
     },
 }
@@ -306,6 +334,25 @@ def test_an_unknown_object_is_only_like_itself():
     )
     assert first == same
     assert first != other
+
+
+def test_a_rule_that_holds_a_traced_array_is_only_like_itself():
+    def refuses(factor):
+        def run(x):
+            y = factor * x
+
+            def refuse(_, g):
+                raise NotImplementedError(y)
+
+            function = jax.custom_vjp(lambda x: x)
+            function.defvjp(lambda x: (x, None), refuse)
+            return function(x)
+
+        return run
+
+    descriptions, programs = Descriptions(), [program(refuses(n)) for n in (2, 2, 3)]
+    assert len({descriptions.of_program(own) for own in programs}) == 3
+    assert len({descriptions.of_program(programs[0]) for _ in range(2)}) == 1
 
 
 @pytest.mark.parametrize("values", [(1, 1.0, True, np.float32(1), "1"), (0.0, -0.0, np.nan)])

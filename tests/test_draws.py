@@ -1,6 +1,7 @@
 """Random numbers of a model are a function of seed, step, layer, row and time step, on any mesh."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -330,6 +331,17 @@ def test_draws_that_do_not_are_not(place, noise, parallel):
     check_rows_alone(Setup.of(OfModel(place=place, noise=noise), parallel).parts)
 
 
+class Exchanging(nnx.Module):
+    """Reads all time steps, of which each device has a part, and adds noise."""
+
+    def __init__(self, noise, *, rngs):
+        self.w, self.noise = nnx.Linear(WIDTH, WIDTH, rngs=rngs), noise
+
+    def __call__(self, carry, x, at):
+        y = self.w(x) - jax.lax.pmean(x.mean(0), "context")[None]
+        return carry, y if at.key is None else y + self.noise(y, at)
+
+
 @dataclasses.dataclass(frozen=True)
 class Split(OfModel):
     """Each device has a part of the time steps."""
@@ -341,15 +353,17 @@ class Split(OfModel):
         return RULES.replace({"time": "context"})
 
     def make_model(self, rngs):
-        model = super().make_model(rngs)
-        model.layers = Stack([MAKERS["dense"]] * 2, rngs=rngs)
+        model, make = super().make_model(rngs), MAKERS["dense"]
+        if self.place == "layer":
+            make = functools.partial(Exchanging, globals()[self.noise])
+        model.layers = Stack([lambda rngs: make(rngs=rngs)] * 2, rngs=rngs)
         return model
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("place", ["first", more("last")])
+@pytest.mark.parametrize("place", [more("first"), "layer", more("last")])
 def test_draws_of_a_whole_window_are_refused_where_an_axis_splits_time(place):
     parallel = Parallel(MeshConfig.parse("dp1context2"))
     check_rows_alone(Setup.of(Split(place=place, noise="right"), parallel).parts)
-    with pytest.raises(ValueError, match=f"^`{place}` {DRAWS}"):
+    name = "layer exchanging" if place == "layer" else f"`{place}`"
+    with pytest.raises(ValueError, match=f"^{name} {DRAWS}"):
         check_rows_alone(Setup.of(Split(place=place, noise="by_rows_alone"), parallel).parts)

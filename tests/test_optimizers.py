@@ -1,5 +1,7 @@
 """An optimizer of a task sees each layer's own arrays, with the same updates on every mesh."""
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -26,6 +28,7 @@ from jaxpar import (
     mean,
     nn,
 )
+from jaxpar.nn.param import named_param
 from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.step import per_layer as module
 from jaxpar.step.functions import init_state, make_train_step
@@ -128,6 +131,32 @@ def print_step(updates, params):
     return updates
 
 
+def numbers_of_layers(leaves):
+    """For each parameter the numbers of its leaves, in the order of layers."""
+    numbers = collections.defaultdict(list)
+    for number, (path, _) in enumerate(leaves):
+        numbers[*keys(path)].append(number)
+    return numbers.values()
+
+
+def of_next_layer(updates, params):
+    """Each layer has the update of the next one, the last that of the first."""
+    leaves, structure = jax.tree.flatten_with_path(updates)
+    moved = [a for _, a in leaves]
+    for numbers in numbers_of_layers(leaves):
+        for number, other in zip(numbers, np.roll(numbers, -1), strict=True):
+            moved[number] = leaves[other][1]
+    return structure.unflatten(moved)
+
+
+def by_first_layers(updates, params):
+    """Divides by a norm of the first two of several layers."""
+    leaves, _ = jax.tree.flatten_with_path(updates)
+    first = [n for numbers in numbers_of_layers(leaves) if numbers[2:] for n in numbers[:2]]
+    norm = jnp.sqrt(sum(jnp.sum(leaves[n][1] ** 2) for n in first))
+    return jax.tree.map(lambda a: a / norm, updates)
+
+
 GROUPS = {"a": optax.adam(1e-2), "b": optax.lamb(1e-2)}
 # One program for all layers of a kind.
 MAPPED = {
@@ -165,6 +194,11 @@ SEPARATE = {
     "flat": optax.flatten(optax.adam(1e-2)),
     "if finite": optax.apply_if_finite(optax.lamb(1e-2), 3),
     "by number": then(optax.stateless(by_number)),
+    "of the next layer": then(optax.stateless(of_next_layer)),
+    "of the next layer, every second": then(
+        optax.conditionally_transform(optax.stateless(of_next_layer), lambda step: step % 2 == 0)
+    ),
+    "by the first layers": then(optax.stateless(by_first_layers)),
 }
 Own.made = MAPPED | SEPARATE
 LAYOUTS = {
@@ -379,6 +413,51 @@ def test_the_host_refuses_what_parts_of_arrays_do_not_tell(name, why):
         abstract_state(setup_of(name, "empty row", update="host"))
 
 
+class Kernels(Net):
+    """Some are split over other dims than others."""
+
+    def __init__(self, kinds, rngs):
+        super().__init__(kinds, rngs=rngs)
+        self.one, self.same, self.other = (
+            named_param(rngs.normal((8, 8)), dims)
+            for dims in (("input", "hidden"), ("input", "hidden"), ("hidden", "input"))
+        )
+
+    def first(self, batch, at):
+        x = super().first(batch, at)
+        for kernel in (self.one, self.same, self.other):
+            x = jnp.tanh(x @ kernel[...])
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Tying(Own):
+    """An optimizer gives two arrays the mean of their gradients."""
+
+    tied: tuple[str, str] = ("one", "same")
+
+    def make_model(self, rngs):
+        return Kernels(self.kinds, rngs=rngs)
+
+    def make_optimizer(self, num_steps):
+        def tie(updates, _):
+            leaves = dict(jax.tree.leaves_with_path(updates))
+            own = [path for path in leaves if {*self.tied} & {*keys(path)}]
+            mean = sum(leaves[path] for path in own) / 2
+            return jax.tree.map_with_path(lambda path, a: mean if path in own else a, updates)
+
+        return then(optax.stateless(tie))
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2)])
+@pytest.mark.parametrize(("tied", "is_taken"), [(("one", "same"), True), (("one", "other"), False)])
+def test_the_host_takes_what_combines_arrays_that_are_split_alike(tied, is_taken, mesh):
+    setup = Setup.of(Tying(tied=tied), Parallel(on_devices(mesh), update="host"))
+    refused = pytest.raises(ValueError, match="may update a part in another way than the whole")
+    with contextlib.nullcontext() if is_taken else refused:
+        abstract_state(setup)
+
+
 @pytest.mark.parametrize("update", ["host", more("sharded")])
 def test_a_step_hands_its_loss_on(update):
     """A plateau is reached at once: the next step's rate is half as high."""
@@ -515,6 +594,15 @@ REFUSED = {
         optax.chain(sam(), contrib.momo()), "has a part that needs 'value', and one that does not take it",
     ),
 }  # fmt: skip
+
+
+def test_an_error_of_the_optimizer_itself_is_told():
+    def update(updates, state, params):
+        raise ValueError("rates must fall")
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    with pytest.raises(ValueError, match="rates must fall"):
+        abstract_state(Setup.of(adopted(optimizer), "dp1"))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -5,6 +5,8 @@ import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from lib.adopted import WithOptimizer, batch_of
@@ -70,7 +72,19 @@ def test_a_config_that_is_used_is_reported(text, tmp_path):
     assert "adam, learning rate 0.5" in dict(summarize(Setup.of(task, "dp1")))["optimizer"]
 
 
+def by_table(updates, params):
+    """Multiplies the gradients of the embedding by numbers of a table."""
+
+    def of(path, g):
+        if "embed" not in jax.tree_util.keystr(path):
+            return g
+        return g * np.linspace(1, 2, g.size, dtype=np.float32).reshape(g.shape)
+
+    return jax.tree.map_with_path(of, updates)
+
+
 READS = READ_SHAPE_OR_PLACE_LATER | READ_SHAPE_OR_PLACE
+READS["table"] = lambda: optax.chain(optax.stateless(by_table), optax.sgd(0.1))
 del READS["root mean square"], READS["global norm"]  # these are refused in other words
 
 
@@ -91,6 +105,7 @@ OF_EACH_NUMBER = {
     **ALONE,
     "adam": lambda: optax.adam(1e-3),
     "one cycle": lambda: optax.adam(optax.cosine_onecycle_schedule(10, 1e-3)),
+    "table of rates": lambda: optax.sgd(lambda count: jnp.asarray([0.5, 0.2, 0.1])[count]),
     "schedule of pieces": lambda: optax.sgd(
         optax.piecewise_interpolate_schedule("linear", 1.0, {2: 0.5, 4: 0.1})
     ),

@@ -425,6 +425,10 @@ CALLS = {
     "a kind": (lambda run: run.predict("test", layer="gru"), "layer='gru' is not a size of the data"),
     "a size in words": (lambda run: run.predict("test", seq_len="8"), "seq_len='8': must be a whole number"),
     "a number": (lambda run: run.predict(3), r"data=3 \(int\): must be a split, suc"),
+    "no file": (
+        lambda run: run.predict("nowhere.txt"),
+        r"nowhere\.txt is neither a split \(train, valid, test\) nor a file\.\nFix: give one",
+    ),
     "into a number": (lambda run: run.predict("test", 3), r"out=3 \(int\): must be a path"),
     "no targets": (
         lambda run: run.predict(jaxpar.ArrayBatches({"inputs_BT": np.zeros((16, 32), np.int32)}, 16)),
@@ -443,7 +447,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_wrong_call_of_a_run_is_told_at_once(name, text_run):
     call, message = CALLS[name]
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises((ValueError, OSError), match=message) as raised:
         call(text_run)
     assert str(raised.value).count("\n") <= 2
 

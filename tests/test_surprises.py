@@ -449,6 +449,9 @@ OPTIMIZERS = {
     "every second step": optax.MultiSteps(optax.adam(1e-3), 2),
     "hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
     "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)),
+    "clip, every second step": optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)), 2
+    ),
     "scaled by 1": optax.chain(optax.trace(0.9), optax.scale(1.0), optax.scale(-0.1)),
 }
 
@@ -549,6 +552,7 @@ def low(chosen):
         (low("hyperparams"), "dp1", [DRAWS, LOOKS_UP, ROUNDS]),
         (Told(embed_dtype="bfloat16", takes_state=True), "dp1", [LOOKS_UP, STATE]),
         (low("every second step"), "pp2", [DRAWS, LOOKS_UP, MEAN]),
+        (low("clip, every second step"), "dp1", [DRAWS, LOOKS_UP, NORM]),
         (low("adam of few steps"), "dp1", [DRAWS, LOOKS_UP]),
         (low("scaled by 1"), "dp1", [DRAWS, LOOKS_UP]),
     ],

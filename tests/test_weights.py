@@ -21,6 +21,7 @@ from lib.regression import Regression
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, Start, TrainConfig, load_run
 from jaxpar.model.weights import Rows, Tensor, Weights
 from jaxpar.nn import GateParams, gru_layer
+from jaxpar.partition.by_layer import by_layer
 from jaxpar.step.setup import Setup
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.tasks.lm.vocabulary import Vocabulary
@@ -269,6 +270,16 @@ def test_other_floating_point_types_are_read(text, tmp_path, dtype):
     kernel = np.asarray(state.params["head"]["kernel"][...])
     expected = np.asarray(tensors["head.weight"], np.float32).T[:, rows]
     np.testing.assert_array_equal(kernel[:, : len(own)], expected)
+
+
+def test_layers_alone_are_read_without_words(text, tmp_path):
+    tensors = {name: a for name, a in foreign().items() if name.startswith("lstm")}
+    save(tmp_path / "model.safetensors", tensors)
+    setup, state = started(tmp_path / "model.safetensors", text, FOREIGN)
+    found = by_layer(state.params, setup.storage)
+    for layer in range(2):
+        kernel = tensors[f"lstm.weight_hh_l{layer}"].T.reshape(8, 4, 8)
+        np.testing.assert_array_equal(found["layers/lstm/w_h"][layer], kernel)
 
 
 def without(*names):

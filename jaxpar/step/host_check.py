@@ -46,12 +46,13 @@ def updates_numbers_alone(setup: Resolved, params: Tree, opt_rules: Any) -> bool
     leaves, structure = jax.tree.flatten(params)
     is_stack = [kind_of(v) is not None for v in jax.tree.leaves(params, is_leaf=is_variable)]
     places = jax.tree.leaves(shardings(params, setup.mesh, opt_rules))
+    cuts = []
+    for place, leaf in zip(places, leaves, strict=True):
+        cuts.append(place.devices_indices_map(leaf.shape))
+    ways = _numbers_of_ways(leaves, [[*cut.values()] for cut in cuts])
     shapes_seen = list[list[tuple[int, ...]]]()
     for device in (setup.mesh.devices.flat[0], setup.mesh.devices.flat[-1]):
-        indices = []
-        for place, leaf in zip(places, leaves, strict=True):
-            indices.append(place.devices_indices_map(leaf.shape)[device])
-        pieces = _pieces(leaves, indices)
+        pieces = _pieces(leaves, [cut[device] for cut in cuts], ways)
         shapes = [piece.shape for piece in pieces]
         if shapes in shapes_seen:
             continue
@@ -74,23 +75,37 @@ def updates_numbers_alone(setup: Resolved, params: Tree, opt_rules: Any) -> bool
     return True
 
 
+def _numbers_of_ways(
+    leaves: Sequence[jax.ShapeDtypeStruct], cuts: Sequence[list[Indices]]
+) -> list[int]:
+    """For each array, which of the ways it is that arrays of its shape are cut in.
+
+    Args:
+      cuts: what each device has of an array: one device may have the same of arrays cut in other ways.
+    """
+    ways: dict[tuple[int, ...], list[list[Indices]]] = {}
+    numbers = []
+    for leaf, way in zip(leaves, cuts, strict=True):
+        ways_of_shape = ways.setdefault(leaf.shape, [])
+        if way not in ways_of_shape:
+            ways_of_shape.append(way)
+        numbers.append(ways_of_shape.index(way))
+    return numbers
+
+
 def _pieces(
-    leaves: Sequence[jax.ShapeDtypeStruct], indices: Sequence[Indices]
+    leaves: Sequence[jax.ShapeDtypeStruct], indices: Sequence[Indices], ways: Sequence[int]
 ) -> list[jax.ShapeDtypeStruct]:
     """Shapes of pieces of parameters.
 
     Where arrays of one shape are cut in other ways, numbers of two of them would meet at other places. So the
     pieces of the second way are longer by one, those of the third by two, and do not fit each other.
     """
-    ways: dict[tuple[int, ...], list[Indices]] = {}
     pieces = []
-    for leaf, at in zip(leaves, indices, strict=True):
-        ways_of_shape = ways.setdefault(leaf.shape, [])
-        if at not in ways_of_shape:
-            ways_of_shape.append(at)
+    for leaf, at, way in zip(leaves, indices, ways, strict=True):
         shape = [len(range(*cut.indices(size))) for cut, size in zip(at, leaf.shape, strict=True)]
         if shape:
-            shape[-1] += ways_of_shape.index(at)  # the first one may be that of layers
+            shape[-1] += way  # the first one may be that of layers
         pieces.append(jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type))
     return pieces
 

@@ -147,9 +147,11 @@ class IndependenceCheck(Trial):
             self.check_chunks(part, steps // pieces)
         if self.time_parts > 1 and self.key is not None:
             # What reads other steps changes in any case: only what is drawn can be judged.
-            moved = functools.partial(self.moved, part, part.draw(), "time", same=_same)
-            if moved(self.key) and not moved(None):
-                self.refuse(part, moved, "")
+            moved = functools.partial(self.moved, part, part.draw(), "time")
+            same = _near if moved(None, _same) else _same  # where rounding depends on the place
+            find = functools.partial(moved, same=same)
+            if find(self.key) and not find(None):
+                self.refuse(part, find, "")
         if jax.tree.leaves(carry) and part_of(self.batch, RESETS) is not None:
             self.look_at_resets(part)
 

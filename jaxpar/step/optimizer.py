@@ -136,7 +136,7 @@ class HostOptimizer:
     def __init__(self, optimizer: optax.GradientTransformation):
         try:
             self._cpu = jax.local_devices(backend="cpu")[0]
-        except RuntimeError as error:
+        except RuntimeError as error:  # not reached: needs a GPU, and JAX_PLATFORMS without cpu
             raise ValueError(
                 f"update='host' runs on the CPU, but JAX has no CPU device: {error}.\n"
                 f"Fix: set JAX_PLATFORMS=cuda,cpu, or use update='sharded'."

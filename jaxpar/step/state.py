@@ -240,7 +240,7 @@ def audit(state: TrainState) -> None:
       ValueError: names each annotated array that is sharded otherwise.
     """
     require_instance("state", state, TrainState, "what init_state or a step returns")
-    mesh, lines = getattr(state.step.sharding, "mesh", None), []
+    mesh, lines = getattr(getattr(state.step, "sharding", None), "mesh", None), []
     if not isinstance(mesh, Mesh):
         raise ValueError("state is not placed on a mesh\nFix: make it with init_state.")
     declared = state_shardings(state, mesh)

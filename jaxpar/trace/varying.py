@@ -232,11 +232,8 @@ def _casting() -> dict[str, Rule]:
 
     def is_typed(eqn: JaxprEqn, values: Leaves) -> bool:
         about = eqn.primitive, tuple(eqn.params.items()), tuple(map(jax.typeof, values))
-        try:
-            if about not in known:
-                known[about] = _has_typed_derivative(eqn, values)
-        except TypeError:  # a parameter has no hash
-            return _has_typed_derivative(eqn, values)
+        if about not in known:
+            known[about] = _has_typed_derivative(eqn, values)
         return known[about]
 
     def run_eqn(eqn: JaxprEqn, values: Leaves, run_program: RunProgram) -> Leaves:
