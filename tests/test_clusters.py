@@ -6,8 +6,10 @@ openmpi-bin):
     pytest -n 0 -m "" tests/test_clusters.py
 """
 
+import contextlib
 import getpass
 import os
+import random
 import re
 import shlex
 import shutil
@@ -15,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,11 +27,10 @@ from jaxpar.cli.main import main
 from jaxpar.step.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 
-START_SECONDS = 20  # of the daemons
-END_SECONDS = 600  # which only what hangs takes
+START_SECONDS = 60  # of the daemons
+END_SECONDS = 240  # which only what hangs takes
+PENDING_SECONDS = 45  # of a job: one that is requeued waits for 6, and for the scheduler
 RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
-# Slurm's clock has a resolution of a minute: the notice comes in the job's first.
-SHORT = ["--time=2", "--signal=TERM@60"]
 # The names of both nodes are addresses of this machine, so that all can find them.
 NODES = ("127.0.0.1", "127.0.0.2")
 
@@ -81,6 +83,52 @@ def free_ports(count):
     return ports
 
 
+def is_free(port):
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
+
+
+def free_job():
+    """The number of a job whose port is free: JAX's for process 0, by that number; the next job's too.
+
+    Each cluster counts from 1, and two tests may have theirs at a time: the processes of both would meet.
+    """
+    port_of_0 = 65536 - 4096
+    return next(
+        job
+        for job in random.sample(range(1, 4095), 4094)
+        if is_free(port_of_0 + job) and is_free(port_of_0 + job + 1)
+    )
+
+
+def processes_in(folder):
+    """The ids of those that work in this folder, whoever started them."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").readlink().is_relative_to(folder):
+                yield int(process.name)
+
+
+@pytest.fixture
+def folder():
+    """A folder with a short name; what still works in it at the end is killed.
+
+    Slurm puts a socket there for each step. Where its name would be longer than 107 bytes, as in pytest's
+    folders, no job is started: it is held for ever.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxpar-", dir="/tmp") as name:
+        folder = Path(name).resolve()
+        yield folder
+        deadline = time.monotonic() + START_SECONDS
+        while (left := [*processes_in(folder)]) and time.monotonic() < deadline:
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.05)
+
+
 class Slurm:
     """A cluster of two nodes on this machine, and its commands."""
 
@@ -91,7 +139,7 @@ class Slurm:
         key, user = folder / "munge.key", getpass.getuser()
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        of_controller, *of_nodes = free_ports(3)
+        of_controller, *of_nodes = free_ports(1 + len(NODES))
         nodes = (
             f"NodeName={node} NodeAddr={node} Port={port} CPUs=1 State=UNKNOWN"
             for node, port in zip(NODES, of_nodes, strict=True)
@@ -106,41 +154,45 @@ class Slurm:
             f"SlurmctldPidFile={folder}/run/slurmctld.pid\nSlurmdPidFile={folder}/run/slurmd-%n.pid\n"
             f"ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nSwitchType=switch/none\n"
             f"MpiDefault=none\nJobAcctGatherType=jobacct_gather/none\nSelectType=select/cons_tres\n"
-            f"AccountingStorageType=accounting_storage/none\nSchedulerParameters=sched_interval=2\n"
+            f"AccountingStorageType=accounting_storage/none\nFirstJobId={free_job()}\n"
+            "SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0\n"
+            # A process that waits for one that is lost takes so long to end.
+            "KillWait=15\n"
+            # On a busy machine a node may be late with an answer. It is asked again after a third of this.
+            "SlurmdTimeout=60\nReturnToService=1\n"
             + "\n".join(nodes)
             + "\nPartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
         )
         self._environ = os.environ | {"SLURM_CONF": str(config)}
-        munged = [
-            "munged",
-            "-F",
-            "--force",
-            f"--key-file={key}",
-            f"--socket={folder}/run/munge.sock",
-        ]
-        munged += [f"--pid-file={folder}/run/munge.pid", f"--seed-file={folder}/run/seed"]
-        self._start(munged)
-        self._start(["slurmctld", "-D", "-i"])
-        for node in NODES:
-            self._start(["slurmd", "-D", "-N", node])
+        munged = ["munged", "-F", "--force", f"--key-file={key}"]
+        munged += [f"--{name}-file={folder}/run/munge.{name}" for name in ("pid", "seed")]
+        munged += [f"--socket={folder}/run/munge.sock"]
+        of_nodes = [["slurmd", "-D", "-N", node] for node in NODES]
+        self._commands = [munged, ["slurmctld", "-D", "-i"], *of_nodes]
 
-    def _start(self, command):
-        said = (self.folder / f"{len(self._daemons)}.log").open("w")
-        with said:
-            self._daemons.append(
-                subprocess.Popen(command, stdout=said, stderr=said, env=self._environ)
-            )
+    def start(self):
+        for number, command in enumerate(self._commands):
+            with (self.folder / f"{number}.log").open("w") as said:
+                self._daemons.append(
+                    subprocess.Popen(
+                        command, stdout=said, stderr=said, env=self._environ, cwd=self.folder
+                    )
+                )
 
-    def is_ready(self):
+    def is_up(self):
+        return all(daemon.poll() is None for daemon in self._daemons)
+
+    def nodes(self):
+        """The state of each node: a star if it does not answer; none without a controller."""
         found = subprocess.run(
             ["sinfo", "-h", "-N", "-o", "%T"], capture_output=True, text=True, env=self._environ
         )
-        return found.stdout.split() == ["idle"] * len(NODES)
+        return found.stdout.split()
 
     def said(self):
         """The last words of the daemons."""
         logs = [self.folder / f"{number}.log" for number in range(len(self._daemons))]
-        return [log.read_text().splitlines()[-1:] for log in logs]
+        return [log.read_text().splitlines()[-2:] for log in logs]
 
     def __call__(self, *command):
         done = subprocess.run(
@@ -153,57 +205,88 @@ class Slurm:
             r"(?:JobState|Restarts|ExitCode)=(\S*)", self("scontrol", "show", "job", job)
         )
 
-    def submit(self, script, *options):
+    def log(self, job):
+        path = self.folder / f"jaxpar-{job}.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, job, condition):
+        """Waits while the job runs, and no longer than it must while it is pending."""
+        now = time.monotonic()
+        end, pending = now + END_SECONDS, now
+        while True:
+            [state] = self.state(job)[:1]  # what a job says it has said before it ends
+            if condition():
+                return
+            now = time.monotonic()
+            pending = pending if state == "PENDING" else now
+            assert now < end, self.report(job)
+            assert now - pending < PENDING_SECONDS, self.report(job)
+            assert state in ("PENDING", "RUNNING", "COMPLETING"), self.report(job)
+            time.sleep(0.2)
+
+    def report(self, job):
+        """Why a job does not do what it should."""
+        of_job = self("scontrol", "show", "job", job), self("sinfo", "-N", "-o", "%N %T %E")
+        return "\n".join([*of_job, *map(str, self.said()), self.log(job)])
+
+    def submit(self, script):
         (self.folder / "job.sbatch").write_text(script)
-        return self("sbatch", "--parsable", *options, "job.sbatch").strip()
+        return self("sbatch", "--parsable", "job.sbatch").strip()
 
     def close(self):
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
-            daemon.wait(END_SECONDS)
+            try:
+                daemon.wait(START_SECONDS)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
 
 
 @pytest.fixture
-def slurm(tmp_path):
+def slurm(folder):
     programs = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
     if missing := [name for name in programs if shutil.which(name) is None]:
         pytest.skip(f"{', '.join(missing)} not there: install slurm-wlm and munge")
     if os.getuid() != 0:
         pytest.skip("slurmd starts jobs as root only")
-    cluster = Slurm(tmp_path)
+    cluster = Slurm(folder)
     try:
+        cluster.start()
         deadline = time.monotonic() + START_SECONDS
-        while not cluster.is_ready():
-            if time.monotonic() > deadline:
+        while cluster.nodes() != ["idle"] * len(NODES):
+            if not cluster.is_up() or time.monotonic() > deadline:
                 pytest.skip(f"no Slurm can be run here: {cluster.said()}")
             time.sleep(0.2)
         yield cluster
-        cluster("scancel", "--state=RUNNING")
-        # Of a test that failed: its daemons would wait for them.
-        wait_until(lambda: not cluster("squeue", "-h"), lambda: cluster("squeue"))
     finally:
         cluster.close()
 
 
 @pytest.mark.full
 def test_slurm_requeues_a_run_that_goes_on_and_cancels_one_for_good(slurm, text):
-    job = slurm.submit(slurm_script(train(text, 10**6)), *SHORT)
-    log, folder = slurm.folder / f"jaxpar-{job}.log", RunFolder(slurm.folder / f"runs/slurm-{job}")
+    since = time.monotonic()
+    job = slurm.submit(slurm_script(train(text, 10**6)))
+    folder = RunFolder(slurm.folder / f"runs/slurm-{job}")
 
     def said(pattern):
-        return re.findall(pattern, log.read_text(), re.MULTILINE) if log.exists() else []
+        return re.findall(pattern, slurm.log(job), re.MULTILINE)
 
     def steps():
         return folder.checkpoints(Setup.of(*folder.settings())).steps()
 
     def wait_for(condition):
-        wait_until(condition, lambda: (slurm.state(job), log.exists() and log.read_text()))
+        slurm.wait_for(job, condition)
 
-    # The time limit: Slurm's notice.
+    # The time limit, in minutes: Slurm's notice, two before it or less. It looks every 30 seconds.
+    wait_for(lambda: said(r"^0: step +\d+/"))
+    minutes = 2 + int(time.monotonic() - since) // 60
+    slurm("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
     wait_for(lambda: said(r"stopped by SIGTERM after step (\d+)/"))
-    wait_for(lambda: said(r"resumed at step (\d+);"))
+    wait_for(lambda: slurm.state(job)[1] == "1")
     slurm("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    wait_for(lambda: said(r"resumed at step (\d+);"))
     assert said(r"resumed at step (\d+);") == said(r"stopped by SIGTERM after step (\d+)/")
     assert slurm.state(job)[:2] == ["RUNNING", "1"]
 
@@ -217,19 +300,20 @@ def test_slurm_requeues_a_run_that_goes_on_and_cancels_one_for_good(slurm, text)
     # Cancelled: its state is saved, and it is not started again.
     slurm("scancel", job)
     wait_for(lambda: slurm.state(job)[0] == "CANCELLED")
+    cancelled, since = job, time.monotonic()
     stopped_at = [int(step) for step in said(r"stopped by SIGTERM after step (\d+)/")]
     assert stopped_at == sorted(set(stopped_at))
     assert len(stopped_at) == 3
     assert steps()[-1] == stopped_at[-1]
-    time.sleep(10)  # longer than a requeued job waits
-    assert slurm.state(job)[:2] == ["CANCELLED", "2"]
 
     # Another job goes on to the end.
     more = ("--train.out-dir", str(folder))
     job = slurm.submit(slurm_script(train(text, stopped_at[-1] + 3, *more)))
     wait_for(lambda: slurm.state(job)[0] not in ("PENDING", "RUNNING", "COMPLETING"))
-    assert slurm.state(job) == ["COMPLETED", "0", "0:0"], log.read_text()
+    assert slurm.state(job) == ["COMPLETED", "0", "0:0"], slurm.report(job)
     assert steps()[-1] == stopped_at[-1] + 3
+    time.sleep(max(0, since + 10 - time.monotonic()))  # longer than a requeued job waits
+    assert slurm.state(cancelled)[:2] == ["CANCELLED", "2"]
 
 
 @pytest.mark.full
@@ -240,14 +324,16 @@ def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
     elastic = ("--train.out-dir", str(folder), "--train.checkpoint-every", "20", *logged)
     command = [*train(text, 10**6, *elastic), "--elastic"]
     job = slurm.submit(slurm_script(command, "1-2", elastic=True))
-    log = slurm.folder / f"jaxpar-{job}.log"
-
-    def meshes():
-        said = log.read_text() if log.exists() else ""
-        return re.findall(r"^0: mesh +data=(\d)", said, re.MULTILINE)
 
     def wait_for(condition):
-        wait_until(condition, lambda: (slurm.state(job), log.exists() and log.read_text()))
+        slurm.wait_for(job, condition)
+
+    def wait_for_meshes(*expected):
+        def meshes():
+            return re.findall(r"^0: mesh +data=(\d)", slurm.log(job), re.MULTILINE)
+
+        wait_for(lambda: len(meshes()) >= len(expected))
+        assert meshes() == [*expected], slurm.report(job)
 
     def wait_for_a_checkpoint():
         before = max(folder.checkpoints(Setup.of(*folder.settings())).steps(), default=0)
@@ -257,22 +343,24 @@ def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
             )
         )
 
-    wait_for(lambda: meshes() == ["2"] and folder.checkpoints_path.exists())
+    wait_for_meshes("2")
+    wait_for(folder.checkpoints_path.exists)
     wait_for_a_checkpoint()
     slurm("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
-    wait_for(lambda: meshes() == ["2", "1"])
+    wait_for_meshes("2", "1")
     wait_for_a_checkpoint()
     slurm("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
+    wait_for(lambda: slurm.nodes()[1] == "idle")
     slurm("scontrol", "requeue", job)
-    wait_for(lambda: meshes() == ["2", "1", "2"])
+    wait_for_meshes("2", "1", "2")
     wait_for_a_checkpoint()
     pids = slurm("pgrep", "-f", rf"^\S*python\S* -m jaxpar train .*{folder}").split()
     os.kill(int(pids[-1]), signal.SIGKILL)
-    wait_for(lambda: meshes() == ["2", "1", "2", "2"])
+    wait_for_meshes("2", "1", "2", "2")
     wait_for_a_checkpoint()
     slurm("scancel", job)
     wait_for(lambda: slurm.state(job)[0] == "CANCELLED")
-    resumed = re.findall(r"resumed at step (\d+);", log.read_text())
+    resumed = re.findall(r"resumed at step (\d+);", slurm.log(job))
     assert len(resumed) == 3
     assert sorted(map(int, resumed)) == list(map(int, resumed))
     assert len({*resumed}) == 3
@@ -287,36 +375,38 @@ def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
 
 
 @pytest.mark.full
-def test_open_mpi_stops_a_run_with_its_state_and_goes_on(text, tmp_path):
+def test_open_mpi_stops_a_run_with_its_state_and_goes_on(text, folder):
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun: install openmpi-bin")
     # Told to end, mpirun waits so long, sends SIGTERM, waits as long again, and kills: by default a second.
     mpirun = ["mpirun", "-n", "2", "--oversubscribe", "--mca", "odls_base_sigkill_timeout", "5"]
     mpirun += ["--allow-run-as-root"] * (os.getuid() == 0)
-    folder = RunFolder(tmp_path / "run")
+    # By default it gives a single core to each of two processes.
+    mpirun += ["--bind-to", "none", "--mca", "orte_tmpdir_base", str(folder)]
+    run = RunFolder(folder / "run")
 
     def start(num_steps):
-        command = train(text, num_steps, "--train.out-dir", str(folder), "--resume-or-begin")
+        command = train(text, num_steps, "--train.out-dir", str(run.path), "--resume-or-begin")
         return subprocess.Popen(
             [*mpirun, sys.executable, "-m", "jaxpar", *command], stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
+            stderr=subprocess.STDOUT, text=True, cwd=folder,
             env=os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
 
     with start(10**6) as process:
         try:
             # On the terminal that Open MPI gives it a run has no lines.
-            wait_until(lambda: folder.metrics(), lambda: process.poll())
+            wait_until(lambda: run.metrics() or process.poll() is not None, lambda: "no step")
             time.sleep(1)
             process.send_signal(signal.SIGTERM)
             said, _ = process.communicate(timeout=END_SECONDS)
         finally:
             process.kill()
     [step] = map(int, re.findall(r"stopped by SIGTERM after step (\d+)/", said))
-    assert folder.checkpoints(Setup.of(*folder.settings())).steps() == [step]
+    assert run.checkpoints(Setup.of(*run.settings())).steps() == [step]
     assert process.returncode != 0
     with start(step + 3) as process:
         said, _ = process.communicate(timeout=END_SECONDS)
     assert process.returncode == 0, said
     assert f"resumed at step {step};" in said
-    assert folder.checkpoints(Setup.of(*folder.settings())).steps()[-1] == step + 3
+    assert run.checkpoints(Setup.of(*run.settings())).steps()[-1] == step + 3
