@@ -265,14 +265,11 @@ class Constraint:
         return jax.lax.with_sharding_constraint(x, where)
 
     def of_variables(self, tree: Any) -> Any:
-        """`tree`, its variables laid out by their own dims; of rows of stacked ones, by all but the first."""
+        """A tree of variables laid out by their own dims; of rows of stacked ones, by all but the first."""
 
-        def of(leaf):
-            dims = leaf.get_metadata("out_sharding", None) if is_variable(leaf) else None
-            if not dims:
-                return leaf
-            x = leaf.get_value()
-            return leaf.replace(self(x, *dims[len(dims) - x.ndim :]))
+        def of(variable):
+            x, dims = variable.get_value(), variable.get_metadata("out_sharding")
+            return variable.replace(self(x, *dims[len(dims) - x.ndim :]))
 
         return jax.tree.map(of, tree, is_leaf=is_variable)
 

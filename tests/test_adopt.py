@@ -48,6 +48,8 @@ MODELS = {
     "stacked": (Adopted(models.Stacked), "interleaved, zero-bubble"),
     "mapped": (Adopted(models.Mapped), "dp8"),
     "t5": (Adopted(models.T5), None),
+    "nothing drawn": (Adopted(models.Norms), "dp8"),
+    "shared kernel": (Adopted(models.SharedKernel), "dp8"),
     "pair": (Adopted(models.Pair), "zero-bubble"),
     "tuples": (Adopted(models.Tuples), None),
     "rope": (Adopted(models.Rope), "pp4"),
@@ -60,6 +62,7 @@ MODELS = {
     "residual rnns": (Adopted(models.ResidualRNNs, **RNNS), None),
     "remat rnns": (Adopted(models.RematRNNs, **RNNS), None),
     "bidirectional": (Adopted(models.Bidirectional, **RNNS), None),
+    "backward": (Adopted(models.BackwardRNNs, **RNNS), "dp8"),
 }
 WITH_TIME = "rnns", "grus", "residual rnns"
 
@@ -125,6 +128,7 @@ DRAWING = {
     "between blocks": (Adopted(models.DroppedBetween), None),
     "in stacked blocks": (Adopted(models.DroppedStacked), "zero-bubble"),
     "of whole features": (Adopted(models.DroppedWidths), None),
+    "for all rows of a call": (Adopted(models.DroppedPlaces), "dp8"),
     "after an nnx.RNN": (Adopted(models.DroppedRNNs, **RNNS), "chunks"),
 }
 

@@ -294,6 +294,25 @@ class TwoLists(Text):
         return x
 
 
+class CalledBack(TwoLists):
+    """The second list is called from its end."""
+
+    def run(self, x, tokens):
+        for block in (*self.blocks, *reversed(self.others)):
+            x = block(x)
+        return x
+
+
+class Lengths(models.RNNs):
+    """A block is told how many steps each row has."""
+
+    def __call__(self, tokens):
+        x, lengths = self.embed(tokens), (tokens > 0).sum(1)
+        for rnn in self.rnns:
+            x = rnn(x, seq_lengths=lengths)
+        return self.head(x)
+
+
 class StackedLoop(models.Stacked):
     def run(self, x, tokens):
         @nnx.scan(in_axes=(0, nnx.Carry, 0), out_axes=nnx.Carry)
@@ -512,6 +531,11 @@ REFUSED = {
     "not summed": (Adopted(Text, loss_of=each), "loss", "Fix:"),
     "mean over a mask": (Adopted(Text, loss_of=mean_over_mask), "the loss", "sums over rows"),
     "mean and number": (Adopted(Text, loss_of=mean_and_number), "the loss", "sums over rows"),
+    "lengths": (
+        Adopted(Lengths, "rnns"),
+        "an nnx.RNN in a block is called with seq_lengths",
+        "leave them out",
+    ),
     "rows": (
         Adopted(Text, loss_of=by_norm_of_batch),
         "the sums of the loss do not add up",
@@ -541,6 +565,10 @@ def test_what_cannot_be_adopted_gets_one_message(name):
     print(found.value)
     assert "\n" not in what
     assert use in f"Fix: {fix}"
+
+
+def test_of_two_lists_the_one_that_is_a_chain_has_the_blocks():
+    assert Setup.of(Adopted(CalledBack, None), "dp1").facts.cut_model.layers == "blocks"
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")

@@ -112,13 +112,13 @@ class Convs(LSTMs):
         self.rnns = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
 
 
-def check(model):
+def check(model, arrays=ARRAYS):
     def loss(model, batch):
         logits = model(batch["x"])
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         return jaxpar.mean(nll, batch["weight"])
 
-    task = jaxpar.adopt(lambda rngs: model(rngs), loss, "rnns", batches=ARRAYS, batch_size=4)
+    task = jaxpar.adopt(lambda rngs: model(rngs), loss, "rnns", batches=arrays, batch_size=4)
     setup = Setup.of(task, Parallel("pp2", PipelineConfig(num_chunks=4)))
     check_rows_alone(setup.parts)
 
@@ -130,6 +130,12 @@ def line_of(comment):
 
 def test_recurrent_layers_run_in_chunks():
     check(LSTMs)
+
+
+def test_arrays_with_other_numbers_of_time_steps_are_refused():
+    message = r"in the model LSTMs arrays of a batch have 8 time steps \(x\) .* and 6 time steps \(z\); put"
+    with pytest.raises(ValueError, match=message):
+        check(LSTMs, ARRAYS | {"z": np.zeros((40, 6), np.float32)})
 
 
 REFUSED = {

@@ -80,6 +80,57 @@ def test_orthogonal_kernels_are_drawn_one_by_one():
     assert len({kernel.tobytes() for kernel in kernels}) == 3
 
 
+class Halved(Regression):
+    """What a step in units needs once, it makes once, as one more parameter."""
+
+    made = nnx.Param
+
+    def prepare(self, sizes):
+        model = nnx.clone(self)
+        model.half = self.made(self.scale[...] / 2)
+        return model
+
+    def first(self, batch, at):
+        half = self.half[...] if hasattr(self, "half") else self.scale[...] / 2
+        return super().first(batch, at) * half[None, None]
+
+
+class HalvedForGood(Halved):
+    made = nnx.Variable
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(Regress):
+    model: type = Halved
+
+    def make_model(self, rngs):
+        return self.model(self.kinds, rngs=rngs)
+
+
+@pytest.mark.law
+def test_a_model_that_is_prepared_for_units_equals_its_definition():
+    units = PipelineConfig(num_microbatches=2)
+    assert_same(Halves(("dense", "dense")), Parallel(on_devices((1, 2, 1)), units))
+
+
+def test_a_model_that_is_prepared_with_what_has_no_gradient_is_refused():
+    task = Halves(("dense",), model=HalvedForGood)
+    parallel = Parallel(on_devices((1, 1, 1)), PipelineConfig(num_microbatches=2))
+    state, step = init_state(task, parallel), make_train_step(task, parallel)
+    message = (
+        r"`prepare` of HalvedForGood makes a variable that is not trained of scale, whose grad"
+    )
+    with pytest.raises(ValueError, match=message):
+        step(state, task.make_batches("train", 0).batch(0))
+
+
+def test_structures_of_equal_stacks_are_equal_and_so_are_their_hashes():
+    """So that `jax.jit` can take them as static arguments."""
+    one, other = (nnx.graphdef(Stack([MAKERS["dense"]] * 2, rngs=nnx.Rngs(n))) for n in (0, 1))
+    assert one == other
+    assert hash(one) == hash(other)
+
+
 def test_a_layer_that_needs_the_whole_window_refuses_chunks():
     units = PipelineConfig(num_microbatches=2, num_chunks=4)
     with pytest.raises(
@@ -247,6 +298,10 @@ MISTAKES = {
     "a collective over an unknown axis": (
         layer_that(lambda c, x, at: (c, x * jax.lax.axis_index("heads"))),
         rf"layer wrong \({HERE}\) uses a collective along 'heads', .*\n.* write axes = \(\"heads\",\)",
+    ),
+    "what its calls change": (
+        lambda rngs: nn.Stateless(nnx.BatchNorm(WIDTH, rngs=rngs)),
+        r"layer Stateless has module\.mean, a BatchStat, which calls would change\.\nFix: use jaxpar\.nn",
     ),
     "a shard_map": (
         layer_that(lambda c, x, at: (c, jax.jit(jax.checkpoint(by_shard_map))(x))),
@@ -660,6 +715,15 @@ def test_stages_need_layers_and_a_sharded_head_needs_a_method():
         ValueError, match=r"placement='first, 0-1 \| 2-3' leaves out last: model Regr"
     ):
         Setup.of(Regress(), Parallel("pp2", named))
+    named = PipelineConfig(placement="0 | 1-2 | 3, last")
+    with pytest.raises(
+        ValueError, match=r"last' leaves out first, but the input part of model Regression is whole"
+    ):
+        Setup.of(Regress(), Parallel("pp3", named))
+    with pytest.raises(
+        ValueError, match=r"stage=2: the model of task Regress has no layers in its stack\.\nFix"
+    ):
+        Setup.of(Regress(()), Parallel("pp2"))
     assert Setup.of(Regress(), Parallel("pp8")).partition.placement == (0, 1, 1, 1, 1, 0, 0, 0)
     with pytest.raises(ValueError, match="batch_size=16 does not divide by data=3"):
         Setup.of(Regress(), Parallel(dataclasses.replace(on_devices((3, 1, 1)))))

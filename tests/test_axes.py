@@ -275,6 +275,24 @@ def test_a_plan_keeps_the_axis():
     assert {(mesh.data, mesh.stage) for mesh in meshes} >= {(4, 1), (2, 2), (1, 4)}
 
 
+class Timeless(Parted):
+    time_major = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole(Context):
+    kinds: tuple[str, ...] = ("dense",)
+
+    def make_model(self, rngs):
+        return Timeless(self.kinds, rngs=rngs)
+
+
+def test_time_that_a_model_does_not_have_is_not_split():
+    message = r"split time over context, but the model has no time dim \(time_major = False\)\.\nFix: don't"
+    with pytest.raises(ValueError, match=message):
+        Setup.of(Whole(), laid_out("context2"))
+
+
 class Ring(Attention):
     def __call__(self, carry, x_TBW, at: LayerContext):
         @jax.checkpoint

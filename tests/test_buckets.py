@@ -476,6 +476,20 @@ def test_sequences_of_any_task_in_buckets_are_exact_in_a_pipeline(tmp_path):
     np.testing.assert_allclose(*losses, rtol=SAME_LOSS)
 
 
+class Uneven(Walks):
+    def example_batch(self):
+        batch = super().example_batch()
+        return {**batch, "twice": np.concatenate([batch["x"]] * 2, 1)}
+
+
+def test_arrays_of_a_batch_that_have_other_lengths_are_refused():
+    message = (
+        r"task Uneven may have any length .* 16 time steps \(x\) and .*\nFix: give arrays of one"
+    )
+    with pytest.raises(ValueError, match=message):
+        Setup.of(Uneven(kinds=("own gru",)), "dp1")
+
+
 def test_buckets_that_are_no_whole_chunks_are_refused():
     with pytest.raises(
         ValueError,

@@ -81,6 +81,7 @@ class Plain(Task):
         return optax.sgd(0.1 * self.rate)
 
     def evaluated_params(self, params, opt_state):
+        params = super().evaluated_params(params, opt_state)
         return jax.tree.map(lambda a: self.mean * a, params)
 
 

@@ -31,7 +31,7 @@ from jaxpar.analysis import inspect_step
 from jaxpar.base.axes import STAGE
 from jaxpar.data.batches import place_batch
 from jaxpar.model.outer import outer_modules, part_call, uses
-from jaxpar.partition.by_layer import by_layer, from_layers
+from jaxpar.partition.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.sharding import named_leaves
 from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
@@ -152,6 +152,24 @@ def test_a_module_that_a_loop_calls_stays_whole(how):
     )
 
 
+def test_a_module_that_shares_or_splits_a_parameter_otherwise_stays_whole():
+    def make():
+        model = Reader(tied=False, rngs=nnx.Rngs(0))
+        model.shares, model.named = (nnx.Linear(WIDTH, WORDS, rngs=nnx.Rngs(0)) for _ in range(2))
+        model.out.kernel = model.shares.kernel
+        for name, dims in {"kernel": (None, "a"), "bias": ("b",)}.items():
+            getattr(model.named, name).set_metadata(out_sharding=dims, eager_sharding=False)
+        return model
+
+    def last(model):
+        y = jnp.ones((3, WIDTH))
+        return model.out(y) + model.shares(y) + model.named(y)
+
+    model = nnx.eval_shape(make)
+    before = uses(model, lambda model: model.embed(jnp.arange(3)))
+    assert {*outer_modules(model, (before, uses(model, last)))} == {"embed"}
+
+
 WORDS, WIDTH = 96, 8
 
 
@@ -263,6 +281,18 @@ def test_own_optimizers_update_placed_ends_as_on_one_device(large, mesh, placeme
     again = from_layers(abstract_state(setup), setup.storage, by_layer(state, setup.storage))
     arrays = (by_layer(own.opt_state, setup.storage) for own in (state, again))
     jax.tree.map(np.testing.assert_array_equal, *arrays)
+
+
+def test_arrays_are_read_as_they_are_stored(large):
+    """The optimizer's numbers of the ends are in stacks with a row for each stage."""
+    units = PipelineConfig(num_microbatches=2, num_chunks=2, placement=PLACED)
+    setup = Setup.of(Reads("ends alone"), Parallel(on_devices((1, 4, 1)), units))
+    stored = by_layer(init_state(setup), setup.storage)
+    read = abstract_by_layer(abstract_state(setup), setup.storage)
+    assert read.keys() == stored.keys()
+    for key, array in stored.items():
+        assert (read[key].shape, read[key].dtype) == (array.shape, array.dtype), key
+        assert read[key].sharding.is_equivalent_to(array.sharding, array.ndim), key
 
 
 @pytest.mark.more

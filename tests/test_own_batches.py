@@ -141,6 +141,38 @@ def test_a_number_among_names_of_outputs_is_named():
         checked_outputs({"y": jnp.zeros(2), 3: jnp.zeros(2)}, "Own")
 
 
+def test_an_own_predict_says_what_is_predicted():
+    def predict(model, batch):
+        return {"norms": jnp.linalg.norm(model(batch["x"]), axis=-1)}
+
+    options = {"batches": {"x": X}, "batch_size": 16, "optimizer": optax.sgd(0.05)}
+    facts = Setup.of(adopt(Net, loss, "blocks", predict=predict, **options), "dp1").facts
+    assert {name: a.shape for name, a in facts.outputs.items()} == {"norms": (16,)}
+
+
+# ---- their rows ----
+
+
+class Rows:
+    """One batch, as it is given."""
+
+    batch_size, num_windows = 16, 1
+
+    def __init__(self, **arrays):
+        self.arrays = arrays
+
+    def batch(self, step, rows=slice(None)):
+        return self.arrays
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((8, 8), r"\[8, 16\]"), ((17,), r"\[16, 17\]")])
+def test_arrays_of_other_numbers_of_rows_are_named(shape, rows):
+    batches = Rows(x=X[:16], y=np.ones(shape, np.float32), weight=np.ones(16, np.float32))
+    message = rf"^the arrays of a batch of task adopted have {rows} rows\.\nFix: make the rows"
+    with pytest.raises(ValueError, match=message):
+        _ = setup_of(lambda split, seed: batches).facts
+
+
 # ---- their types ----
 
 

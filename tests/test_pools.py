@@ -370,6 +370,33 @@ def test_a_size_that_does_not_split_is_told_where_layers_have_what_is_not_traine
         init_state(Unequal(("wide 50", "gru"), batch_size=8), parallel_of(mesh))
 
 
+# ---- what a model draws ----
+
+
+class Drawing(Foretelling):
+    """Each step, some of what both ends read is zero."""
+
+    def draw(self, key):
+        model = nnx.clone(self)
+        model.scale[...] *= jax.random.bernoulli(key, 0.7, (WIDTH,)).astype(jnp.float32)
+        return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws(Unequal):
+    def make_model(self, rngs):
+        return Drawing(self.kinds, rngs=rngs)
+
+
+def test_a_model_in_pools_draws_as_on_one_device():
+    task = Draws(ALIKE, batch_size=8)
+    one, stages = (
+        trained(setup_of(task, parallel), 1)[1]
+        for parallel in (ONE, parallel_of((1, 2, 1), num_chunks=1))
+    )
+    np.testing.assert_allclose(stages, one, rtol=1e-5)
+
+
 # ---- the choice ----
 
 

@@ -256,7 +256,8 @@ class Model(nnx.Module):
     def prepare(self, sizes: Mapping[str, int]) -> "Model":
         """Optional: the model as a step that runs in units uses it.
 
-        For work on its parameters that is needed once a step, not once a unit.
+        For work on its parameters that is needed once a step, not once a unit. What it makes of trained
+        parameters must be an `nnx.Param`, or it would have no gradient.
 
         Args:
           sizes: of the mesh's axes.

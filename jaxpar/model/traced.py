@@ -4,6 +4,7 @@ import functools
 import logging
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -53,6 +54,7 @@ from jaxpar.model.tracing import flatten, made, module_of, program_of, shapes_an
 from jaxpar.sharding import named_leaves, user_name
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import used_inputs
+from jaxpar.trace.jaxprs import equations_for, reads_of
 from jaxpar.trace.source_lines import source_line_of_error
 
 _log = logging.getLogger(__name__)
@@ -258,6 +260,25 @@ class TracedModel:
         changed = [n for n, (before, after) in enumerate(pairs) if before is not after]
         used = used_inputs(lambda own: [run(own)[n] for n in changed], leaves)
         return frozenset(path for n, path in enumerate(paths) if n in changed or used[n])
+
+    def check_prepare(self, sizes: Mapping[str, int]) -> None:
+        """Raises a ValueError if `prepare` makes what is not trained of what is: gradients would be lost."""
+        graphdef, params, others = self.split(self.model)
+        paths, leaves, structure = flatten(params)
+
+        def run(leaves, others):
+            params = jax.tree.unflatten(structure, leaves)
+            return self.split(nnx.merge(graphdef, params, others).prepare(sizes))[2]
+
+        jaxpr = jax.make_jaxpr(run)(leaves, others).jaxpr
+        reads = reads_of(equations_for(jaxpr.eqns, jaxpr.outvars), jaxpr.outvars)
+        trained = zip(paths, jaxpr.invars[: len(paths)], strict=True)
+        names = [path.removesuffix("/value").replace("/", ".") for path, v in trained if v in reads]
+        require(
+            not names,
+            f"`prepare` of {type(self.model).__name__} makes a variable that is not trained of "
+            f"{format_names(names)}, whose gradient would be lost.\nFix: make it an nnx.Param.",
+        )
 
     @functools.cached_property
     def passed(self) -> Shapes:

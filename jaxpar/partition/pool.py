@@ -483,10 +483,7 @@ def _slots(pool: Pool, kind: int, leaf: Leaf) -> tuple[tuple[P, ...], jax.Array,
 
 def dim_over_tensor(leaf: Any, first: int, rules: Rules, sizes: Mapping[str, int]) -> int | None:
     """The dim of a variable, from its first, that `tensor` splits; `OTHER` if it cannot lie in a pool."""
-    try:
-        split = rules.split(dims_of(leaf))[first:]
-    except ValueError:
-        return OTHER
+    split = rules.split(dims_of(leaf))[first:]
     found = [dim for dim, axes in enumerate(split) if math.prod(sizes[axis] for axis in axes) > 1]
     if not found and isinstance(leaf.dtype, np.dtype):
         return None

@@ -232,6 +232,7 @@ def _run_in_units(
     """The model's three parts on the pipeline engine."""
     model, facts = parts.storage.merge(params, frozen), parts.facts
     if overrides(model, "prepare"):
+        facts.check_prepare(mesh.shape)
         model = model.prepare(mesh.shape)
     outer = Outer(parts, model, predicts=predicts, tied=parts.storage.tied)
     pipeline = _pipeline(parts, mesh, layers, outer, carry, predicts=predicts)

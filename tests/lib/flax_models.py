@@ -364,6 +364,33 @@ class T5(Text):
         return x
 
 
+class NormBlock(nnx.Module):
+    """Nothing in it is drawn."""
+
+    def __init__(self, width, rngs):
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+
+    def __call__(self, x):
+        return x + nnx.tanh(self.norm(x))
+
+
+class Norms(Text):
+    block = NormBlock
+
+
+class SharedKernel(Text):
+    """Before the blocks, two layers share a kernel, and the kernel of a third is no parameter."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.a, self.b, self.c = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(3))
+        self.b.kernel = self.a.kernel
+        self.c.kernel = nnx.Variable(0.5 * jnp.eye(WIDTH))
+
+    def run(self, x, tokens):
+        return super().run(self.c(nnx.tanh(self.b(nnx.tanh(self.a(x))))), tokens)
+
+
 class PairBlock(nnx.Module):
     """Two streams."""
 
@@ -468,8 +495,11 @@ class RNNBlock(nnx.Module):
         cell = nnx.LSTMCell(width, width, rngs=rngs)
         self.norm, self.rnn = nnx.RMSNorm(width, rngs=rngs), nnx.RNN(cell, time_major=True)
 
+    def normed(self, x):
+        return self.norm(x)
+
     def __call__(self, x):
-        _, y = self.rnn(self.norm(x).swapaxes(0, 1), return_carry=True)
+        _, y = self.rnn(self.normed(x).swapaxes(0, 1), return_carry=True)
         y = y.swapaxes(0, 1)
         return x + (self.drop(y) if self.drop else y)
 
@@ -500,6 +530,13 @@ class Bidirectional(RNNs):
             return nnx.RNN(nnx.GRUCell(WIDTH, WIDTH // 2, rngs=rngs))
 
         return nnx.Bidirectional(rnn(), rnn())
+
+
+class BackwardRNNs(RNNs):
+    """Each layer reads from the last time step to the first."""
+
+    def layer(self, rngs):
+        return nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs), reverse=True, keep_order=True)
 
 
 class LRUCell(nnx.RNNCellBase):
@@ -691,6 +728,19 @@ class DropWidthsBlock(MLPBlock):
 
 class DroppedWidths(Text):
     block = DropWidthsBlock
+
+
+class DroppedPlaces(Dropped):
+    """All rows of a call have one mask, before, in and after the blocks."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.end = nnx.Dropout(0.2, rngs=rngs)
+        for drop in (self.drop, self.end, *(block.drop for block in self.blocks)):
+            drop.broadcast_dims = (0,)
+
+    def run(self, x, tokens):
+        return self.end(super().run(x, tokens))
 
 
 class DropRNNBlock(RNNBlock):
