@@ -141,9 +141,9 @@ ROWS = {
                           {"update": "sharded"}),
     "gpt 24 x 2,048, H100": Row("h100:1x1x8", lambda: gpt(24, 2048, 64, 1024, 2), "pp4tp2", units(8)),
     "gpt 24 x 2,048, 32 H100s": Row("h100:1x4x8", lambda: gpt(24, 2048, 64, 1024), "dp8pp4", units(4)),
-    "gpt 24 x 2,048, cuDNN": Row("h100:1x1x8", lambda: gpt(24, 2048, 64, 1024, attention="cudnn"), "dp2pp4",
+    "gpt 8 x 2,048, cuDNN": Row("h100:1x1x8", lambda: gpt(8, 2048, 64, 1024, attention="cudnn"), "dp2pp4",
                                  units(8)),
-    "gpt 24 x 2,048, Pallas": Row("v5p:2x2x2", lambda: gpt(24, 2048, 64, 1024, attention="pallas"), "dp2pp4",
+    "gpt 8 x 2,048, Pallas": Row("v5p:2x2x2", lambda: gpt(8, 2048, 64, 1024, attention="pallas"), "dp2pp4",
                                   units(8)),
     "mamba 24 x 2,048": Row("v5p:4x4x2", lambda: mamba(24, 2048, 64, 512), "dp8pp4", units(4)),
 }  # fmt: skip
