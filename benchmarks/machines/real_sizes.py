@@ -141,10 +141,11 @@ ROWS = {
                           {"update": "sharded"}),
     "gpt 24 x 2,048, H100": Row("h100:1x1x8", lambda: gpt(24, 2048, 64, 1024, 2), "pp4tp2", units(8)),
     "gpt 24 x 2,048, 32 H100s": Row("h100:1x4x8", lambda: gpt(24, 2048, 64, 1024), "dp8pp4", units(4)),
+    # Kernels: JAX takes that of cuDNN as it is. Its own of Pallas does not say the types of its outputs.
     "gpt 8 x 2,048, cuDNN": Row("h100:1x1x8", lambda: gpt(8, 2048, 64, 1024, attention="cudnn"), "dp2pp4",
-                                 units(8)),
+                                units(8)),
     "gpt 8 x 2,048, Pallas": Row("v5p:2x2x2", lambda: gpt(8, 2048, 64, 1024, attention="pallas"), "dp2pp4",
-                                  units(8)),
+                                 units(8), refused="Pallas kernel that does not say"),
     "mamba 24 x 2,048": Row("v5p:4x4x2", lambda: mamba(24, 2048, 64, 512), "dp8pp4", units(4)),
 }  # fmt: skip
 # The same transformer by jax.jit and NamedSharding alone.
@@ -160,15 +161,14 @@ def compile_row(row: Row) -> dict[str, Any]:
     cost = row.cost()
     machine = find_machine(row.machine)
     setup = setup_on(cost.settings, machine)
-    lowered = lower_step(setup)
     found: dict[str, Any] = {
         "layout": describe(cost.parallel),
         "estimate": cost.least_bytes,
         "least": sent(cost),
-        "setup seconds": time.perf_counter() - begin,
-        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     try:
+        lowered = lower_step(setup)
+        found |= set_up(begin)
         compiled = lowered.compile()
         if setup.parallel.splits_units:
             check_program(compiled)
@@ -177,6 +177,12 @@ def compile_row(row: Row) -> dict[str, Any]:
     report = inspect_lowered(setup, lowered)
     table = setup.train_step().full_table
     return found | said(report) | {"cycles": count_cycles(compiled.as_text() or "", table)}
+
+
+def set_up(begin: float) -> dict[str, Any]:
+    """What it takes from the task to the program that is given to the compiler."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"setup seconds": time.perf_counter() - begin, "host": memory}
 
 
 def said(report: ProgramReport) -> dict[str, Any]:
@@ -203,11 +209,7 @@ def compile_peer(machine: str, sizes: peer.Sizes) -> dict[str, Any]:
     """The same of a step without jaxpar."""
     begin = time.perf_counter()
     lowered, mesh = peer.lower(sizes, machine)
-    found: dict[str, Any] = {
-        "layout": f"plain JAX, {mesh.size} devices",
-        "setup seconds": time.perf_counter() - begin,
-        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
+    found: dict[str, Any] = {"layout": f"plain JAX, {mesh.size} devices"} | set_up(begin)
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -225,10 +227,14 @@ def text_of(name: str, machine: str, found: dict[str, Any]) -> str:
         other = sum(size for axes, size in least.items() if axes.split()[:1] == [axis]) / MB
         return f"{one:,.0f} ({other:,.0f})" if one > 1 or other > 1 else ""
 
-    memory = found["refused"] if "refused" in found else f"{found['memory'] / GB:.2f}"
+    if "refused" in found:
+        return (
+            f"| {name} | {machine} | {found['layout']} | refused: {found['refused']} | | | | | | |"
+        )
+    memory = f"{found['memory'] / GB:.2f}"
     memory += f" ({found['estimate'] / GB:.2f})" if "estimate" in found else ""
-    cycles = f"{found['cycles'] / MB:,.0f}" if found.get("cycles") else ""
-    waits = f"{found['waits'] / MB:,.0f}" if "waits" in found else ""
+    cycles = f"{found['cycles'] / MB:,.0f}" if found["cycles"] else ""
+    waits = f"{found['waits'] / MB:,.0f}"
     axes = " | ".join(map(bytes_of, ("data", "stage", "tensor")))
     setup = f"{found['setup seconds']:.0f} s, {found['host'] / GB:.1f} GB"
     return f"| {name} | {machine} | {found['layout']} | {memory} | {axes} | {waits} | {cycles} | {setup} |"
