@@ -252,15 +252,19 @@ class Constraint:
     def __call__(self, x: jax.Array, *dims: str | None) -> jax.Array:
         """`x`, laid out by the names of its dims, inside or outside a traced function.
 
-        Inside a `shard_map`, x is already a part along its `manual` axes, and is laid out over the others.
+        Inside a `shard_map`, x is already a part along its `manual` axes, and is laid out over the others
+        of several devices.
 
         Raises:
           ValueError: the number of names is not that of dims, or a dim does not divide by its axes.
         """
         check_dims(dims, x.shape)
         split = self.rules.split(dims)
-        spec = to_spec([tuple(a for a in axes if a not in self.manual) for axes in split])
+        manual = by_hand(self.mesh, self.manual) if self.manual else ()
+        spec = to_spec([tuple(a for a in axes if a not in manual) for axes in split])
         check_split(f"array of shape {x.shape}", dims, x.shape, spec, self.mesh.shape)
+        if {*manual} == {*self.mesh.axis_names}:
+            return x
         where = spec if self.manual else NamedSharding(self.mesh, spec)
         return jax.lax.with_sharding_constraint(x, where)
 
@@ -290,6 +294,14 @@ def shardings(
         return NamedSharding(mesh, P(), memory_kind=memory_kind)
 
     return jax.tree.map(of, tree, is_leaf=is_variable)
+
+
+def by_hand(mesh: Mesh, axes: Iterable[str]) -> set[str]:
+    """The axes of a `shard_map` over some axes: those of one device as well.
+
+    JAX runs kernels, such as those of Pallas and cuDNN's attention, only where no axis is left to XLA.
+    """
+    return {*axes, *(axis for axis, size in mesh.shape.items() if size == 1)}
 
 
 def constrain(tree: Any, mesh: Mesh, rules: Rules) -> Any:

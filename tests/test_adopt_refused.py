@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import pallas_call
 from lib import flax_models as models
 from lib.adopted import Adopted, batch_of
 from lib.flax_models import DEPTH, TIME, WIDTH, MLPBlock, Text
@@ -565,6 +566,29 @@ def test_what_cannot_be_adopted_gets_one_message(name):
     print(found.value)
     assert "\n" not in what
     assert use in f"Fix: {fix}"
+
+
+class KernelBlock(MLPBlock):
+    """With a kernel of Pallas, such as JAX's own attention for TPUs."""
+
+    def __call__(self, x):
+        copied = pallas_call(copy, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+        return super().__call__(copied)
+
+
+class WithKernel(Text):
+    block = KernelBlock
+
+
+def copy(given, made):
+    made[...] = given[...]
+
+
+def test_a_kernel_must_say_where_its_outputs_differ():
+    fact = r"calls a Pallas kernel that does not say over which axes of the mesh its outputs differ"
+    fix = r"\nFix: .*manual_axis_type=jax.typeof\(x\).manual_axis_type"
+    with pytest.raises(ValueError, match=fact + fix):
+        run(Adopted(WithKernel), Parallel("dp2"))
 
 
 def test_of_two_lists_the_one_that_is_a_chain_has_the_blocks():

@@ -46,6 +46,7 @@ from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.store import stack
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.pipeline.walk import SlotArrays
+from jaxpar.sharding import by_hand
 from jaxpar.trace.counts import used_inputs
 from jaxpar.trace.jaxprs import pruned
 
@@ -206,7 +207,7 @@ class Pipeline(Spec):
         return jax.shard_map(
             run,
             mesh=self.mesh,
-            axis_names={DATA, STAGE, *self.own_axes},
+            axis_names=by_hand(self.mesh, (DATA, STAGE, *self.own_axes)),
             in_specs=tuple(spec for _, spec in arguments),
             out_specs=results,
             # Without axes to be manual over there are no sums, which the check asks for: XLA refuses a sum

@@ -402,7 +402,7 @@ class Step:
         yield Sent("collective-permute", along, x, ways * self.num_ticks)
         shared = 2 * self.units * self.shares_first
         shared += (self.num_ticks + self.units) * self.shares_head
-        if self.counts.facts.platform == "cpu":  # whose XLA sums what is narrower in float32
+        if self.counts.facts.platform != "tpu":  # whose compiler sums x as it is, not in float32
             itemsize = np.dtype(self.counts.dtype).itemsize
             x *= max(itemsize, FLOAT) / itemsize
         yield Sent("all-reduce", along, x, shared)

@@ -34,7 +34,7 @@ from jaxpar.pipeline.spec import Layer, PipelineParams
 from jaxpar.pipeline.store import unstack
 from jaxpar.pipeline.tables import TickTable, largest, make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, with_sums
-from jaxpar.sharding import axes_of_spec, constrain
+from jaxpar.sharding import axes_of_spec, by_hand, constrain
 from jaxpar.step.parts import Outer, Parts
 
 _make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked for very often
@@ -147,7 +147,7 @@ def _run_at_once(parts: Parts, mesh, layers, predicts, params, frozen, carry, ba
     return jax.shard_map(
         run_shard,
         mesh=mesh,
-        axis_names={STAGE, *axes},  # `jax.debug.print` takes one axis that is left
+        axis_names=by_hand(mesh, (STAGE, *axes)),  # `jax.debug.print` takes one axis that is left
         in_specs=(
             parts.partition.specs(params),
             parts.partition.specs(frozen),

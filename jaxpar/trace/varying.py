@@ -46,6 +46,10 @@ _MISMATCHES = (
 )
 
 
+# How JAX reports a kernel of Pallas whose outputs have no type.
+_NO_TYPE = "on `jax.ShapeDtypeStruct` must not be `None`"
+
+
 def is_mismatch(error: Exception) -> bool:
     """Whether JAX says that arrays, or the states of a loop, differ over other axes of a mesh."""
     return any(text in str(error) for text in _MISMATCHES)
@@ -66,8 +70,9 @@ def on_any_mesh(what: str, function: Function, *, casts_derivatives: bool = Fals
       casts_derivatives: for a part whose derivative JAX cannot trace here: it never runs as it is. JAX may
         trace the derivative after the call, as that of a loop over layers. Then the call sees no error.
     Raises:
-      ValueError: when called: types do not match in any way that it can be run; or a collective is over an
-        axis of `jax.vmap`, for which JAX has no such types.
+      ValueError: when called: types do not match in any way that it can be run; a kernel of Pallas does not
+        say the type of its outputs; or a collective is over an axis of `jax.vmap`, for which JAX has no such
+        types.
     """
     traced = functools.partial(_run_traced, function)
     typed = functools.partial(traced, casts_derivatives=True, keeps_types=True)
@@ -86,6 +91,8 @@ def on_any_mesh(what: str, function: Function, *, casts_derivatives: bool = Fals
                 except _NeedsTypesError:
                     continue
                 except (TypeError, ValueError) as error:
+                    if _NO_TYPE in str(error):
+                        raise _untyped_kernel(what).with_traceback(error.__traceback__) from None
                     if not is_mismatch(error):
                         raise
                     mismatch = error
@@ -126,6 +133,14 @@ def _mixes(what: str, mismatch: Exception) -> str:
     return (
         f"{what} has {where} that mixes constants with arrays that differ between devices\n"
         f"Fix: create these constants from an array that the layer receives, such as jnp.zeros_like(x[0])."
+    )
+
+
+def _untyped_kernel(what: str) -> ValueError:
+    return ValueError(
+        f"{what} calls a Pallas kernel that does not say over which axes of the mesh its outputs differ\n"
+        f"Fix: in its out_shape, use jax.ShapeDtypeStruct(shape, dtype, "
+        f"manual_axis_type=jax.typeof(x).manual_axis_type), where x is an input."
     )
 
 
