@@ -396,7 +396,7 @@ class Step:
         """What goes from stage to stage in a tick, and what all of them exchange for shared ends."""
         if self.sizes[STAGE] == 1:
             return
-        x, along = self.unit.x, (STAGE,)
+        x, along = self._x_of_a_device(), (STAGE,)
         lanes = self.schedule.forward, self.schedule.backward
         ways = sum(step != 0 for lane in lanes for step in lane.arrival)
         yield Sent("collective-permute", along, x, ways * self.num_ticks)
@@ -407,19 +407,32 @@ class Step:
             x *= max(itemsize, FLOAT) / itemsize
         yield Sent("all-reduce", along, x, shared)
 
+    def _x_of_a_device(self) -> float:
+        """Bytes that go from stage to stage: of layers with a split state, a device has its own units."""
+        is_split = all(map(self._exchanges_state, range(len(self.unit.kinds))))
+        return self.unit.x / (self.sizes[TENSOR] if is_split else 1)
+
+    def _split_matrices(self, number: int) -> list[Array]:
+        """The matrices of a kind of layers that `tensor` splits."""
+        arrays = [each for each in self.of_kind(number) if len(each.dims) > 2]
+        return [each for each in arrays if any(TENSOR in axes for axes in self.axes_of(each))]
+
+    def _exchanges_state(self, number: int) -> bool:
+        """Whether layers of a kind have a recurrent state without heads, of which each device has a part."""
+        split, turns = self._split_matrices(number), self.unit.kinds[number].forward.product_turns
+        return bool(split and turns) and not any(HEADS in each.dims for each in split)
+
     def _over_tensor(self) -> Iterator[Sent]:
         """What layers with split matrices exchange: x for each pair of them, and a recurrent state."""
         again = 1 + (self.partition.runs_in_units and self.parallel.pipeline.remat)
         for number, kind in enumerate(self.unit.kinds):
             runs = self.units * float(self.layers_GSK.sum(0)[:, number].max())
-            arrays = [each for each in self.of_kind(number) if len(each.dims) > 2]
-            split = [each for each in arrays if any(TENSOR in axes for axes in self.axes_of(each))]
-            pairs = math.ceil(len(split) / 2)
+            pairs = math.ceil(len(self._split_matrices(number)) / 2)
             yield Sent("all-reduce", (TENSOR,), self.unit.x, (1 + again) * pairs * runs)
-            if not any(HEADS in each.dims for each in split):
+            if self._exchanges_state(number):
                 state, turns = self.unit.x / self.unit.steps, kind.forward.product_turns
-                yield Sent("all-gather", (TENSOR,), state, again * turns * runs * (pairs > 0))
-                yield Sent("all-reduce", (TENSOR,), state, turns * runs * (pairs > 0))
+                yield Sent("all-gather", (TENSOR,), state, again * turns * runs)
+                yield Sent("all-reduce", (TENSOR,), state, turns * runs)
 
 
 @functools.lru_cache(maxsize=1 << 16)
