@@ -121,6 +121,8 @@ ROWS = {
                                  {"fsdp": True}),
     "lstm 16 x 4,096, unequal stages": Row("v5p:4x4x2", lambda: lstm(16, 4096, 50_304, 256, 256), "dp8pp4",
                                            units(4, 4), SPEEDS),
+    "lstm 8 x 4,096, by name": Row("v6e:4x4", lambda: lstm(8, 4096, 50_304, 256, 256), "dp4pp4",
+                                   units(4, 4, placement="first, 0-2 | 3-5 | 6-7 | last")),
     "lstm 8 x 4,096, unequal shares": Row("v6e:4x4", lambda: lstm(8, 4096, 50_304, 288, 256), "dp4pp4",
                                           units(3, 4), {"shares": (2, 1, 1, 2)}),
     "lstm 8 x 8,192": Row("v5p:4x4x4", lambda: lstm(8, 8192, 50_304, 256, 256), "dp4pp4tp4",
