@@ -441,7 +441,7 @@ class Opened(Regress):
         ("grain", []),
         ("grain_loader", ["read 7"]),
         ("datasets", []),
-        ("datasets_with_a_buffer", ["read 7", BACK]),
+        ("datasets_with_a_buffer", ["read 7", BACK.format("other batches follow")]),
         ("torch", []),  # with a sampler its position is a number; with shuffle=True it has a tensor
         ("plain_torch", ["read 7"]),
     ],

@@ -17,6 +17,7 @@ from lib.planned import CPU, H100, task_of
 
 from jaxpar import RULES
 from jaxpar.analysis import inspect_step
+from jaxpar.base.axes import STAGE
 from jaxpar.cli.main import main
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig, described_devices
@@ -295,8 +296,12 @@ def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
     assert len(times) == 2
     assert compile_step(setups[0], of(machine, 2, name="h200:1x1x2")) == REPORT
     assert len(times) == 3  # of another machine
+    with monkeypatch.context() as changed:
+        changed.setattr(compiled, "OPTIONS", {"gpu": ((STAGE,), {"xla_gpu_other": 1})})
+        assert compile_step(setups[0], machine) == REPORT
+    assert len(times) == 4  # by a compiler with other options
     files = [*(tmp_path / "jaxpar" / "compiled").iterdir()]
-    assert [pickle.loads(file.read_bytes()) for file in files] == [REPORT] * 3
+    assert [pickle.loads(file.read_bytes()) for file in files] == [REPORT] * 4
 
     def refuses(setup, lowered):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large\nand more")

@@ -324,6 +324,7 @@ OF_OTHERS = {
     "--head",
     "--signal",
     "--mca",
+    "--bind-to",
     "--ntasks",
     "--gpus",
     "--rows",
@@ -331,6 +332,7 @@ OF_OTHERS = {
     "--version",
     "--help",
     "--xla_gpu_deterministic_ops",
+    "--xla_jf_spmd_threshold_for_windowed_einsum_mib",
 }
 
 

@@ -14,6 +14,7 @@ import math
 import resource
 import subprocess
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -227,19 +228,20 @@ def text_of(name: str, machine: str, found: dict[str, Any]) -> str:
     def bytes_of(axis: str) -> str:
         one = sum(size for axes, size in sums.items() if axes.split()[:1] == [axis]) / MB
         other = sum(size for axes, size in least.items() if axes.split()[:1] == [axis]) / MB
-        return f"{one:,.0f} ({other:,.0f})" if one > 1 or other > 1 else ""
+        estimate = f" ({other:,.0f})" if "least" in found else ""
+        return f"{one:,.0f}{estimate}" if one > 1 or other > 1 else ""
 
+    layout = found["layout"].replace("|", r"\|")
     if "refused" in found:
-        return (
-            f"| {name} | {machine} | {found['layout']} | refused: {found['refused']} | | | | | | |"
-        )
+        why = textwrap.shorten(found["refused"], 100, placeholder=" ...")
+        return f"| {name} | {machine} | {layout} | refused: {why} | | | | | | |"
     memory = f"{found['memory'] / GB:.2f}"
     memory += f" ({found['estimate'] / GB:.2f})" if "estimate" in found else ""
     cycles = f"{found['cycles'] / MB:,.0f}" if found["cycles"] else ""
     waits = f"{found['waits'] / MB:,.0f}"
     axes = " | ".join(map(bytes_of, ("data", "stage", "tensor")))
     setup = f"{found['setup seconds']:.0f} s, {found['host'] / GB:.1f} GB"
-    return f"| {name} | {machine} | {found['layout']} | {memory} | {axes} | {waits} | {cycles} | {setup} |"
+    return f"| {name} | {machine} | {layout} | {memory} | {axes} | {waits} | {cycles} | {setup} |"
 
 
 HEAD = (

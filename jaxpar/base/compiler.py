@@ -39,7 +39,7 @@ from jaxpar.base.files import cache_folder
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables with flags of the user's
 # By platform: for meshes with several devices along one of these axes.
-_OPTIONS = {
+OPTIONS = {
     "gpu": ((STAGE,), {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}),
     "tpu": (
         (STAGE, TENSOR),
@@ -55,7 +55,7 @@ def compiler_options(mesh: Mesh, *, has_kernels: bool) -> dict[str, Any]:
     Args:
       has_kernels: whether kernels that fill a GPU run in it.
     """
-    axes, options = _OPTIONS.get(mesh.devices.flat[0].platform, ((), {}))
+    axes, options = OPTIONS.get(mesh.devices.flat[0].platform, ((), {}))
     own = options if any(mesh.shape[axis] > 1 for axis in axes) else {}
     return _not_in_flags(own) | (_ALONE if has_kernels and mesh.size > 1 else {})
 

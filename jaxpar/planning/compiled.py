@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxpar.analysis.program import ProgramReport, inspect_lowered, lower_step
-from jaxpar.base.compiler import FLAGS
+from jaxpar.base.compiler import FLAGS, OPTIONS
 from jaxpar.base.files import cache_folder, whole_file
 from jaxpar.mesh import described_devices
 from jaxpar.model.facts import ModelFacts
@@ -163,7 +163,7 @@ def _name_of(lowered: jax.stages.Lowered, machine: Machine) -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(importlib.metadata.version(package))
     flags = tuple(map(os.environ.get, FLAGS))
-    asked = repr((lowered.as_text(), machine.name, versions, flags, _VERSION))
+    asked = repr((lowered.as_text(), machine.name, versions, flags, OPTIONS, _VERSION))
     return f"{hashlib.sha256(asked.encode()).hexdigest()}.pickle"
 
 
