@@ -1,6 +1,6 @@
 """Steps at the sizes of rented clusters, compiled for machines that are not there: a row for each.
 
-python -m benchmarks.machines.real_sizes             # all of them: an hour of one core
+python -m benchmarks.machines.real_sizes             # all of them: half an hour of one core
 python -m benchmarks.machines.real_sizes gpt v5p     # those whose names have one of these words
 
 It needs `pip install 'jaxpar[tpu,cuda13]' mamba2-jax`. Each row is computed in a process of its own, so that
@@ -42,11 +42,11 @@ ADAM = OptimizerConfig("adam", 1e-3)
 GB, MB = 1e9, 1e6
 
 
-def lstm(layers: int, width: int, words: int, rows: int, steps: int, **options: Any) -> Task:
+def lstm(layers: int, width: int, words: int, rows: int, steps: int) -> Task:
     """LSTM layers in bfloat16; embedding and head are as wide as they are."""
     sizes = {"num_layers": layers, "hidden_size": width, "embed_size": width, "vocab_size": words}
     batch = {"batch_size": rows, "seq_len": steps}
-    return LM(**sizes, **batch, dropout=0.0, dtype="bfloat16", optimizer=ADAM, **options)
+    return LM(**sizes, **batch, dropout=0.0, dtype="bfloat16", optimizer=ADAM)
 
 
 def xlstm(layers: int, width: int, rows: int, steps: int) -> Task:
@@ -77,7 +77,7 @@ class Row:
     Attributes:
       machine: what it is compiled for.
       make: the task.
-      mesh, pipeline, layout: of `Parallel`. A mesh of plain JAX has none of jaxpar in it.
+      mesh, pipeline, layout: of `Parallel`.
       refused: words of the reason, where that is right.
     """
 
@@ -101,7 +101,7 @@ def units(microbatches: int, chunks: int = 1, **options: Any) -> dict[str, Any]:
 
 SPEEDS = {"speeds": (1.0, 1.0, 1.0, 0.5)}
 ROWS = {
-    # Two to eight thousand units wide, 8 to 32 layers, up to 128,256 words and 2,048 steps.
+    # Layers and units.
     "lstm 4 x 4,096": Row("v5e:2x4", lambda: lstm(4, 4096, 10_000, 64, 256), "pp2tp4", units(8, 8)),
     "lstm 16 x 4,096": Row("v5e:16x16", lambda: lstm(16, 4096, 50_304, 1024, 256), "dp8pp16tp2",
                            units(1, 64, head="last")),

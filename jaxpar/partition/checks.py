@@ -9,10 +9,6 @@ from jaxpar.base.checks import check_divides, require
 from jaxpar.base.trees import uneven
 from jaxpar.config import Parallel
 from jaxpar.model.facts import ModelFacts
-from jaxpar.trace.jaxprs import equations_in
-
-# The operations that run kernels: of JAX's own calls of cuDNN, of others like it, and of Pallas.
-_KERNELS = {"dot_product_attention_fwd_wrapper", "custom_partitioning", "pallas_call"}
 
 
 def check_fit(facts: ModelFacts, parallel: Parallel) -> None:
@@ -54,8 +50,13 @@ def check_fit(facts: ModelFacts, parallel: Parallel) -> None:
     for name, size in facts.rows_together.items():
         groups = {**row_parts(facts, parallel), f"rows_together of layer {name}": size}
         check_divides("batch_size", facts.batch_size, groups)
-    if parallel.mesh.tensor > 1 and facts.platform != "cpu":
-        _check_kernels(facts, parallel)
+    if parallel.mesh.tensor > 1 and facts.platform != "cpu" and facts.cut_model is not None:
+        require(
+            not facts.cut_model.calls_kernel,
+            f"the model {facts.cut_model.name} calls a kernel, which XLA cannot divide over "
+            f"tensor={parallel.mesh.tensor}.\n"
+            f"Fix: use tensor=1, or code without a kernel, such as implementation='xla'.",
+        )
     if stages > 1 and not facts.kind_of:
         raise ValueError(
             f"stage={stages}: the model of task {task.name} has no layers in its stack.\n"
@@ -70,19 +71,6 @@ def row_parts(facts: ModelFacts, parallel: Parallel) -> dict[str, int]:
     name, groups = (DATA, sizes[DATA]) if parallel.has_equal_shares else shares
     own = {axis: sizes[axis] for axis in facts.row_axes}
     return {name: groups, "num_microbatches": parallel.pipeline.num_microbatches, **own}
-
-
-def _check_kernels(facts: ModelFacts, parallel: Parallel) -> None:
-    """Raises a ValueError where a user's model calls a kernel, and XLA would have to divide it."""
-    if facts.cut_model is None:
-        return
-    program = facts.cut_model.program("loss", facts.cut_model.batch, trains=True)
-    require(
-        _KERNELS.isdisjoint(eqn.primitive.name for eqn in equations_in(program.closed.jaxpr)),
-        f"the model {facts.cut_model.name} calls a kernel, which XLA cannot divide over "
-        f"tensor={parallel.mesh.tensor}.\n"
-        f"Fix: use tensor=1, or code without a kernel, such as implementation='xla'.",
-    )
 
 
 def _check_own_axes(facts: ModelFacts, parallel: Parallel) -> None:

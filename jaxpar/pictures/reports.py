@@ -86,7 +86,7 @@ def show_ranking(ranking: Ranking) -> Picture:
     with_tensor = [cost for cost in costs if cost.parallel.mesh.tensor > 1]
     if with_tensor and not any(TENSOR in each.axes for cost in with_tensor for each in cost.sent):
         remedy = "Fix: give rules, such as those that jaxpar.suggest_rules prints."
-        notes.append(f"tensor splits no parameter of this model, and brings nothing\n{remedy}")
+        notes.append(f"tensor splits no parameter of this model, so it saves nothing\n{remedy}")
     if ranking.no_compiler:
         fact, _, remedy = ranking.no_compiler.partition("\n")
         left_out = "how much memory a layout needs, what its compiler refuses, and what overlaps"

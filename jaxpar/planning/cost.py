@@ -195,6 +195,7 @@ class Step:
       layers_GSK: layers of each kind on each stage, group by group.
       rows: of the stack of each kind.
       kinds: of each kind, one layer on one unit.
+      split_matrices: of each kind, the matrices that `tensor` splits.
     """
 
     def __init__(self, counts: Counts, parallel: Parallel, train: TrainConfig):
@@ -224,6 +225,7 @@ class Step:
         places = np.repeat(route.groups, placement), np.repeat(route.stages, placement)
         np.add.at(self.layers_GSK, (*places, np.asarray(facts.kind_of, int)), 1)
         self.kinds = [self._kind(number) for number in range(len(self.rows))]
+        self.split_matrices = [self._split_matrices(number) for number in range(len(self.rows))]
 
     # ---- what a device has of the variables ----
 
@@ -413,13 +415,12 @@ class Step:
         return self.unit.x / (self.sizes[TENSOR] if is_split else 1)
 
     def _split_matrices(self, number: int) -> list[Array]:
-        """The matrices of a kind of layers that `tensor` splits."""
         arrays = [each for each in self.of_kind(number) if len(each.dims) > 2]
         return [each for each in arrays if any(TENSOR in axes for axes in self.axes_of(each))]
 
     def _exchanges_state(self, number: int) -> bool:
         """Whether layers of a kind have a recurrent state without heads, of which each device has a part."""
-        split, turns = self._split_matrices(number), self.unit.kinds[number].forward.product_turns
+        split, turns = self.split_matrices[number], self.unit.kinds[number].forward.product_turns
         return bool(split and turns) and not any(HEADS in each.dims for each in split)
 
     def _over_tensor(self) -> Iterator[Sent]:
@@ -427,7 +428,7 @@ class Step:
         again = 1 + (self.partition.runs_in_units and self.parallel.pipeline.remat)
         for number, kind in enumerate(self.unit.kinds):
             runs = self.units * float(self.layers_GSK.sum(0)[:, number].max())
-            pairs = math.ceil(len(self._split_matrices(number)) / 2)
+            pairs = math.ceil(len(self.split_matrices[number]) / 2)
             yield Sent("all-reduce", (TENSOR,), self.unit.x, (1 + again) * pairs * runs)
             if self._exchanges_state(number):
                 state, turns = self.unit.x / self.unit.steps, kind.forward.product_turns

@@ -147,7 +147,8 @@ def _run_at_once(parts: Parts, mesh, layers, predicts, params, frozen, carry, ba
     return jax.shard_map(
         run_shard,
         mesh=mesh,
-        axis_names=by_hand(mesh, (STAGE, *axes)),  # `jax.debug.print` takes one axis that is left
+        # At most `tensor` is left to XLA: `jax.debug.print` takes one axis.
+        axis_names=by_hand(mesh, axes),
         in_specs=(
             parts.partition.specs(params),
             parts.partition.specs(frozen),

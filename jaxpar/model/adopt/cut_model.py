@@ -32,8 +32,11 @@ from jaxpar.trace.across import line_across_time
 from jaxpar.trace.again import difference
 from jaxpar.trace.described import Descriptions
 from jaxpar.trace.draws import Drawn, draws_apart
-from jaxpar.trace.jaxprs import aval_of, inlined, is_call
+from jaxpar.trace.jaxprs import aval_of, equations_in, inlined, is_call
 from jaxpar.trace.source_lines import source_line_of_error
+
+# The operations that run kernels: of JAX's own calls of cuDNN, of others like it, and of Pallas.
+_KERNELS = {"dot_product_attention_fwd_wrapper", "custom_partitioning", "pallas_call"}
 
 
 class CutModel:
@@ -170,6 +173,12 @@ class CutModel:
     def has_own_predict(self) -> bool:
         """Whether the task says what is predicted."""
         return type(self.task).predict is not Task.predict
+
+    @functools.cached_property
+    def calls_kernel(self) -> bool:
+        """Whether its loss runs a kernel that XLA does not write: of cuDNN, or of Pallas."""
+        program = self.program("loss", self.batch, trains=True)
+        return any(eqn.primitive.name in _KERNELS for eqn in equations_in(program.closed.jaxpr))
 
     @functools.cached_property
     def predicts(self) -> bool:
