@@ -135,7 +135,7 @@ FLAGS = {
     ),
     "devices beyond all threads": (train("--simulate", "9999"), r"simulate_devices\(9999\): must be from 1"),
     "hardly any memory": (
-        train("--memory", "1kB"), r"needs more than [\d.]+ kB per device, but .* has 1\.0 kB\s+Fix: use",
+        train("--memory", "1kB"), r"needs about [\d.]+ kB per device, but .* has 1\.0 kB\s+Fix: use",
     ),
     "no embedding": (train("--embed-size", "0"), "embed_size=0: must be positive"),
     "embedding too wide": (

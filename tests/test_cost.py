@@ -21,7 +21,7 @@ from jaxpar.mesh import MeshConfig, split_machine
 from jaxpar.model.task import Settings
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.planning import estimate_step, find_machine
-from jaxpar.planning.cost import Step, estimate
+from jaxpar.planning.cost import LEAST_SHARE, Step, estimate
 from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import SHEETS, Link, sheet_of
 from jaxpar.step.setup import Setup
@@ -32,8 +32,6 @@ from jaxpar.trace.counts import amount
 NAMES = ("lm", "gru", "transformer", "mixed", "hybrid")
 # Of bytes that are sent over an axis: sums of the loss and of norms are left out.
 BYTES_ERROR = 0.35
-# What must be there by arithmetic is at most so much more than what the compiler finds room for.
-OVERLAID = 1.05
 
 more = functools.partial(pytest.param, marks=pytest.mark.more)
 
@@ -129,11 +127,12 @@ def assert_near(estimated, compiled, axes):
         *(more(name, seed) for name in NAMES[:4] for seed in (3,)),
     ],
 )
-def test_bytes_over_data_and_stage_and_the_least_memory_are_near_those_compiled(name, seed):
+def test_bytes_over_data_and_stage_and_memory_are_near_those_compiled(name, seed):
     settings = random_settings(name, seed)
     cost, report = estimate_step(*settings, CPU), inspect_step(*settings)
     assert_near(cost.sent, report.collectives, (DATA, STAGE))
-    assert 0.2 * report.memory.total < cost.least_bytes <= OVERLAID * report.memory.total
+    least = LEAST_SHARE * cost.estimated_bytes
+    assert 0.16 * report.memory.total < least <= report.memory.total
 
 
 @pytest.mark.parametrize(
@@ -256,7 +255,7 @@ def test_remat_takes_time_and_gives_room():
         for remat in (False, True)
     )
     assert again.parts["layers"] > 1.1 * plain.parts["layers"]
-    assert again.least_bytes < plain.least_bytes
+    assert again.estimated_bytes < plain.estimated_bytes
 
 
 # ---- machines ----

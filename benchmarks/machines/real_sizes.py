@@ -166,7 +166,7 @@ def compile_row(row: Row) -> dict[str, Any]:
     setup = setup_on(cost.settings, machine)
     found: dict[str, Any] = {
         "layout": describe(cost.parallel),
-        "estimate": cost.least_bytes,
+        "estimate": cost.estimated_bytes,
         "least": sent(cost),
     }
     try:
@@ -245,7 +245,7 @@ def text_of(name: str, machine: str, found: dict[str, Any]) -> str:
 
 
 HEAD = (
-    "| model | machine | layout | memory (least), GB | data (estimated), MB | stage, MB | tensor, MB "
+    "| model | machine | layout | memory (estimated), GB | data, MB | stage, MB | tensor, MB "
     "| waits, MB | M cycles | set-up |\n|---|---|---|---:|---:|---:|---:|---:|---:|---:|"
 )
 

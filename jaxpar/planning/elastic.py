@@ -55,6 +55,6 @@ def fit_devices(
     costs, how = rank(task, own_axes, train, machine, tensor=tensor), "is the fastest"
     found = next((cost for cost in costs if cost.fits), None)
     if found is None:
-        found, how = min(costs, key=lambda cost: cost.least_bytes), "needs the least memory"
+        found, how = min(costs, key=lambda cost: cost.estimated_bytes), "needs the least memory"
     why = f"{short_name(asked)} does not fit {num_devices} devices; " if keep else ""
     return found.parallel, f"{why}{describe(found.parallel)} {how} by estimates for {name}"

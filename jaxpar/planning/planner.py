@@ -61,7 +61,9 @@ class Ranking(Printed):
     def of(cls, machine: Machine, costs: Sequence[StepCost], no_compiler: str = "") -> "Ranking":
         """Makes a ranking of layouts in any order."""
         by_time = sorted(costs, key=lambda c: (not c.measured, c.program is None, c.seconds))
-        by_size = sorted(costs, key=lambda c: (not c.memory_bytes, c.memory_bytes or c.least_bytes))
+        by_size = sorted(
+            costs, key=lambda c: (not c.memory_bytes, c.memory_bytes or c.estimated_bytes)
+        )
         fitting = tuple(cost for cost in by_time if cost.fits)
         refused = tuple(cost for cost in by_size if not cost.fits)
         return cls(machine, fitting, refused, no_compiler)
@@ -76,10 +78,9 @@ class Ranking(Printed):
         if self.fitting:
             return self.fitting[0]
         least, room = self.refused[0], format_bytes(self.machine.memory_bytes)
-        needs = least.memory_text or f"more than {format_bytes(least.least_bytes)}"
         raise ValueError(
             f"no layout fits in {room} per device on {self.machine.name} ({len(self.refused):,} tried): "
-            f"the smallest, {describe(least.parallel)}, needs {needs}\n"
+            f"the smallest, {describe(least.parallel)}, needs {least.needs_text}\n"
             f"Fix: use more devices, or a smaller model or batch."
         )
 
@@ -242,8 +243,7 @@ def check_fits(cost: StepCost) -> StepCost:
         cost = cost.known(compile_step(setup_of(cost), machine))
     if cost.fits:
         return cost
-    needs = cost.memory_text or f"more than {format_bytes(cost.least_bytes)}"
-    why = f"a step needs {needs} per device, but {machine.name} has {format_bytes(room)}"
+    why = f"a step needs {cost.needs_text} per device, but {machine.name} has {format_bytes(room)}"
     if cost.refusal:
         why = f"the compiler refuses this step: {cost.refusal}"
     fix = "use a layout that plan finds, more devices, or a smaller model or batch."
