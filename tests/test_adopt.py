@@ -30,7 +30,7 @@ POINTS = {"loss_of": models.point_loss, "batch_of": models.point_batch}
 MLP = (("blocks.*.up.kernel", (None, "tensor")), ("blocks.*.up.bias", ("tensor",)))
 
 # Each model, and the mesh of its row in the default run. None: what is new in it is in the default rows of
-# test_random_adopted.py.
+# test_law.py.
 MODELS = {
     "gpt": (Adopted(models.GPT), "dp2pp2tp2"),
     "no mask": (Adopted(models.NoMask), None),

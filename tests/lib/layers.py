@@ -46,15 +46,15 @@ class Experts(nnx.Module):
         made = jnp.tanh(jnp.einsum("etbw,ewv->etbv", here, self.kernel[...]))
         back_ETBW = lax.all_to_all(made, "expert", 2, 0, tiled=True)
         y = x_TBW + jnp.einsum("etbw,tbe->tbw", back_ETBW, chosen_TBE * scores_TBE)
-        penalty = 0.1 * jnp.sum(jnp.square(scores_TBE))
+        penalty = 0.1 * jnp.sum(jnp.square(scores_TBE) * at.batch["weight"][..., None])
         return carry, y, Sums(penalty, jnp.float32(0), {"penalty": penalty})
 
 
 WORDS = 64
 
 
-class Ends(nnx.Module):
-    """Words and numbers go in through layers of jaxpar and Flax; `how` says which part is what."""
+class Around(nnx.Module):
+    """What is before and after the layers: words and numbers go in; `how` says which part is what."""
 
     def __init__(self, how, *, rngs):
         self.how = how
@@ -63,7 +63,6 @@ class Ends(nnx.Module):
         self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
         self.down = nn.Linear(4 * WIDTH, WIDTH, dims=("input", None), rngs=rngs)
         self.scale = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH))
-        self.layers = Stack([MAKERS[kind] for kind in ("gru", "gru", "dense", "cell")], rngs=rngs)
         self.out = nnx.Linear(WIDTH, 8 * FEATURES, rngs=rngs)
 
     def first(self, batch, at: LayerContext):
@@ -87,6 +86,14 @@ class Ends(nnx.Module):
         return Sums(loss, jnp.sum(batch["weight"]), {"most": jnp.sum(jnp.abs(error))})
 
 
+class Ends(Around):
+    """With some layers."""
+
+    def __init__(self, how, *, rngs):
+        super().__init__(how, rngs=rngs)
+        self.layers = Stack([MAKERS[kind] for kind in ("gru", "gru", "dense", "cell")], rngs=rngs)
+
+
 PENALTY = 0.3
 
 
@@ -102,8 +109,10 @@ class Penalized(nnx.Module):
     def __call__(self, carry, x_TBW, at: LayerContext):
         with jax.numpy_rank_promotion("allow"):
             carry, y_TBW = jax.lax.scan(self.cell, carry, x_TBW)
-        loss = PENALTY * jnp.sum(jnp.square(y_TBW) * at.batch["weight"][..., None])
-        return carry, y_TBW, Sums(loss, 0, {"penalty": loss, "above": jnp.sum(y_TBW > 0)})
+        weight_TB1 = at.batch["weight"][..., None]
+        loss = PENALTY * jnp.sum(jnp.square(y_TBW) * weight_TB1)
+        above = jnp.sum((y_TBW > 0) & (weight_TB1 > 0))
+        return carry, y_TBW, Sums(loss, 0, {"penalty": loss, "above": above})
 
 
 GROUP = 4
@@ -154,14 +163,14 @@ class Balanced(nnx.Module):
 
 
 class Map(nnx.Module):
-    """A linear map and its square, in a dict: x of more than one array."""
+    """A linear map and squares that stay small, in a dict: x of more than one array."""
 
     def __init__(self, inputs, width, *, rngs):
         self.map = nnx.Linear(inputs, width, use_bias=False, rngs=rngs)
 
     def __call__(self, carry, x, at: LayerContext):
         y = self.map(x)
-        return carry, {"y": y, "square": jnp.square(y[..., :2])}
+        return carry, {"y": y, "square": jnp.square(jnp.tanh(y[..., :2]))}
 
 
 class Join(nnx.Module):

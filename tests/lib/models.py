@@ -50,7 +50,8 @@ class GRU(nnx.Module):
             h = (1 - z) * jnp.tanh(zx[:, 2] + r * zh[:, 2]) + z * h
             return h, h
 
-        return jax.lax.scan(step, h, (zx_TB3W, at.resets))
+        resets_TB = jnp.zeros(x_TBW.shape[:2], bool) if at.resets is None else at.resets
+        return jax.lax.scan(step, h, (zx_TB3W, resets_TB))
 
 
 class Block(nnx.Module):

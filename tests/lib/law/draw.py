@@ -1,0 +1,103 @@
+"""Cases that together have all pairs of choices.
+
+Each case is the best of some that are drawn at random. Best is what has the most that no case before has;
+what is rare among random cases counts more.
+"""
+
+import collections
+import functools
+import itertools
+import random
+from collections.abc import Callable, Hashable
+
+from lib.law.options import MESHES, OPTIONS, SCHEDULES, Case, names_of, own_axes
+
+NUM_TRIED = 60
+NUM_RANDOM = 4000  # cases that tell what is rare
+# Updates of several kinds of layers have by far the most pairs: without turns there would be little else.
+TURNS = (
+    {"result": "updates"},
+    {"result": "updates"},
+    {"result": "updates", "beside": "itself"},
+    {"result": "updates"},
+    {"result": "gradients"},
+)
+
+
+def random_case(numbers: random.Random, **chosen: str) -> Case:
+    """A case with these choices; each other option takes any value that goes with those before it."""
+    case = {}
+    for name, option in OPTIONS.items():
+        fitting = [value for value in option.values if option.fits(value, case)]
+        case[name] = chosen[name] if name in chosen else numbers.choice(fitting)
+        assert case[name] in fitting, f"{name}={case[name]} does not go with {case}"
+    return case
+
+
+def choices_of(case: Case) -> set[Hashable]:
+    """(option, value) of each option; each of its layers counts as chosen."""
+    layers = {("layer", name) for name in {*names_of(case)} - {*own_axes(case)}}
+    return {*case.items()} | layers
+
+
+def pairs_of(case: Case) -> set[Hashable]:
+    """The pairs of its choices; each of its layers counts as chosen."""
+    others = {name: value for name, value in case.items() if name != "layer"}
+    layers = [("layer", name) for name in {*names_of(case)} - {*own_axes(case)}]
+    pairs = {*itertools.combinations(others.items(), 2)}
+    return pairs | {*itertools.product(layers, others.items())}
+
+
+def mesh_and_schedule_of(case: Case) -> set[Hashable]:
+    """That one pair."""
+    return {(case["mesh"], case["schedule"])}
+
+
+@functools.cache
+def _rarity(parts_of: Callable[[Case], set[Hashable]]) -> collections.Counter:
+    numbers, times = random.Random("rare"), collections.Counter()
+    for _ in range(NUM_RANDOM):
+        times.update(parts_of(random_case(numbers)))
+    return times
+
+
+class Draws:
+    """Cases, each chosen by what those before it lack."""
+
+    def __init__(self, seed: str):
+        self._numbers, self.cases = random.Random(seed), list[Case]()
+
+    def add(self, count: int, parts_of: Callable[[Case], set[Hashable]], **chosen: str) -> None:
+        """Adds so many cases with these choices."""
+        times = _rarity(parts_of)
+        seen = set().union(*map(parts_of, self.cases))
+
+        def worth(case: Case) -> float:
+            return sum(1 / (1 + times[part]) for part in parts_of(case) - seen)
+
+        for _ in range(count):
+            case = max((random_case(self._numbers, **chosen) for _ in range(NUM_TRIED)), key=worth)
+            seen |= parts_of(case)
+            self.cases.append(case)
+
+
+@functools.cache
+def default_cases() -> list[Case]:
+    """Each mesh with each schedule, and each value of each option."""
+    draws = Draws("default")
+    for mesh, schedule in itertools.product(MESHES, SCHEDULES):
+        draws.add(1, choices_of, mesh=mesh, schedule=schedule)
+    return draws.cases
+
+
+def every_choice() -> set[Hashable]:
+    """All values of all options."""
+    return {(name, value) for name, option in OPTIONS.items() for value in option.values}
+
+
+def draw(count: int, seed: str) -> list[Case]:
+    """So many cases, with as many pairs of choices as they can have."""
+    draws = Draws(seed)
+    for chosen in itertools.islice(itertools.cycle(TURNS), count):
+        draws.add(1, pairs_of, **chosen)
+    return draws.cases

@@ -1,0 +1,245 @@
+"""Models in the layer form: any layers in any order, between ends of several parts."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpar import RULES, SeriesBatches, Stack, Sums, nn
+from lib import layers as own
+from lib import models
+from lib.law.training import Trained
+from lib.layers import Around, Join, Map
+from lib.models import FEATURES, WIDTH
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One layer, or some that follow each other, from and to WIDTH units.
+
+    Attributes:
+      makers: of (rngs, rate of dropout).
+      is_whole: whether it reads the whole window.
+      is_stateless: whether it may run on a part of time, as an axis of one's own gives it.
+      splits: whether `tensor` may split models that have it.
+      rows_together: that it mixes.
+      is_any_type: whether it computes in the type of its inputs.
+      is_one_kind: whether several of it are layers of one kind.
+    """
+
+    makers: tuple[Callable, ...]
+    is_whole: bool = False
+    is_stateless: bool = False
+    splits: bool = True
+    rows_together: int = 1
+    is_any_type: bool = False
+    is_one_kind: bool = True
+
+
+def recurrent(make, **options):
+    """A recurrent layer of `jaxpar.nn`."""
+    return Piece(
+        (lambda rngs, rate: make(WIDTH, rngs=rngs, dropout=rate, **options),), is_any_type=True
+    )
+
+
+def cell(make):
+    """A recurrent cell of Flax."""
+    return Piece((lambda rngs, rate: nn.Recurrent(make(WIDTH, WIDTH, rngs=rngs)),))
+
+
+def of(make, *arguments, **options):
+    """A class of the tests."""
+    return Piece((lambda rngs, rate: make(*arguments, rngs=rngs),), **options)
+
+
+def both_ways(rngs, rate):
+    one, other = nn.GRU(WIDTH, rngs=rngs, dropout=rate), nnx.GRUCell(WIDTH, WIDTH, rngs=rngs)
+    return nn.Bidirectional(one, nn.Recurrent(other))
+
+
+def gated(rngs, rate):
+    return nn.GatedBlock(nn.MinGRU(WIDTH, rngs=rngs, dropout=rate), rngs=rngs)
+
+
+def stateless(make):
+    """A module of y alone."""
+    return Piece((lambda rngs, rate: nn.Stateless(make(rngs)),), is_stateless=True)
+
+
+NARROW = 6
+LAYERS = {
+    "lstm": recurrent(nn.LSTM),
+    "lstm, learned start": recurrent(nn.LSTM, learn_initial=True),
+    "lstm, heads": recurrent(nn.LSTM, num_heads=2),
+    "gru": recurrent(nn.GRU),
+    "slstm": recurrent(nn.SLSTM),
+    "mlstm": recurrent(nn.MLSTM, num_heads=2),
+    "gated delta": recurrent(nn.GatedDeltaNet, num_heads=2),
+    "mingru": recurrent(nn.MinGRU),
+    "rglru": recurrent(nn.RGLRU),
+    "gated block": Piece((gated,)),
+    "both ways": Piece((both_ways,), is_whole=True, splits=False),
+    "flax lstm": cell(nnx.OptimizedLSTMCell),
+    "flax gru": cell(nnx.GRUCell),
+    "flax simple cell": cell(nnx.SimpleCell),
+    "linear": stateless(lambda rngs: nn.Linear(WIDTH, WIDTH, dims=(None, "hidden"), rngs=rngs)),
+    "layer norm": stateless(lambda rngs: nnx.LayerNorm(WIDTH, rngs=rngs)),
+    "dense": of(models.Dense, is_stateless=True),
+    "wide": of(models.Wide, 20, is_stateless=True),
+    "wider": of(models.Wide, 60, is_stateless=True),
+    "own gru": of(models.GRU),
+    "block": of(models.Block, is_whole=True),
+    "norm of rows": of(own.Norm, is_stateless=True, rows_together=own.GROUP),
+    "experts of rows": of(own.Balanced, rows_together=2 * own.GROUP),
+    "penalized": of(own.Penalized, splits=False),
+    "complex state": of(own.LRU),
+    "by depth": of(own.ByDepth, 0.5, is_stateless=True, is_one_kind=False),
+    "complex x": Piece(
+        tuple(
+            lambda rngs, rate, make=make: make(rngs=rngs)
+            for make in (own.ToComplex, own.FromComplex)
+        ),
+        is_stateless=True,
+    ),
+    "dict": Piece(
+        (
+            lambda rngs, rate: Map(WIDTH, WIDTH - 2, rngs=rngs),
+            lambda rngs, rate: Join(rngs=rngs),
+        ),
+        is_stateless=True,
+    ),
+    "narrow": Piece(
+        (
+            lambda rngs, rate: nn.LSTM(NARROW, inputs=WIDTH, rngs=rngs, dropout=rate),
+            lambda rngs, rate: nn.MinGRU(WIDTH, inputs=NARROW, rngs=rngs),
+        ),
+        is_any_type=True,
+    ),
+}
+OF_AXES = {
+    "context": of(own.Attention, is_whole=True, is_stateless=True),
+    "expert": of(own.Experts, is_stateless=True),
+}
+
+
+class Frame(Around):
+    """All but the layers; `dtype` is that of what goes through them."""
+
+    def __init__(self, how, dtype="float32", *, rngs):
+        super().__init__(how, rngs=rngs)
+        self.dtype = dtype
+
+    def first(self, batch, at):
+        x = super().first(batch, at)
+        if "static" in batch:
+            x = x + batch["static"]["first"][None, :, 1:2]
+        return x.astype(self.dtype)
+
+    def _outputs(self, y, batch):
+        y = y.astype(jnp.float32)
+        if "lengths" in batch:  # padding counts nowhere
+            y = y * (batch["weight"] > 0).astype(y.dtype)[..., None]
+        if "tied" in self.how:
+            table = self.marks[0].embedding[...]
+            y = y + jnp.tanh(y @ table.T) @ table / len(table)
+        return y * (1 + batch["static"]["first"][None, :, :1]) if "static" in batch else y
+
+    def last(self, y, batch, at) -> Sums:
+        return super().last(self._outputs(y, batch), batch, at)
+
+    def predict(self, y, batch, at):
+        y = self._outputs(y, batch)
+        found = self.out(y * self.scale[...][None, None])
+        return {"y": found.reshape(*y.shape[:2], FEATURES, -1).mean(-1), "deviation": y.std(-1)}
+
+
+class Model(Frame):
+    def __init__(self, task, *, rngs):
+        super().__init__(task.how, task.dtype, rngs=rngs)
+        self.layers = Stack(
+            [lambda rngs, make=m: make(rngs, task.rate) for m in task.makers], rngs=rngs
+        )
+
+
+class Batches(SeriesBatches):
+    """Windows of a series. Inputs are small, so that no gate is saturated.
+
+    Attributes:
+      has: of "resets", "lengths" and "static".
+    """
+
+    has: tuple[str, ...] = ()
+
+    def batch(self, step, rows=slice(None)):
+        batch = super().batch(step, rows)
+        first, steps = batch["x"][:, 0], batch["x"].shape[1]
+        batch["level"] = (1 + first[:, :1] ** 2).astype(np.float32)
+        weight = batch["weight"] * (0.5 + batch["x"][..., 1] ** 2)
+        if "resets" not in self.has:
+            del batch["resets"]
+        if "lengths" in self.has:
+            lengths = steps - np.abs(first[:, 2] * 1000).astype(np.int32) % 3
+            batch["lengths"] = lengths
+            weight = weight * (np.arange(steps) < lengths[:, None])
+        if "static" in self.has:
+            batch["static"] = {"first": first, "sign": np.sign(first)}
+        return {**batch, "weight": weight.astype(np.float32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTask(Trained):
+    """A model in the layer form.
+
+    Attributes:
+      names: of its pieces.
+      how: of the ends.
+      has: what batches have besides.
+      rate: of dropout.
+      dtype: of what goes from layer to layer.
+      own_axes: of the mesh.
+    """
+
+    names: tuple[str, ...] = ()
+    how: str = ""
+    has: tuple[str, ...] = ()
+    rate: float = 0.2
+    dtype: str = "float32"
+    own_axes: tuple[str, ...] = ()
+    batch_size: int = 16
+    seq_len: int = 8
+
+    @property
+    def makers(self):
+        """Of all layers."""
+        pieces = [(LAYERS | OF_AXES)[name] for name in self.names]
+        return [make for piece in pieces for make in piece.makers]
+
+    @property
+    def axes(self):
+        return self.own_axes
+
+    @property
+    def rules(self):
+        rules = {"heads": "tensor", "inner": "tensor"}
+        if "context" in self.own_axes:
+            rules["time"] = "context"
+        if "expert" in self.own_axes:
+            rules |= {"batch": ("data", "expert"), "experts": "expert"}
+        return RULES.replace(rules)
+
+    def make_model(self, rngs):
+        return Model(self, rngs=rngs)
+
+    def make_batches(self, split, seed=None):
+        rng = np.random.default_rng(["train", "valid", "test"].index(split))
+        steps = 3 * self.batch_size * self.seq_len
+        walk = rng.normal(size=(steps + 1, FEATURES)).cumsum(0).astype(np.float32) / 100
+        walk = np.sin(walk)
+        resets = (rng.random(steps) < 0.1).astype(np.float32)
+        arrays = {"x": walk[:-1], "y": 10 * walk[1:], "resets": resets}
+        batches = Batches(arrays, self.batch_size, self.seq_len, seed)
+        batches.has = self.has
+        return batches

@@ -1,0 +1,56 @@
+"""How tasks of the law are trained: an optimizer by its name, and the same in optax."""
+
+import dataclasses
+
+import optax
+from flax import nnx
+
+from jaxpar import OptimizerConfig, Task
+from lib.optimizers import OPTIMIZERS
+
+# Names of configs of jaxpar; what they mean stands in PLAIN_OPTIMIZERS.
+CONFIGS = {
+    "sgd of a config": OptimizerConfig("sgd", 0.05, warmup_steps=0, lr_schedule="constant"),
+    "momentum of a config": OptimizerConfig(
+        "sgd", 0.05, warmup_steps=0, lr_schedule="constant", momentum=0.9, weight_decay=0.1
+    ),
+}
+# Those that differ in what they read of an array.
+OWN = (
+    "decay", "schedule", "fan-in", "mask by size", "iota", "flip", "first number",
+    "root mean square", "global norm",
+)  # fmt: skip
+PLAIN_OPTIMIZERS = {
+    "sgd of a config": lambda: optax.sgd(0.05),
+    "momentum of a config": lambda: optax.chain(
+        optax.add_decayed_weights(0.1), optax.sgd(0.05, momentum=0.9)
+    ),
+    **{name: OPTIMIZERS[name] for name in OWN},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained(Task):
+    """What tasks of both forms have.
+
+    Attributes:
+      optimizer_name: of `PLAIN_OPTIMIZERS`.
+      frozen_name: of what is not trained; "" trains all.
+    """
+
+    optimizer_name: str = "sgd of a config"
+    frozen_name: str = ""
+
+    @property
+    def optimizer(self):
+        """Read if `make_optimizer` of jaxpar is called."""
+        return CONFIGS.get(self.optimizer_name, CONFIGS["sgd of a config"])
+
+    @property
+    def frozen(self):
+        return nnx.PathContains(self.frozen_name) if self.frozen_name else nnx.Nothing()
+
+    def make_optimizer(self, num_steps):
+        if self.optimizer_name in CONFIGS:
+            return super().make_optimizer(num_steps)
+        return OPTIMIZERS[self.optimizer_name]()
