@@ -33,34 +33,9 @@ from jaxpar.planning.compiled import compile_step
 from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
-from jaxpar.step.step import batch_sharding, check_program, make_loss_and_grad
+from jaxpar.step.step import check_program, make_loss_and_grad
 
 pytestmark = pytest.mark.law
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(("freeze", "mesh"), [("dense", (2, 2, 2)), ("layers", (1, 2, 1))])
-def test_a_model_that_is_frozen_in_part_equals_its_definition(freeze, mesh):
-    units = PipelineConfig(num_microbatches=2, num_chunks=4)
-    task = Regress(("gru", "dense", "gru", "cell", "dense"), freeze=freeze)
-    assert_same(task, Parallel(on_devices(mesh), units))
-
-
-UNITS = {"num_microbatches": 2, "num_chunks": 4, "zero_bubble": True}
-
-
-@pytest.mark.parametrize(
-    ("kinds", "mesh", "units"),
-    [
-        (("own gru", "own gru"), (1, 2, 2), UNITS),
-        more(("slstm", "rglru") * 2, (2, 2, 2), {**UNITS, "schedule": "v"}),
-        more(("both ways", "flax gru"), (2, 2, 1), {"num_microbatches": 2}),
-        more(("own gru", "slstm", "rglru", "flax gru", "mingru"), (2, 4, 1), UNITS),
-        more(("own gru", "mingru", "slstm", "rglru"), (2, 2, 2), {**UNITS, "remat": True}),
-    ],
-)
-def test_jaxpars_layers_in_a_pipeline_equal_their_definition(kinds, mesh, units):
-    assert_same(Calm(kinds), Parallel(on_devices(mesh), PipelineConfig(**units)))
 
 
 def test_orthogonal_kernels_are_drawn_one_by_one():
@@ -195,34 +170,6 @@ def test_optimizers_of_groups_leave_the_same_parameters(name, kinds, layout):
         return by_layer(state.params, Settings(task, parallel, TrainConfig()))
 
     assert_close(train((2, 2, 1), **layout), train((1, 1, 1)))
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(
-    ("mesh", "layout"),
-    [
-        ((2, 2, 2), {"update": "sharded"}),
-        more((2, 3, 1), {"shares": (3, 1), "update": "host"}),
-    ],
-)
-def test_two_optimizer_steps_leave_the_same_parameters(mesh, layout):
-    def train(parallel, task):
-        mesh = parallel.mesh.build()
-        state = init_state(task, parallel, mesh=mesh)
-        step = make_train_step(task, parallel, TrainConfig(num_steps=9), mesh)
-        for number in range(2):
-            batches = task.make_batches("train", 0)
-            batch = place_batch(
-                batches, number, batch_sharding(Setup.of(task, parallel, mesh=mesh))
-            )
-            state, _ = step(state, batch)
-        audit(state)
-        return by_layer(state.params, Settings(task, parallel, TrainConfig()))
-
-    task = Regress(("gru", "dense", "cell"))
-    units = PipelineConfig(num_microbatches=2, num_chunks=2)
-    parallel = Parallel(on_devices(mesh), units, **layout)
-    assert_close(train(parallel, task), train(Parallel(on_devices((1, 1, 1))), task))
 
 
 # ---- mistakes inside a user's layer are told with its name ----

@@ -103,10 +103,6 @@ def test_a_language_model_whose_table_is_in_rows_equals_plain(large, mesh, sizes
 OWN = [
     ((1, 2, 1), ("deep", "twice"), {"head": "sharded"}, None),
     ((2, 2, 2), ("loop",), {}, "words"),
-    more((1, 4, 1), ("deep", "array"), {"head": "sharded", "remat": True}, None),
-    more((1, 2, 4), ("twice",), {"zero_bubble": False}, None),
-    more((1, 2, 1), ("deep",), {"schedule": "interleaved", "num_groups": 2}, "up"),
-    more((2, 4, 1), ("deep",), {"head": "sharded"}, "scale"),
 ]
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from lib.laws import MODEL, assert_same_as_plain, make_settings, more
+from lib.laws import MODEL, make_settings, more
 
 from jaxpar import LayerContext
 from jaxpar.analysis.program import inspect_step
@@ -79,20 +79,6 @@ def test_one_head_has_the_matrix_that_it_had():
 
 
 HEADS = dataclasses.replace(MODEL, num_heads=4)
-LAW = [
-    ((2, 2, 2), (2, 4), HEADS, {"zero_bubble": True}),
-    more((1, 1, 4), (1, 1), dataclasses.replace(HEADS, layer="slstm"), {}),
-    more((1, 2, 2), (2, 2), dataclasses.replace(HEADS, layer="gru"), {"remat": True}),
-    more((1, 4, 2), (2, 4), dataclasses.replace(HEADS, layer="slstm"), {"schedule": "gpipe"}),
-    more((2, 2, 2), (2, 2), dataclasses.replace(HEADS, packed=True), {"unroll": True}),
-]  # fmt: skip
-
-
-@pytest.mark.more
-@pytest.mark.law
-@pytest.mark.parametrize(("mesh", "units", "task", "options"), LAW)
-def test_loss_and_gradients_of_heads_equal_plain(mesh, units, task, options):
-    assert_same_as_plain(make_settings(mesh, units, task, **options))
 
 
 @pytest.mark.more

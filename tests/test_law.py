@@ -3,6 +3,7 @@
 The cases are drawn (`lib.law`). A failure prints a program that shows its case alone.
 """
 
+import hashlib
 import itertools
 import random
 import subprocess
@@ -17,7 +18,7 @@ from lib.law.check import check, script
 from lib.law.options import MESHES, OPTIONS, SCHEDULES, plain_case
 
 pytestmark = pytest.mark.law
-NUM_DRAWN = 80  # by the seed, in each run
+NUM_DRAWN = 25  # by the seed, in each run
 DEFAULT = draw.default_cases()
 
 
@@ -54,15 +55,16 @@ def test_by_default_each_value_of_each_option_occurs_and_each_mesh_meets_each_sc
 
 
 @pytest.mark.full
-def test_ten_runs_have_nearly_all_pairs_of_choices():
+def test_ten_runs_have_most_pairs_of_choices():
     numbers, found = random.Random(0), set()
     possible = set().union(*(draw.pairs_of(draw.random_case(numbers)) for _ in range(20_000)))
-    for seed in range(10):
-        for case in draw.draw(NUM_DRAWN, str(seed)):
+    for number in range(10):
+        seed = hashlib.sha1(b"%d" % number).hexdigest()  # as of a commit
+        for case in draw.draw(NUM_DRAWN, seed):
             found |= draw.pairs_of(case)
     missing = possible - found
     assert len(possible) > 10_000
-    assert len(missing) < 0.01 * len(possible), sorted(map(str, missing))[:20]
+    assert len(missing) < 0.15 * len(possible), sorted(map(str, missing))[:20]
 
 
 def test_cases_depend_on_the_seed_alone():

@@ -121,39 +121,6 @@ def test_the_plain_model_adds_what_its_layers_add(task):
     assert_close(grads, by_layer(expected, settings))
 
 
-ZB, REMAT, SEGMENTS = {}, {"remat": True}, {"remat": True, "remat_keeps": "carries"}
-INTERLEAVED, V = {"schedule": "interleaved", "num_groups": 2}, {"schedule": "v"}
-
-
-@pytest.mark.rows(1)
-@pytest.mark.law
-@pytest.mark.parametrize(
-    ("task", "mesh", "units", "options"),
-    [
-        (Task(), (2, 1, 1), (1, 1), {}),
-        (Task(), (1, 1, 1), (2, 4), SEGMENTS),
-        (Task(), (2, 2, 1), (2, 4), ZB),
-        (Task(), (1, 4, 1), (2, 2), {"unroll": True}),
-        (Task(), (1, 2, 1), (1, 4), SEGMENTS),
-        (MIXED, (1, 2, 2), (2, 2), V),
-        (MIXED, (2, 2, 1), (2, 2), REMAT),
-        more(Task(), (1, 2, 2), (2, 2), {"zero_bubble": False}),
-        more(Task(), (1, 2, 1), (2, 2), INTERLEAVED),
-        more(Task(), (1, 2, 1), (2, 2), {**V, **REMAT}),
-        more(MIXED, (1, 2, 1), (2, 2), {**INTERLEAVED, "zero_bubble": False}),
-        more(MIXED, (1, 4, 1), (4, 1), {"schedule": "gpipe"}),
-    ],
-)
-def test_sums_of_layers_equal_plain(task, mesh, units, options):
-    wanted, wanted_grads, wanted_carry = results(make_settings(task=task))
-    numbers, grads, carry = results(make_settings(mesh, units, task, **options))
-    assert numbers.keys() == wanted.keys() >= {"loss", "weight", "penalty", "above"}
-    for name, value in wanted.items():
-        np.testing.assert_allclose(numbers[name], value, rtol=RELATIVE_ERROR, err_msg=name)
-    assert_close(grads, wanted_grads)
-    assert_close(carry, wanted_carry)
-
-
 @dataclasses.dataclass(frozen=True)
 class Text(jaxpar.lm.LM):
     """A language model, whose head stages share, with penalties."""

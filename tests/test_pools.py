@@ -110,20 +110,8 @@ ONE = parallel_of((1, 1, 1), num_chunks=1)
 LAW = [
     ((1, 2, 1), KINDS, {}, {}, None),
     ((2, 2, 2), KINDS[:3], {"zero_bubble": False}, {"fsdp": True}, "up"),
-    more((1, 4, 1), (*KINDS, "wide 50"), {"remat": True}, {}, None),
-    more((1, 4, 1), KINDS, {"schedule": "gpipe"}, {}, "gru"),
-    more((1, 2, 2), KINDS, {"schedule": "v", "zero_bubble": True}, {}, None),
     # Layers of one kind stay in a stack; the ends alone are in pools.
     ((2, 2, 1), ALIKE, {"zero_bubble": True}, {"fsdp": True}, None),
-    more((1, 2, 2), ALIKE, {"unroll": True}, {}, "mix"),
-    more((1, 2, 2), ALIKE, {"schedule": "v", "remat": True}, {}, "inputs"),
-    more(
-        (1, 4, 1), ALIKE, {"zero_bubble": False, "placement": "first | 0-1 | 2-3 | last"}, {}, None
-    ),
-    more((2, 2, 1), KINDS, {"schedule": "interleaved", "num_groups": 2}, {"shares": (3, 1)}, None),
-    more(
-        (1, 2, 4), KINDS[1:], {"remat": True, "remat_keeps": "carries", "num_chunks": 4}, {}, None
-    ),
 ]
 
 

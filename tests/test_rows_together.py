@@ -45,31 +45,6 @@ class Mixed(Calm):
         return Mixing(self.kinds, rngs=rngs)
 
 
-LAW = [
-    ((1, 1, 1), {}, {}),
-    ((1, 2, 1), {"num_chunks": 4, "zero_bubble": True}, {}),
-    more((2, 1, 1), {}, {"fsdp": True}),
-    more((1, 2, 2), {"num_microbatches": 2, "num_chunks": 2}, {}),
-    more((2, 1, 2), {}, {}),
-    more((1, 4, 1), {"num_microbatches": 2, "remat": True}, {}),
-    more((2, 2, 1), {"num_chunks": 2, "schedule": "v"}, {}),
-]
-
-
-@pytest.mark.rows(1)
-@pytest.mark.law
-@pytest.mark.parametrize(("mesh", "pipeline", "layout"), LAW)
-def test_layers_mix_as_many_rows_on_any_mesh(mesh, pipeline, layout):
-    assert_same(Mixed(), Parallel(on_devices(mesh), PipelineConfig(**pipeline), **layout))
-
-
-@pytest.mark.full
-@pytest.mark.law
-def test_unequal_shares_are_whole_groups():
-    task = Mixed(batch_size=32)
-    assert_same(task, Parallel(on_devices((2, 1, 1)), shares=(3, 1)))
-
-
 class Flat(nnx.Module):
     """Without time."""
 

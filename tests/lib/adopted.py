@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 
-from jaxpar import RULES, ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Task, TrainConfig
+from jaxpar import RULES, ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Task
 from jaxpar.model.adopt.variables import find_in
 from jaxpar.sharding import array_of
-from jaxpar.step.functions import init_state, make_train_step, value_and_grad
+from jaxpar.step.functions import init_state, value_and_grad
 from jaxpar.step.setup import Setup
 from lib import flax_models as models
 from lib.laws import RELATIVE_ERROR, SGD
@@ -161,35 +160,3 @@ def assert_as_plain(task, parallel, expected=None):
     assert abs(loss - expected_loss) <= RELATIVE_ERROR * expected_loss
     assert_near(weights, expected_weights)
     assert_near(*({name: own[name] for name in trained} for own in (grads, expected_grads)))
-
-
-NUM_STEPS = 2
-
-
-def train_plainly(task):
-    """Weights by name after steps on one batch, by optax alone."""
-    graphdef, trained, others = nnx.split(
-        plain_model(task), nnx.All(nnx.Param, nnx.Not(task.frozen)), ...
-    )
-    batch, optimizer = batch_of(task), task.own()
-
-    @jax.jit
-    @jax.grad
-    def gradient(trained):
-        loss, weight = task.loss_of(nnx.merge(graphdef, trained, others, copy=True), batch)[:2]
-        return loss / weight
-
-    state = optimizer.init(trained)
-    for _ in range(NUM_STEPS):
-        updates, state = optimizer.update(gradient(trained), state, trained)
-        trained = optax.apply_updates(trained, updates)
-    return named(nnx.state(nnx.merge(graphdef, trained, others), nnx.Param))
-
-
-def assert_trains_as_plain(task, parallel):
-    """Weights after steps with the task's own optimizer."""
-    setup = Setup.of(task, parallel, TrainConfig(num_steps=NUM_STEPS, clip_norm=0))
-    state, step = init_state(setup), make_train_step(setup)
-    for _ in range(NUM_STEPS):
-        state, _ = step(state, batch_of(task))
-    assert_near(by_name(setup, state.params, state.frozen), train_plainly(task))

@@ -6,7 +6,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -15,7 +14,7 @@ from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.model.stack import wrap_like
 from jaxpar.model.task import Settings
-from jaxpar.step.functions import init_state, make_train_step
+from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
 from jaxpar.step.step import (
@@ -121,28 +120,6 @@ def assert_same(task, parallel):
     trained = by_layer(state.params, settings).keys()
     assert_close(by_layer(grads, settings), {name: expected_grads[name] for name in trained})
     assert_close(by_layer(carry, settings), expected_carry)
-
-
-def assert_trains_as_defined(task, parallel):
-    """Parameters after a step: what optax makes of each layer's own arrays and the plain gradients."""
-    settings = Settings(task, parallel, TrainConfig(clip_norm=0))
-    setup = Setup.of(*settings)
-    state = init_state(setup)
-    before = by_layer(state.params, settings)
-    state, _ = make_train_step(setup)(state, batch_of(task))
-
-    plain_grads = plainly(task)[2]
-    params, grads = {}, {}
-    for name, array in before.items():
-        is_stacked = name.startswith("['layers']")
-        params[name] = [*array] if is_stacked else array
-        grads[name] = [*plain_grads[name]] if is_stacked else plain_grads[name]
-    optimizer = task.make_optimizer(1)
-    with jax.numpy_dtype_promotion("standard"):
-        updates, _ = optimizer.update(grads, optimizer.init(params), params)
-        after = optax.apply_updates(params, updates)
-    expected = {name: np.asarray(value) for name, value in after.items()}
-    assert_close(by_layer(state.params, settings), expected)
 
 
 @dataclasses.dataclass(frozen=True)

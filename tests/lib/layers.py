@@ -28,7 +28,10 @@ class Attention(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Each row goes to one of four experts by all_to_all, and comes back; the balance of use is a loss."""
+    """Each step of a row goes to one of four experts by all_to_all, and comes back; scores have a penalty.
+
+    Its place says to which, for the largest of some scores may be another one after a rounding.
+    """
 
     num_experts = 4
 
@@ -39,7 +42,9 @@ class Experts(nnx.Module):
 
     def __call__(self, carry, x_TBW, at: LayerContext):
         scores_TBE = jax.nn.softmax(self.router(x_TBW))
-        chosen_TBE = jax.nn.one_hot(scores_TBE.argmax(-1), self.num_experts)
+        times, rows = (jnp.arange(size) for size in x_TBW.shape[:2])
+        places_TB = (at.time + times)[:, None] + (at.row + rows)[None]
+        chosen_TBE = jax.nn.one_hot(places_TB % self.num_experts, self.num_experts)
         sent_ETBW = jnp.einsum("tbe,tbw->etbw", chosen_TBE, x_TBW)
         # From [all experts, own rows] to [own experts, all rows].
         here = lax.all_to_all(sent_ETBW, "expert", 0, 2, tiled=True)
@@ -281,13 +286,3 @@ def _clip_all(_, dx):
 
 
 clipped_in_backward.defvjp(lambda x: (x, None), _clip_all)
-
-
-class Clipped(nnx.Module):
-    """Clips the norm of the whole gradient of its output: it combines rows and time steps."""
-
-    def __init__(self, *, rngs):
-        self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, carry, x_TBW, at: LayerContext):
-        return carry, clipped_in_backward(x_TBW + jnp.tanh(self.up(x_TBW)))

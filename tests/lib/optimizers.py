@@ -52,18 +52,3 @@ READ_SHAPE_OR_PLACE_LATER = {
         changed(by_place), 4
     ).gradient_transformation(),
 }
-
-
-def refusals(parallel, optimizer, *, is_clipped):
-    """What an error may say of such a run; nothing where none is allowed.
-
-    Args:
-      optimizer: its name, or None.
-      is_clipped: whether a backward pass of the model combines rows.
-    """
-    allowed = []
-    if is_clipped and parallel.runs_in_units:
-        allowed.append("the backward pass of clipped_in_backward")
-    if parallel.update == "host" and optimizer in READ_SHAPE_OR_PLACE:
-        allowed.append("update='host'")
-    return allowed

@@ -4,6 +4,8 @@
     draw.py         cases, so that all pairs of choices occur
     layers.py       models in the layer form
     blocks.py       models of Flax
+    language.py     the language model
+    training.py     optimizers, by jaxpar's names and in optax
     plain.py        what one device computes, in plain JAX and Flax
     check.py        a case on its mesh, and plainly
 

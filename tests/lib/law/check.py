@@ -9,11 +9,13 @@ import numpy as np
 from jaxpar import TrainConfig
 from lib import api
 from lib.law import plain
-from lib.law.options import Case, build, plain_case
+from lib.law.options import Case, build, names_of, plain_case
 
 # Sums in another order differ by float32 rounding, 6e-8 a term; 1e-5 is the project's promise. bfloat16 has 8
 # bits, and the roundings of some tens of operations add up.
 ERRORS = {"float32": 1e-5, "bfloat16": 3e-2}
+# Matrix memories divide by what may be a small difference.
+FAR_APART = 1e-4
 # What is zero but for rounding is compared with the largest.
 LEAST = 1e-4
 
@@ -21,6 +23,8 @@ LEAST = 1e-4
 def check(case: Case) -> None:
     """Raises an AssertionError if the mesh does not give what one device gives, plainly computed."""
     built, error = build(case), ERRORS[case["dtype"]]
+    if any(name.startswith(("mlstm", "gated")) for name in names_of(case)):
+        error = max(error, FAR_APART)
     stream = built.task.make_batches("train", 0)
     batches = [stream.batch(number) for number in (1, 2)]
     with contextlib.ExitStack() as stack:

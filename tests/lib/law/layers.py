@@ -25,8 +25,10 @@ class Piece:
       is_stateless: whether it may run on a part of time, as an axis of one's own gives it.
       splits: whether `tensor` may split models that have it.
       rows_together: that it mixes.
-      is_any_type: whether it computes in the type of its inputs.
+      is_any_type: whether it is compared in bfloat16, too. What divides by lengths or by sums of weights
+        is not: there a step alone and a chunk of steps differ by far more than a rounding.
       is_one_kind: whether several of it are layers of one kind.
+      wraps: of `WRAPS`, the layers of `jaxpar.nn` that take it.
     """
 
     makers: tuple[Callable, ...]
@@ -36,18 +38,23 @@ class Piece:
     rows_together: int = 1
     is_any_type: bool = False
     is_one_kind: bool = True
+    wraps: tuple[str, ...] = ()
 
 
-def recurrent(make, **options):
+def recurrent(make, *, is_any_type=False, **options):
     """A recurrent layer of `jaxpar.nn`."""
     return Piece(
-        (lambda rngs, rate: make(WIDTH, rngs=rngs, dropout=rate, **options),), is_any_type=True
+        (lambda rngs, rate: make(WIDTH, rngs=rngs, dropout=rate, **options),),
+        is_any_type=is_any_type,
+        wraps=("both ways", "gated block"),
     )
 
 
 def cell(make):
     """A recurrent cell of Flax."""
-    return Piece((lambda rngs, rate: nn.Recurrent(make(WIDTH, WIDTH, rngs=rngs)),))
+    return Piece(
+        (lambda rngs, rate: nn.Recurrent(make(WIDTH, WIDTH, rngs=rngs)),), wraps=("both ways",)
+    )
 
 
 def of(make, *arguments, **options):
@@ -60,10 +67,6 @@ def both_ways(rngs, rate):
     return nn.Bidirectional(one, nn.Recurrent(other))
 
 
-def gated(rngs, rate):
-    return nn.GatedBlock(nn.MinGRU(WIDTH, rngs=rngs, dropout=rate), rngs=rngs)
-
-
 def stateless(make):
     """A module of y alone."""
     return Piece((lambda rngs, rate: nn.Stateless(make(rngs)),), is_stateless=True)
@@ -71,16 +74,17 @@ def stateless(make):
 
 NARROW = 6
 LAYERS = {
-    "lstm": recurrent(nn.LSTM),
-    "lstm, learned start": recurrent(nn.LSTM, learn_initial=True),
-    "lstm, heads": recurrent(nn.LSTM, num_heads=2),
-    "gru": recurrent(nn.GRU),
+    "lstm": recurrent(nn.LSTM, is_any_type=True),
+    "lstm, learned start": recurrent(nn.LSTM, is_any_type=True, learn_initial=True),
+    "lstm, heads": recurrent(nn.LSTM, is_any_type=True, num_heads=2),
+    "gru": recurrent(nn.GRU, is_any_type=True),
+    "gru, heads": recurrent(nn.GRU, num_heads=2),
     "slstm": recurrent(nn.SLSTM),
+    "slstm, heads": recurrent(nn.SLSTM, num_heads=2),
     "mlstm": recurrent(nn.MLSTM, num_heads=2),
     "gated delta": recurrent(nn.GatedDeltaNet, num_heads=2),
-    "mingru": recurrent(nn.MinGRU),
+    "mingru": recurrent(nn.MinGRU, is_any_type=True),
     "rglru": recurrent(nn.RGLRU),
-    "gated block": Piece((gated,)),
     "both ways": Piece((both_ways,), is_whole=True, splits=False),
     "flax lstm": cell(nnx.OptimizedLSTMCell),
     "flax gru": cell(nnx.GRUCell),
@@ -125,6 +129,29 @@ OF_AXES = {
 }
 
 
+def in_both_ways(piece):
+    """Two of it, one of which reads time backwards."""
+    [make] = piece.makers
+    makers = (lambda rngs, rate: nn.Bidirectional(make(rngs, rate), make(rngs, rate)),)
+    return dataclasses.replace(piece, makers=makers, is_whole=True, is_any_type=False)
+
+
+def in_a_block(piece):
+    """With a norm, a gate and a residual connection."""
+    [make] = piece.makers
+    makers = (lambda rngs, rate: nn.GatedBlock(make(rngs, rate), rngs=rngs),)
+    return dataclasses.replace(piece, makers=makers, is_any_type=False)
+
+
+WRAPS = {"nothing": lambda piece: piece, "both ways": in_both_ways, "gated block": in_a_block}
+
+
+def pieces_of(names, wrap):
+    """Pieces by name; those that can be are wrapped."""
+    pieces = [(LAYERS | OF_AXES)[name] for name in names]
+    return [WRAPS[wrap](piece) if wrap in piece.wraps else piece for piece in pieces]
+
+
 class Frame(Around):
     """All but the layers; `dtype` is that of what goes through them."""
 
@@ -159,8 +186,9 @@ class Frame(Around):
 class Model(Frame):
     def __init__(self, task, *, rngs):
         super().__init__(task.how, task.dtype, rngs=rngs)
+        makers = [make for piece in task.pieces for make in piece.makers]
         self.layers = Stack(
-            [lambda rngs, make=m: make(rngs, task.rate) for m in task.makers], rngs=rngs
+            [lambda rngs, make=make: make(rngs, task.rate) for make in makers], rngs=rngs
         )
 
 
@@ -195,6 +223,7 @@ class LayerTask(Trained):
 
     Attributes:
       names: of its pieces.
+      wrap: of `WRAPS`.
       how: of the ends.
       has: what batches have besides.
       rate: of dropout.
@@ -203,6 +232,7 @@ class LayerTask(Trained):
     """
 
     names: tuple[str, ...] = ()
+    wrap: str = "nothing"
     how: str = ""
     has: tuple[str, ...] = ()
     rate: float = 0.2
@@ -212,10 +242,9 @@ class LayerTask(Trained):
     seq_len: int = 8
 
     @property
-    def makers(self):
-        """Of all layers."""
-        pieces = [(LAYERS | OF_AXES)[name] for name in self.names]
-        return [make for piece in pieces for make in piece.makers]
+    def pieces(self):
+        """Its pieces, one after the other."""
+        return pieces_of(self.names, self.wrap)
 
     @property
     def axes(self):

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpar import MeshConfig, Parallel, PipelineConfig
+from lib.law import language, layers
 from lib.law.blocks import BODIES, GIVEN, HOLDS, FlaxTask, How
-from lib.law.layers import LAYERS, OF_AXES, LayerTask
+from lib.law.language import NUM_WORDS, LanguageTask
+from lib.law.layers import LAYERS, WRAPS, LayerTask
 from lib.law.training import CONFIGS, PLAIN_OPTIMIZERS
 from lib.optimizers import READ_SHAPE_OR_PLACE
 
@@ -75,8 +77,23 @@ def is_flax(case):
     return case["form"] == "flax"
 
 
+def is_language(case):
+    return case["form"] == "language"
+
+
+def is_in_block(name):
+    """Whether a language model has this layer in blocks with norms."""
+    return language.LAYERS[name.removesuffix(OF_WORDS)][2]
+
+
+def has_pieces(case):
+    return case["form"] == "layers"
+
+
 def layer_fits(name, case):
-    """Whether models of the case may have this piece or body."""
+    """Whether models of the case may have this piece, body or layer of a language model."""
+    if is_language(case):
+        return name in WORD_LAYERS and (case["dtype"] == "float32" or not is_in_block(name))
     if is_flax(case):
         return name in BODIES
     piece = LAYERS.get(name)
@@ -90,6 +107,8 @@ def layer_fits(name, case):
 
 def names_of(case):
     """Of all pieces or bodies: the layer that was chosen, and those that follow it in the tables."""
+    if is_language(case):  # all of one kind
+        return (case["layer"],) * len(case["pattern"])
     names = [name for name in (*LAYERS, *BODIES) if layer_fits(name, case)]
     step = {"itself": 0, "next": 1, "second next": 2}[case["beside"]]
     places = [
@@ -99,12 +118,12 @@ def names_of(case):
 
 
 def pieces_of(case):
-    return [(LAYERS | OF_AXES)[name] for name in names_of(case)]
+    return layers.pieces_of(names_of(case), case["wrap"])
 
 
 def num_layers(case):
     names = names_of(case)
-    return len(names) if is_flax(case) else sum(len(piece.makers) for piece in pieces_of(case))
+    return sum(len(piece.makers) for piece in pieces_of(case)) if has_pieces(case) else len(names)
 
 
 def is_in_windows(case):
@@ -114,7 +133,7 @@ def is_in_windows(case):
         return (
             recurrent and case["given"] in ("nothing", "mask") and case["calls"] != "remat inside"
         )
-    return not any(piece.is_whole for piece in pieces_of(case))
+    return not has_pieces(case) or not any(piece.is_whole for piece in pieces_of(case))
 
 
 def numbers_of_layers(case, first):
@@ -149,7 +168,7 @@ def axes_fit(value, case):
     data, stage, tensor = sizes(case)
     own = value.split() if value != "none" else []
     return not own or (
-        not is_flax(case)
+        has_pieces(case)
         and data * stage * tensor * 2 ** len(own) <= MAX_DEVICES
         and ("context" not in own or tensor == 1)
     )
@@ -157,11 +176,28 @@ def axes_fit(value, case):
 
 def only_layers(value, case):
     """All but the first value are of the layer form."""
-    return value in PLAIN_NAMES or not is_flax(case)
+    return value in PLAIN_NAMES or has_pieces(case)
 
 
 def only_flax(value, case):
     return value in PLAIN_NAMES or is_flax(case)
+
+
+def wrap_fits(value, case):
+    if value == "nothing":
+        return True
+    can_be = has_pieces(case) and case["dtype"] == "float32"
+    can_be = can_be and any(
+        value in LAYERS[name].wraps for name in names_of(case) if name in LAYERS
+    )
+    if value == "both ways":  # reads all of time, and is cut across what `tensor` would split
+        can_be = can_be and case["axes"] == "none" and sizes(case)[2] == 1
+    return can_be
+
+
+def tied_fits(value, case):
+    # A table of small numbers before a norm has gradients that leave nothing to compare after an update.
+    return value == "no" or not (is_language(case) and is_in_block(case["layer"]))
 
 
 def given_fits(value, case):
@@ -184,7 +220,9 @@ def has_linear_head(case):
 def placement_fits(value, case):
     if value == "even":
         return num_layers(case) % num_places(case) == 0
-    if value == "in words, first in parts" and is_flax(case):
+    if is_language(case) and case["tied"] == "yes" and "in parts" in value:
+        return False  # both ends have one table
+    if is_flax(case) and value == "in words, first in parts":
         return False  # what reads an embedding as an array has all of it
     if value == "in words, head in parts" and not has_linear_head(case):
         return False
@@ -201,7 +239,7 @@ def unroll_fits(value, case):
     if value == "no":
         return True
     is_one_kind = len({*names_of(case)}) == 1 and case["backward"] == "plainly"
-    if not is_flax(case):
+    if has_pieces(case):
         is_one_kind = is_one_kind and all(
             piece.is_one_kind and len(piece.makers) == 1 for piece in pieces_of(case)
         )
@@ -226,12 +264,21 @@ def holds_fits(value, case):
 
 
 def frozen_fits(value, case):
+    if value == "w_x":  # of these layers
+        own = [name for name in names_of(case) if name.startswith(("lstm", "gru", "slstm"))]
+        return bool(own) and has_pieces(case)
+    if is_language(case):
+        return value in ("nothing", *FROZEN_LANGUAGE)
     return value == "nothing" or value in (FROZEN_FLAX if is_flax(case) else FROZEN_LAYERS)
 
 
 PLAIN_NAMES = ("nothing", "no", "x", "plainly")  # of options that one form has
-FROZEN_LAYERS, FROZEN_FLAX = ("scale", "words", "up", "layers"), ("embed", "body")
+FROZEN_LAYERS = ("scale", "words", "up", "layers", "kernel", "w_x")
+FROZEN_FLAX = ("embed", "body")
+FROZEN_LANGUAGE = ("layers", "embedding")
 SWITCH = ("no", "yes")
+OF_WORDS = " of words"
+WORD_LAYERS = tuple(f"{name}{OF_WORDS}" for name in language.LAYERS)
 PATTERNS = ("abab", "a", "ab", "aab", "abcd")
 
 
@@ -244,7 +291,7 @@ def resume_fits(value, case):
         return True
     on = case | {"mesh": value}
     names = {*names_of(case)} - {*own_axes(case)}
-    layers_fit = all(layer_fits(name, on) for name in names)
+    layers_fit = all(layer_fits(name, on) for name in names) and wrap_fits(case["wrap"], on)
     return when_training(value, case) and axes_fit(case["axes"], on) and layers_fit
 
 
@@ -253,8 +300,8 @@ OPTIONS = {
     "schedule": Option("pipeline", SCHEDULES),
     "form": Option(
         "",
-        choices("layers", "flax"),
-        lambda value, case: value == "layers" or num_places(case) <= max(map(len, PATTERNS)),
+        choices("layers", "flax", "language"),
+        lambda value, case: value != "flax" or num_places(case) <= max(map(len, PATTERNS)),
     ),
     "result": Option("", choices("updates", "gradients")),
     "axes": Option("", choices("none", "context", "expert", "context expert"), axes_fit),
@@ -263,9 +310,14 @@ OPTIONS = {
         {"float32": {}, "bfloat16": {"dtype": "bfloat16"}},
         lambda value, case: value == "float32" or (not is_flax(case) and case["axes"] == "none"),
     ),
-    "layer": Option("", choices(*LAYERS, *BODIES), layer_fits),
-    "beside": Option("", choices("itself", "next", "second next")),
+    "layer": Option("", choices(*LAYERS, *BODIES, *WORD_LAYERS), layer_fits),
+    "beside": Option(
+        "",
+        choices("itself", "next", "second next"),
+        lambda value, case: value == "itself" or not is_language(case),
+    ),
     "pattern": Option("", choices(*PATTERNS), pattern_fits),
+    "wrap": Option("task", {name: {"wrap": name} for name in WRAPS} | {"nothing": {}}, wrap_fits),
     "given": Option("", choices("nothing", *GIVEN), given_fits),
     "returns": Option("", choices("x", "first", "pair"), only_flax),
     "calls": Option("", choices("plainly", "remat", "jit", "remat inside"), only_flax),
@@ -276,22 +328,34 @@ OPTIONS = {
     ),
     "holds": Option("", choices(*HOLDS), holds_fits),
     "backward": Option("", choices("plainly", "by depth"), only_flax),
-    "tied": Option("", choices(*SWITCH)),
+    "tied": Option("", choices(*SWITCH), tied_fits),
     "ends": Option("", choices("plainly", "deep", "twice", "array", "loop"), only_layers),
     "static": Option("", choices(*SWITCH), only_layers),
-    "resets": Option("", choices(*SWITCH), only_layers),
+    "resets": Option("", choices(*SWITCH), lambda value, case: value == "no" or not is_flax(case)),
+    "embedding": Option(
+        "task",
+        {"wide": {}, "narrow": {"embed_size": 6}},
+        lambda value, case: value == "wide" or (is_language(case) and case["tied"] == "no"),
+    ),
+    "words": Option(
+        "task",
+        {"all": {}, "padded": {"vocab_size": 32}},
+        lambda value, case: value == "all" or is_language(case),
+    ),
     "lengths": Option(
         "",
         choices(*SWITCH),
-        lambda value, case: value == "no" or not (is_flax(case) or mixes_rows(case)),
+        lambda value, case: value == "no" or (has_pieces(case) and not mixes_rows(case)),
     ),
     "dropout": Option(
         "", {"0.2": {}, "0": {}}, lambda value, case: value == "0.2" or not is_flax(case)
     ),
     "frozen": Option(
         "task",
-        {name: {"frozen_name": name} for name in ("nothing", *FROZEN_LAYERS, *FROZEN_FLAX)}
-        | {"nothing": {}},
+        {"nothing": {}}
+        | {
+            name: {"frozen_name": name} for name in (*FROZEN_LAYERS, *FROZEN_FLAX, *FROZEN_LANGUAGE)
+        },
         frozen_fits,
     ),
     "microbatches": Option("pipeline", {n: {"num_microbatches": int(n)} for n in ("1", "2", "3")}),
@@ -387,7 +451,7 @@ class Built:
       predicts: whether predictions are compared as well.
     """
 
-    task: LayerTask | FlaxTask
+    task: LayerTask | FlaxTask | LanguageTask
     parallel: Parallel
     then: Parallel | None
     clip_norm: float
@@ -406,7 +470,7 @@ def build(case: Case) -> Built:
     parallel = Parallel(mesh_of(case["mesh"], axes), pipeline, **layout)
 
     of_rows = 2 if "expert" in own_axes(case) else 1
-    together = 1 if is_flax(case) else max(piece.rows_together for piece in pieces_of(case))
+    together = max(piece.rows_together for piece in pieces_of(case)) if has_pieces(case) else 1
     rows = sum(layout.get("shares") or [sizes(case)[0]]) * int(case["microbatches"])
     rows *= of_rows * together * (1 + (case["rows"] == "many"))
 
@@ -432,7 +496,20 @@ def mesh_of(name: str, axes: tuple[tuple[str, int], ...]) -> MeshConfig:
 
 
 def _task(case, fields):
-    if not is_flax(case):
+    if is_language(case):
+        fields = {"embed_size": 8, "vocab_size": NUM_WORDS + 1} | fields
+        return LanguageTask(
+            num_layers=len(case["pattern"]),
+            hidden_size=8,
+            num_words=NUM_WORDS,
+            layer=case["layer"].removesuffix(OF_WORDS),
+            dropout=float(case["dropout"]),
+            tie_embedding=case["tied"] == "yes",
+            packed=case["resets"] == "yes",
+            optimizer=CONFIGS.get(fields.get("optimizer_name"), CONFIGS["sgd of a config"]),
+            **fields,
+        )
+    if has_pieces(case):
         has = tuple(name for name in ("resets", "lengths", "static") if case[name] == "yes")
         how = f"{case['ends']} {'tied' * (case['tied'] == 'yes')}"
         rate = float(case["dropout"])

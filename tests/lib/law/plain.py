@@ -12,8 +12,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import LayerContext, Sums
-from lib.law.layers import LAYERS, OF_AXES, Frame, LayerTask
+from jaxpar import LayerContext, Sums, lm
+from lib.law import language
+from lib.law.blocks import FlaxTask
+from lib.law.language import LanguageTask
+from lib.law.layers import Frame, LayerTask
 from lib.law.training import CONFIGS, PLAIN_OPTIMIZERS
 
 # ---- what is compared ----
@@ -58,7 +61,8 @@ def step_key(number):
 
 
 def model_of(task):
-    return (LayerForm if isinstance(task, LayerTask) else FlaxForm)(task)
+    forms = {FlaxTask: FlaxForm, LayerTask: LayerForm, LanguageTask: LanguageForm}
+    return forms[type(task)](task)
 
 
 # ---- modules and their arrays by name ----
@@ -150,13 +154,10 @@ class LayerForm(Form):
     """Each layer by itself."""
 
     def __init__(self, task):
-        self.task, self.ends = task, Frame(task.how, task.dtype, rngs=nnx.Rngs(0))
-        pieces = [(LAYERS | OF_AXES)[name] for name in task.names]
-        self.layers = [make(nnx.Rngs(0), task.rate) for piece in pieces for make in piece.makers]
-        self.is_whole = [piece.is_whole for piece in pieces for _ in piece.makers]
+        self.task = task
+        self.layers, self.is_whole = self._make_layers()
         layers = nnx.Dict({str(number): layer for number, layer in enumerate(self.layers)})
-        self.trained = trained_of(self.ends, task.frozen)
-        self.trained |= trained_of(nnx.Dict(layers=layers), task.frozen)
+        self.trained = self._trained_ends() | trained_of(nnx.Dict(layers=layers), task.frozen)
 
         def loss_of(trained, others, batch, carries, key):
             loss, *aux, _ = self.forward({**others, **trained}, batch, carries, key)
@@ -164,8 +165,30 @@ class LayerForm(Form):
 
         self.run = self._compiled(jax.value_and_grad(loss_of, has_aux=True))
 
+    def _make_layers(self):
+        layers, is_whole = [], []
+        for piece in self.task.pieces:
+            layers += [make(nnx.Rngs(0), self.task.rate) for make in piece.makers]
+            is_whole += [piece.is_whole for _ in piece.makers]
+        return layers, is_whole
+
+    def _trained_ends(self):
+        return trained_of(self._frame(), self.task.frozen)
+
+    def _frame(self):
+        return Frame(self.task.how, self.task.dtype, rngs=nnx.Rngs(0))
+
+    def first(self, arrays, batch, at):
+        """What goes into the first layer."""
+        return with_arrays(self._frame(), arrays).first(batch, at)
+
+    def last(self, arrays, y, batch, at):
+        """Sums of the loss, and what is predicted."""
+        ends = with_arrays(self._frame(), arrays)
+        return ends.last(y, batch, at), ends.predict(y, batch, at)
+
     def _compiled(self, function):
-        axes = self.task.own_axes
+        axes = self.task.axes
         if axes:  # which layers may use by their names: of size 1
             mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.devices()[:1])
             function = jax.shard_map(
@@ -193,9 +216,8 @@ class LayerForm(Form):
     def forward(self, arrays, batch, carries, key):
         """Mean loss and metrics, what layers carry on, and what is predicted."""
         batch = as_block(batch)
-        ends, depth = with_arrays(self.ends, arrays), len(self.layers)
-        at = LayerContext(0, 0, 0, key, batch, time_major=True)
-        x = ends.first(batch, at._replace(layer=depth + 1))
+        depth, at = len(self.layers), LayerContext(0, 0, 0, key, batch, time_major=True)
+        x = self.first(arrays, batch, at._replace(layer=depth + 1))
         after, sums = [], []
         for number, carry in enumerate(carries):
             layer = with_arrays(self.layers[number], arrays, f"layers.{number}.")
@@ -205,18 +227,45 @@ class LayerForm(Form):
             carry, x, own = run(layer, carry, x, at._replace(layer=number))
             after.append(carry)
             sums.append(own)
-        at = at._replace(layer=depth)
-        sums.append(ends.last(x, batch, at))
+        of_last, outputs = self.last(arrays, x, batch, at._replace(layer=depth))
+        sums.append(of_last)
         loss, weight = sum(each.loss for each in sums), sum(each.weight for each in sums)
         names = {name for each in sums for name in each.metrics}
         metrics = {
             name: sum(each.metrics.get(name, 0.0) for each in sums) / weight for name in names
         }
-        return loss / weight, metrics, after, ends.predict(x, batch, at)
+        return loss / weight, metrics, after, outputs
+
+
+class LanguageForm(LayerForm):
+    """The language model: its layers, between formulas."""
+
+    def __init__(self, task):
+        self.ends = language.Ends(task)
+        super().__init__(task)
+
+    def _make_layers(self):
+        layers = self.ends.layers(nnx.Rngs(0))
+        return layers, [False] * len(layers)
+
+    def _trained_ends(self):
+        head = {"head_bias"} if self.task.tie_embedding else {"head.kernel", "head.bias"}
+        names = {"embedding.table"} | head
+        return {name for name in names if self.task.frozen_name not in name.split(".")}
+
+    def first(self, arrays, batch, at):
+        """What goes into the first layer."""
+        return self.ends.first(arrays, batch, at)
+
+    def last(self, arrays, y, batch, at):
+        """Sums of the loss, and what is predicted."""
+        return self.ends.last(arrays, y, batch, at), self.ends.predict(arrays, y, batch, at)
 
 
 def as_block(batch):
     """[rows, time, ...] as [time, rows, ...]."""
+    if isinstance(batch, lm.Batch):
+        batch = {name: own for name, own in batch._asdict().items() if own is not None}
     return {
         name: own if name == "static" or jnp.ndim(own) < 2 else jnp.swapaxes(own, 0, 1)
         for name, own in batch.items()

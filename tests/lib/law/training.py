@@ -1,6 +1,7 @@
 """How tasks of the law are trained: an optimizer by its name, and the same in optax."""
 
 import dataclasses
+import functools
 
 import optax
 from flax import nnx
@@ -20,17 +21,37 @@ OWN = (
     "decay", "schedule", "fan-in", "mask by size", "iota", "flip", "first number",
     "root mean square", "global norm",
 )  # fmt: skip
+
+
+def smaller(name):
+    """An optimizer with steps so small that they change no rounding into more than one."""
+    return optax.chain(OPTIMIZERS[name](), optax.scale(0.1))
+
+
 PLAIN_OPTIMIZERS = {
     "sgd of a config": lambda: optax.sgd(0.05),
     "momentum of a config": lambda: optax.chain(
         optax.add_decayed_weights(0.1), optax.sgd(0.05, momentum=0.9)
     ),
-    **{name: OPTIMIZERS[name] for name in OWN},
+    **{name: functools.partial(smaller, name) for name in OWN},
 }
 
 
+class ByName:
+    """A task with the name of its optimizer, and of what is frozen."""
+
+    @property
+    def frozen(self):
+        return nnx.PathContains(self.frozen_name) if self.frozen_name else nnx.Nothing()
+
+    def make_optimizer(self, num_steps):
+        if self.optimizer_name in CONFIGS:
+            return super().make_optimizer(num_steps)
+        return PLAIN_OPTIMIZERS[self.optimizer_name]()
+
+
 @dataclasses.dataclass(frozen=True)
-class Trained(Task):
+class Trained(ByName, Task):
     """What tasks of both forms have.
 
     Attributes:
@@ -45,12 +66,3 @@ class Trained(Task):
     def optimizer(self):
         """Read if `make_optimizer` of jaxpar is called."""
         return CONFIGS.get(self.optimizer_name, CONFIGS["sgd of a config"])
-
-    @property
-    def frozen(self):
-        return nnx.PathContains(self.frozen_name) if self.frozen_name else nnx.Nothing()
-
-    def make_optimizer(self, num_steps):
-        if self.optimizer_name in CONFIGS:
-            return super().make_optimizer(num_steps)
-        return OPTIMIZERS[self.optimizer_name]()
