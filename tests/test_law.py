@@ -10,23 +10,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from lib import api
 from lib.law import draw
 from lib.law.check import check, script
-from lib.law.options import MESHES, OPTIONS, SCHEDULES, plain_case
+from lib.law.options import MESHES, OPTIONS, SCHEDULES, build, plain_case
 
 pytestmark = pytest.mark.law
 NUM_DRAWN = 25  # by the seed, in each run
-DEFAULT = draw.default_cases()
 
 
 def pytest_generate_tests(metafunc):
-    if "drawn" in metafunc.fixturenames:
-        seed = metafunc.config.getoption("seed")
-        cases = draw.draw(NUM_DRAWN, seed) if seed else []
-        metafunc.parametrize("drawn", cases, ids=range(len(cases)))
+    if "number_of_draw" in metafunc.fixturenames:
+        is_drawn = metafunc.config.getoption("seed") is not None
+        metafunc.parametrize("number_of_draw", range(NUM_DRAWN * is_drawn))
 
 
 def run(case):
@@ -34,23 +31,23 @@ def run(case):
     check(case)
 
 
-@pytest.mark.parametrize("number", range(len(DEFAULT)))
+@pytest.mark.parametrize("number", range(len(MESHES) * len(SCHEDULES)))
 def test_every_mesh_and_schedule_give_what_one_device_gives(number):
-    run(DEFAULT[number])
+    run(draw.default_cases()[number])
 
 
 @pytest.mark.full
-def test_drawn_cases_give_what_one_device_gives(drawn):
-    run(drawn)
+def test_drawn_cases_give_what_one_device_gives(number_of_draw, pytestconfig):
+    run(draw.draw(NUM_DRAWN, pytestconfig.getoption("seed"))[number_of_draw])
 
 
 # ---- what is drawn ----
 
 
 def test_by_default_each_value_of_each_option_occurs_and_each_mesh_meets_each_schedule():
-    chosen = set().union(*map(draw.choices_of, DEFAULT))
-    assert draw.every_choice() <= chosen
-    met = {(case["mesh"], case["schedule"]) for case in DEFAULT}
+    cases = draw.default_cases()
+    assert draw.every_choice() <= set().union(*map(draw.choices_of, cases))
+    met = {(case["mesh"], case["schedule"]) for case in cases}
     assert met == {*itertools.product(MESHES, SCHEDULES)}
 
 
@@ -75,7 +72,9 @@ def test_cases_depend_on_the_seed_alone():
 
 
 def test_a_script_is_short():
-    lines = [len(script(case).splitlines()) for case in [*DEFAULT, *draw.draw(20, "lines")]]
+    lines = [
+        len(script(case).splitlines()) for case in [*draw.default_cases(), *draw.draw(20, "lines")]
+    ]
     assert max(lines) <= 30
 
 
@@ -113,7 +112,16 @@ def test_a_wrong_number_is_noticed(result, form, monkeypatch):
         check(case)
 
 
-def test_every_value_of_an_option_changes_the_case():
-    for name, option in OPTIONS.items():
-        assert len(option.values) > 1, name
-    assert np.all([len(case) == len(OPTIONS) for case in DEFAULT])
+def test_every_value_of_an_option_changes_what_is_built():
+    numbers = random.Random(0)
+
+    def changes(name, value):
+        case = draw.random_case(numbers, **{name: value})
+        others = [case | {name: other} for other in OPTIONS[name].values if other != value]
+        built = [build(other) for other in others if draw.fits(other)]
+        return case[name] == value and any(other != build(case) for other in built)
+
+    # Another form has other layers, and what is compared is not built.
+    for name in [name for name in OPTIONS if name not in ("form", "result")]:
+        for value in OPTIONS[name].values:
+            assert any(changes(name, value) for _ in range(10_000)), (name, value)

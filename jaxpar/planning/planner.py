@@ -239,7 +239,7 @@ def check_fits(cost: StepCost) -> StepCost:
       print(cost.memory_bytes)
     """
     machine, room = cost.machine, cost.machine.memory_bytes
-    if cost.fits:  # by what must be there
+    if cost.fits:  # by its estimate
         cost = cost.known(compile_step(setup_of(cost), machine))
     if cost.fits:
         return cost

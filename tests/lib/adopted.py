@@ -9,11 +9,10 @@ import numpy as np
 from flax import nnx
 
 from jaxpar import RULES, ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Task
-from jaxpar.model.adopt.variables import find_in
-from jaxpar.sharding import array_of
 from jaxpar.step.functions import init_state, value_and_grad
 from jaxpar.step.setup import Setup
 from lib import flax_models as models
+from lib.api import by_name
 from lib.laws import RELATIVE_ERROR, SGD
 
 TENSOR = {"heads": "tensor", "mlp": "tensor"}  # what dims of flax_models are called
@@ -116,22 +115,6 @@ def plainly(task):
 
     value, grads = jax.jit(jax.value_and_grad(mean))(params)
     return float(value), named(grads), named(params)
-
-
-def by_name(setup, params, frozen):
-    """Arrays by the names that they have in the user's model."""
-    storage, variables = setup.storage, setup.facts.cut_model.variables
-    model = storage.merge(*map(storage.in_stacks, (params, frozen)))
-    model = nnx.merge(*jax.device_get(nnx.split(model)))
-    found = {}
-    for name, owner in zip(variables.names, variables.owners, strict=True):
-        holder = model.outer if owner < 0 else model.layers.layer(owner).own
-        array = np.asarray(array_of(find_in(holder, variables.inner(name, owner))))
-        name, is_stacked, _ = name.partition("@")
-        found.setdefault(name, []).append(array)
-        if not is_stacked:
-            found[name] = array
-    return {name: np.stack(a) if isinstance(a, list) else a for name, a in found.items()}
 
 
 def on_mesh(task, parallel):

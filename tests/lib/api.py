@@ -5,7 +5,7 @@ The law is tested with this file and the public packages alone.
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +61,7 @@ def gradients(task: Task, parallel: Parallel, batch: Any) -> Gradients:
     audit(state)
     (loss, (after, sums)), grads = value_and_grad(setup)(state, batch)
     metrics = {name: float(own / sums.weight) for name, own in sums.metrics.items()}
-    named = _by_name(setup, grads, state.frozen), _by_name(setup, state.params, state.frozen)
+    named = by_name(setup, grads, state.frozen), by_name(setup, state.params, state.frozen)
     return Gradients(float(loss), metrics, *named, _carry_by_layer(setup, after))
 
 
@@ -79,7 +79,7 @@ def updates(
     """
     setup = Setup.of(task, parallel, train)
     state, losses = init_state(setup), []
-    weights = _by_name(setup, state.params, state.frozen)
+    weights = by_name(setup, state.params, state.frozen)
     for number, batch in enumerate(batches):
         if number == 1 and then is not None:
             resumed = Setup.of(task, then, train)
@@ -87,7 +87,7 @@ def updates(
         state, metrics = make_train_step(setup)(state, batch)
         losses.append(float(metrics.loss))
     audit(state)
-    return Updates(losses, weights, _by_name(setup, state.params, state.frozen))
+    return Updates(losses, weights, by_name(setup, state.params, state.frozen))
 
 
 def predictions(task: Task, parallel: Parallel, batch: Any) -> tuple[Arrays, Arrays]:
@@ -96,7 +96,7 @@ def predictions(task: Task, parallel: Parallel, batch: Any) -> tuple[Arrays, Arr
     state = init_state(setup)
     _, outputs = make_predict_step(setup)(state, batch)
     found = {name: np.asarray(own) for name, own in outputs.items()}
-    return found, _by_name(setup, state.params, state.frozen)
+    return found, by_name(setup, state.params, state.frozen)
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ def _resumed(setup: Setup, state: TrainState, on: Setup) -> TrainState:
         return Checkpoints(folder, on.replace(keep_checkpoints=1)).restore()
 
 
-def _by_name(setup: Setup, params: nnx.State, frozen: nnx.State) -> Arrays:
+def by_name(setup: Setup, params: nnx.State, frozen: nnx.State) -> Arrays:
     """Arrays by the names that they have in the user's model."""
     storage = setup.storage
     model = storage.merge(*map(storage.in_stacks, (params, frozen)))
@@ -126,13 +126,13 @@ def _by_name(setup: Setup, params: nnx.State, frozen: nnx.State) -> Arrays:
         return _by_users_name(setup, model)
     found = {}
     for number in range(len(model.layers.kind_of)):
-        found |= _named(nnx.state(model.layers.layer(number)), f"layers.{number}.")
-    rest = [*nnx.to_flat_state(nnx.state(model))]
-    return found | _named([own for own in rest if own[0][0] != "layers"], "")
+        layer = nnx.state(model.layers.layer(number))
+        found |= _named(nnx.to_flat_state(layer), f"layers.{number}.")
+    flat = nnx.to_flat_state(nnx.state(model))
+    return found | _named((path, leaf) for path, leaf in flat if path[0] != "layers")
 
 
-def _named(state: Any, prefix: str) -> Arrays:
-    flat = state if isinstance(state, list) else nnx.to_flat_state(state)
+def _named(flat: Iterable[tuple[Any, Any]], prefix: str = "") -> Arrays:
     return {prefix + ".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat}
 
 
@@ -153,11 +153,9 @@ def _carry_by_layer(setup: Setup, state: TrainState) -> Arrays:
         return {}
     storage, found = setup.storage, dict[str, np.ndarray]()
     tree = storage.in_stacks(state.carry)
-    names = [*dict.fromkeys(kind for kind in storage.facts.kinds)]
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_variable):
         kind, *rest = path
-        number = names.index(kind.key)
-        rows = storage.partition.slots.rows[number]
+        rows = storage.partition.slots.rows[storage.facts.kinds.index(kind.key)]
         array = np.asarray(array_of(leaf))
         for row, layer in enumerate(rows):
             if layer >= 0:

@@ -82,9 +82,13 @@ class Around(nnx.Module):
         x = x * self.scale[...][None, None] * batch["level"][:, :, None]
         return x + self.down(jnp.tanh(self.up(x))) if "deep" in self.how else x
 
-    def last(self, y, batch, at: LayerContext):
+    def foretold(self, y):
+        """The features of the next step."""
         found = self.out(y * self.scale[...][None, None])
-        error = found.reshape(*y.shape[:2], FEATURES, -1).mean(-1) - batch["y"]
+        return found.reshape(*y.shape[:2], FEATURES, -1).mean(-1)
+
+    def last(self, y, batch, at: LayerContext):
+        error = self.foretold(y) - batch["y"]
         loss = jnp.sum(jnp.square(error) * batch["weight"][..., None]) + 0.1 * jnp.sum(
             jnp.square(y)
         )

@@ -9,6 +9,7 @@ import numpy as np
 from jaxpar import TrainConfig
 from lib import api
 from lib.law import plain
+from lib.law.blocks import FlaxTask
 from lib.law.options import Case, build, names_of, plain_case
 
 # Sums in another order differ by float32 rounding, 6e-8 a term; 1e-5 is the project's promise. bfloat16 has 8
@@ -41,6 +42,7 @@ def check(case: Case) -> None:
 
 def _check_gradients(built, batches, error):
     found = api.gradients(built.task, built.parallel, batches[0])
+    _check_initial(built.task, found.weights, error)
     loss, metrics, grads, carry = plain.gradients(built.task, found.weights, batches[0])
     assert_near({"loss": found.loss}, {"loss": loss}, error)
     assert_near(found.metrics, metrics, error)
@@ -51,9 +53,16 @@ def _check_gradients(built, batches, error):
 def _check_updates(built, batches, error):
     train = TrainConfig(num_steps=len(batches), clip_norm=built.clip_norm)
     found = api.updates(built.task, built.parallel, train, batches, built.then)
+    _check_initial(built.task, found.weights, error)
     losses, trained = plain.updates(built.task, found.weights, batches, built.clip_norm)
     assert_near(dict(enumerate(found.losses)), dict(enumerate(losses)), error)
     assert_near(found.trained, trained, error)
+
+
+def _check_initial(task, weights, error):
+    if isinstance(task, FlaxTask):
+        expected = plain.initial_weights(task)
+        assert_near({name: weights[name] for name in expected}, expected, error)
 
 
 def _check_predictions(built, batches, error):

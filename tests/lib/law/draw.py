@@ -11,7 +11,7 @@ import random
 import zlib
 from collections.abc import Callable, Hashable
 
-from lib.law.options import MESHES, OPTIONS, SCHEDULES, Case, names_of, own_axes
+from lib.law.options import MESHES, OPTIONS, SCHEDULES, Case, chosen_layers
 
 NUM_TRIED = 80
 NUM_RANDOM = 4000  # cases that tell what is rare
@@ -33,21 +33,30 @@ def random_case(numbers: random.Random, **wanted: str) -> Case:
     """A case: each option takes any value that goes with those before it, and what is wanted if that does."""
     case = {}
     for name, option in OPTIONS.items():
-        fitting = [value for value in option.values if option.fits(value, case)]
+        fitting = option.fitting(case)
         case[name] = wanted[name] if wanted.get(name) in fitting else numbers.choice(fitting)
     return case
 
 
+def fits(case: Case) -> bool:
+    """Whether all of its choices go together."""
+    before = {}
+    for name, value in case.items():
+        if value not in OPTIONS[name].fitting(before):
+            return False
+        before[name] = value
+    return True
+
+
 def choices_of(case: Case) -> set[Hashable]:
     """(option, value) of each option; each of its layers counts as chosen."""
-    layers = {("layer", name) for name in {*names_of(case)} - {*own_axes(case)}}
-    return {*case.items()} | layers
+    return {*case.items()} | {("layer", name) for name in chosen_layers(case)}
 
 
 def pairs_of(case: Case) -> set[Hashable]:
     """The pairs of its choices; each of its layers counts as chosen."""
     others = {name: value for name, value in case.items() if name != "layer"}
-    layers = [("layer", name) for name in {*names_of(case)} - {*own_axes(case)}]
+    layers = [("layer", name) for name in chosen_layers(case)]
     pairs = {*itertools.combinations(others.items(), 2)}
     return pairs | {*itertools.product(layers, others.items())}
 
@@ -104,6 +113,7 @@ def every_choice() -> set[Hashable]:
     return {(name, value) for name, option in OPTIONS.items() for value in option.values}
 
 
+@functools.cache
 def draw(count: int, seed: str) -> list[Case]:
     """So many cases, with as many pairs of choices as they can have."""
     draws = Draws(seed)

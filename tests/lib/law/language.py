@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxpar import Sums, lm, nn
 from lib.law.training import ByName
@@ -57,20 +58,26 @@ class Tokens:
 
 
 class Ends:
-    """What is before and after the layers, as formulas of arrays by name."""
+    """What is before and after the layers, as formulas of arrays by name.
+
+    Attributes:
+      trained: the names of what is trained.
+    """
 
     def __init__(self, task):
         self.task = task
+        head = {"head_bias"} if task.tie_embedding else {"head.kernel", "head.bias"}
+        names = {"embedding.table"} | head
+        self.trained = {name for name in names if task.frozen_name not in name.split(".")}
 
-    def layers(self, rngs):
-        """The layers, each by itself."""
+    def layers(self):
+        """(layer, whether it reads the whole window) of each."""
         make, options, in_block = LAYERS[self.task.layer]
-        if self.task.num_heads:
-            options = options | {"num_heads": self.task.num_heads}
         width, found = self.task.hidden_size, []
         for _ in range(self.task.num_layers):
+            rngs = nnx.Rngs(0)
             layer = make(width, inputs=width, dropout=self.task.dropout, rngs=rngs, **options)
-            found.append(nn.GatedBlock(layer, rngs=rngs) if in_block else layer)
+            found.append((nn.GatedBlock(layer, rngs=rngs) if in_block else layer, False))
         return found
 
     def first(self, arrays, batch, at):

@@ -13,7 +13,7 @@ from lib.law import language, layers
 from lib.law.blocks import BODIES, GIVEN, HOLDS, FlaxTask, How
 from lib.law.language import NUM_WORDS, LanguageTask
 from lib.law.layers import LAYERS, WRAPS, LayerTask
-from lib.law.training import CONFIGS, PLAIN_OPTIMIZERS
+from lib.law.training import PLAIN_OPTIMIZERS, config_of
 from lib.optimizers import READ_SHAPE_OR_PLACE
 
 Case = dict[str, str]
@@ -39,15 +39,23 @@ class Option:
     """Something to choose.
 
     Attributes:
-      of: what its fields belong to: the "pipeline", the "layout", or the "task" of either form; "" where
-        others read the choice.
+      of: what its fields belong to: the "pipeline", the "layout", or the "task"; "" where others read the
+        choice.
       values: by name, the fields, or a function of the whole case that gives them.
-      fits: whether a value goes with the choices before it.
+      fits: whether a value goes with the choices before it. The plain value is not asked for.
+      is_plain_possible: whether the plain value goes with all choices.
     """
 
     of: str
     values: Mapping[str, Fields | Callable[[Case], Fields]]
     fits: Callable[[str, Case], bool] = lambda value, case: True
+    is_plain_possible: bool = True
+
+    def fitting(self, case: Case) -> list[str]:
+        """The values that go with the choices before it."""
+        plain, *others = self.values
+        found = [value for value in others if self.fits(value, case)]
+        return [plain, *found] if self.is_plain_possible or self.fits(plain, case) else found
 
 
 def choices(*names: str) -> dict[str, Fields]:
@@ -70,7 +78,11 @@ def num_places(case):
 
 
 def own_axes(case):
-    return tuple(case["axes"].split()) if case["axes"] != "none" else ()
+    return axes_of(case["axes"])
+
+
+def axes_of(value):
+    return tuple(value.split()) if value != "none" else ()
 
 
 def is_flax(case):
@@ -117,6 +129,11 @@ def names_of(case):
     return (*(names[place % len(names)] for place in places), *own_axes(case))
 
 
+def chosen_layers(case):
+    """The names of its layers, without those that axes of one's own bring."""
+    return {*names_of(case)} - {*own_axes(case)}
+
+
 def pieces_of(case):
     return layers.pieces_of(names_of(case), case["wrap"])
 
@@ -138,19 +155,19 @@ def is_in_windows(case):
 
 def numbers_of_layers(case, first):
     """On each place: so many on the first one, the others on the last one."""
-    places, layers = num_places(case), num_layers(case)
-    first = min(first, layers)
+    places, number = num_places(case), num_layers(case)
+    first = min(first, number)
     if places == 1:
-        return (layers,)
-    return (first, *[0] * (places - 2), layers - first)
+        return (number,)
+    return (first, *[0] * (places - 2), number - first)
 
 
 def in_words(case, has_first, has_last):
     """A placement by name: one layer on the first place, the others on the last one."""
     begin, words = 0, []
     for number in numbers_of_layers(case, 1):
-        layers = [f"{begin}-{begin + number - 1}" if number > 1 else f"{begin}"] * (number > 0)
-        words.append(layers)
+        numbers = f"{begin}-{begin + number - 1}" if number > 1 else f"{begin}"
+        words.append([numbers] if number else [])
         begin += number
     words[0] = ["first"] * has_first + words[0]
     words[-1] = words[-1] + ["last"] * has_last
@@ -166,30 +183,33 @@ def mixes_rows(case):
 
 def axes_fit(value, case):
     data, stage, tensor = sizes(case)
-    own = value.split() if value != "none" else []
-    return not own or (
+    axes = axes_of(value)
+    return (
         has_pieces(case)
-        and data * stage * tensor * 2 ** len(own) <= MAX_DEVICES
-        and ("context" not in own or tensor == 1)
+        and data * stage * tensor * 2 ** len(axes) <= MAX_DEVICES
+        and ("context" not in axes or tensor == 1)
     )
 
 
 def only_layers(value, case):
-    """All but the first value are of the layer form."""
-    return value in PLAIN_NAMES or has_pieces(case)
+    return has_pieces(case)
 
 
 def only_flax(value, case):
-    return value in PLAIN_NAMES or is_flax(case)
+    return is_flax(case)
+
+
+def only_language(value, case):
+    return is_language(case)
+
+
+def not_flax(value, case):
+    return not is_flax(case)
 
 
 def wrap_fits(value, case):
-    if value == "nothing":
-        return True
     can_be = has_pieces(case) and case["dtype"] == "float32"
-    can_be = can_be and any(
-        value in LAYERS[name].wraps for name in names_of(case) if name in LAYERS
-    )
+    can_be = can_be and any(value in LAYERS[name].wraps for name in chosen_layers(case))
     if value == "both ways":  # reads all of time, and is cut across what `tensor` would split
         can_be = can_be and case["axes"] == "none" and sizes(case)[2] == 1
     return can_be
@@ -197,16 +217,16 @@ def wrap_fits(value, case):
 
 def tied_fits(value, case):
     # A table of small numbers before a norm has gradients that leave nothing to compare after an update.
-    return value == "no" or not (is_language(case) and is_in_block(case["layer"]))
+    return not (is_language(case) and is_in_block(case["layer"]))
 
 
 def given_fits(value, case):
     # One block's value of parameters alone would go through `first`, whose outputs have rows.
-    return only_flax(value, case) and (value != "table" or len(case["pattern"]) > 1)
+    return is_flax(case) and (value != "table" or len(case["pattern"]) > 1)
 
 
 def shares_fit(value, case):
-    return value == "equal" or (sizes(case)[0] == 2 and "expert" not in own_axes(case))
+    return sizes(case)[0] == 2 and "expert" not in own_axes(case)
 
 
 def pattern_fits(value, case):
@@ -226,18 +246,16 @@ def placement_fits(value, case):
         return False  # what reads an embedding as an array has all of it
     if value == "in words, head in parts" and not has_linear_head(case):
         return False
-    return value == "balanced" or sizes(case)[1] > 1
+    return sizes(case)[1] > 1
 
 
 def head_fits(value, case):
     if "words" in case["placement"]:
-        return value == "auto"
+        return False
     return value != "sharded" or has_linear_head(case)
 
 
 def unroll_fits(value, case):
-    if value == "no":
-        return True
     is_one_kind = len({*names_of(case)}) == 1 and case["backward"] == "plainly"
     if has_pieces(case):
         is_one_kind = is_one_kind and all(
@@ -247,8 +265,6 @@ def unroll_fits(value, case):
 
 
 def update_fits(value, case):
-    if value == "replicated":
-        return True
     if case["result"] != "updates":
         return False
     if value == "sharded":
@@ -260,7 +276,7 @@ def holds_fits(value, case):
     is_plain = (case["given"], case["returns"], case["calls"], case["residual"]) == (
         "nothing", "x", "plainly", "inside",
     )  # fmt: skip
-    return value == "list" or (is_flax(case) and (value != "sequential" or is_plain))
+    return is_flax(case) and (value != "sequential" or is_plain)
 
 
 def frozen_fits(value, case):
@@ -268,11 +284,10 @@ def frozen_fits(value, case):
         own = [name for name in names_of(case) if name.startswith(("lstm", "gru", "slstm"))]
         return bool(own) and has_pieces(case)
     if is_language(case):
-        return value in ("nothing", *FROZEN_LANGUAGE)
-    return value == "nothing" or value in (FROZEN_FLAX if is_flax(case) else FROZEN_LAYERS)
+        return value in FROZEN_LANGUAGE
+    return value in (FROZEN_FLAX if is_flax(case) else FROZEN_LAYERS)
 
 
-PLAIN_NAMES = ("nothing", "no", "x", "plainly")  # of options that one form has
 FROZEN_LAYERS = ("scale", "words", "up", "layers", "kernel", "w_x")
 FROZEN_FLAX = ("embed", "body")
 FROZEN_LANGUAGE = ("layers", "embedding")
@@ -283,16 +298,16 @@ PATTERNS = ("abab", "a", "ab", "aab", "abcd")
 
 
 def when_training(value, case):
-    return value in ("no", "sgd of a config") or case["result"] == "updates"
+    return case["result"] == "updates"
 
 
 def resume_fits(value, case):
-    if value == "no":
-        return True
     on = case | {"mesh": value}
-    names = {*names_of(case)} - {*own_axes(case)}
-    layers_fit = all(layer_fits(name, on) for name in names) and wrap_fits(case["wrap"], on)
-    return when_training(value, case) and axes_fit(case["axes"], on) and layers_fit
+    return (
+        when_training(value, case)
+        and all(layer_fits(name, on) for name in chosen_layers(case))
+        and all(case[name] in OPTIONS[name].fitting(on) for name in ("axes", "wrap"))
+    )
 
 
 OPTIONS = {
@@ -308,13 +323,15 @@ OPTIONS = {
     "dtype": Option(
         "task",
         {"float32": {}, "bfloat16": {"dtype": "bfloat16"}},
-        lambda value, case: value == "float32" or (not is_flax(case) and case["axes"] == "none"),
+        lambda value, case: not is_flax(case) and case["axes"] == "none",
     ),
-    "layer": Option("", choices(*LAYERS, *BODIES, *WORD_LAYERS), layer_fits),
+    "layer": Option(
+        "", choices(*LAYERS, *BODIES, *WORD_LAYERS), layer_fits, is_plain_possible=False
+    ),
     "beside": Option(
         "",
         choices("itself", "next", "second next"),
-        lambda value, case: value == "itself" or not is_language(case),
+        lambda value, case: not is_language(case),
     ),
     "pattern": Option("", choices(*PATTERNS), pattern_fits),
     "wrap": Option("task", {name: {"wrap": name} for name in WRAPS} | {"nothing": {}}, wrap_fits),
@@ -324,32 +341,26 @@ OPTIONS = {
     "residual": Option(
         "",
         choices("inside", "outside"),
-        lambda value, case: value == "inside" or (is_flax(case) and case["returns"] != "pair"),
+        lambda value, case: is_flax(case) and case["returns"] != "pair",
     ),
     "holds": Option("", choices(*HOLDS), holds_fits),
     "backward": Option("", choices("plainly", "by depth"), only_flax),
     "tied": Option("", choices(*SWITCH), tied_fits),
     "ends": Option("", choices("plainly", "deep", "twice", "array", "loop"), only_layers),
     "static": Option("", choices(*SWITCH), only_layers),
-    "resets": Option("", choices(*SWITCH), lambda value, case: value == "no" or not is_flax(case)),
+    "resets": Option("", choices(*SWITCH), not_flax),
     "embedding": Option(
         "task",
         {"wide": {}, "narrow": {"embed_size": 6}},
-        lambda value, case: value == "wide" or (is_language(case) and case["tied"] == "no"),
+        lambda value, case: is_language(case) and case["tied"] == "no",
     ),
-    "words": Option(
-        "task",
-        {"all": {}, "padded": {"vocab_size": 32}},
-        lambda value, case: value == "all" or is_language(case),
-    ),
+    "words": Option("task", {"all": {}, "padded": {"vocab_size": 32}}, only_language),
     "lengths": Option(
         "",
         choices(*SWITCH),
-        lambda value, case: value == "no" or (has_pieces(case) and not mixes_rows(case)),
+        lambda value, case: has_pieces(case) and not mixes_rows(case),
     ),
-    "dropout": Option(
-        "", {"0.2": {}, "0": {}}, lambda value, case: value == "0.2" or not is_flax(case)
-    ),
+    "dropout": Option("", choices("0.2", "0"), not_flax),
     "frozen": Option(
         "task",
         {"nothing": {}}
@@ -362,7 +373,7 @@ OPTIONS = {
     "chunks": Option(
         "pipeline",
         {n: {"num_chunks": int(n)} for n in ("1", "2", "4")},
-        lambda value, case: value == "1" or is_in_windows(case),
+        lambda value, case: is_in_windows(case),
     ),
     "remat": Option(
         "pipeline",
@@ -404,18 +415,16 @@ OPTIONS = {
             "equal": {},
             "unequal": lambda case: {"speeds": tuple(1.0 + n % 2 for n in range(sizes(case)[1]))},
         },
-        lambda value, case: (
-            value == "equal" or (case["placement"] != "even" and "words" not in case["placement"])
-        ),
+        lambda value, case: case["placement"] != "even" and "words" not in case["placement"],
     ),
     "fsdp": Option(
         "layout",
         {"no": {}, "yes": {"fsdp": True}},
-        lambda value, case: value == "no" or sizes(case)[0] > 1,
+        lambda value, case: sizes(case)[0] > 1,
     ),
     "optimizer": Option(
         "task",
-        {name: {"optimizer_name": name} for name in (*CONFIGS, *PLAIN_OPTIMIZERS)},
+        {name: {"optimizer_name": name} for name in PLAIN_OPTIMIZERS},
         when_training,
     ),
     "update": Option(
@@ -506,7 +515,7 @@ def _task(case, fields):
             dropout=float(case["dropout"]),
             tie_embedding=case["tied"] == "yes",
             packed=case["resets"] == "yes",
-            optimizer=CONFIGS.get(fields.get("optimizer_name"), CONFIGS["sgd of a config"]),
+            optimizer=config_of(case["optimizer"]),
             **fields,
         )
     if has_pieces(case):

@@ -16,7 +16,7 @@ from jaxpar import LayerContext, Sums, lm
 from lib.law import language
 from lib.law.blocks import FlaxTask
 from lib.law.language import LanguageTask
-from lib.law.layers import Frame, LayerTask
+from lib.law.layers import Frame
 from lib.law.training import CONFIGS, PLAIN_OPTIMIZERS
 
 # ---- what is compared ----
@@ -25,7 +25,7 @@ from lib.law.training import CONFIGS, PLAIN_OPTIMIZERS
 def gradients(task, weights, batch):
     """Loss, metrics, gradients of what is trained, and what each layer carries on."""
     model = model_of(task)
-    (loss, (metrics, carry, _)), grads = model.run(
+    (loss, (metrics, carry)), grads = model.run(
         *model.split(weights), batch, model.start(), step_key(0)
     )
     return float(loss), metrics, grads, carry_by_layer(carry)
@@ -41,7 +41,7 @@ def updates(task, weights, batches, clip_norm):
     with jax.numpy_dtype_promotion("standard"):
         state = optimizer.init(trained)
     for number, batch in enumerate(batches):
-        (loss, (_, carry, _)), grads = model.run(trained, others, batch, carry, step_key(number))
+        (loss, (_, carry)), grads = model.run(trained, others, batch, carry, step_key(number))
         if task.optimizer_name in CONFIGS:  # as they promise
             grads = jax.tree.map(jnp.conj, grads)
         with jax.numpy_dtype_promotion("standard"):
@@ -49,6 +49,12 @@ def updates(task, weights, batches, clip_norm):
             trained = optax.apply_updates(trained, changes)
         losses.append(float(loss))
     return losses, {**others, **trained}
+
+
+def initial_weights(task):
+    """Of a Flax model, as its maker draws them."""
+    flat = nnx.to_flat_state(nnx.state(task.make_model(nnx.Rngs(0)), nnx.Param))
+    return {name_of(path): leaf[...] for path, leaf in flat}
 
 
 def predictions(task, weights, batch):
@@ -61,8 +67,10 @@ def step_key(number):
 
 
 def model_of(task):
-    forms = {FlaxTask: FlaxForm, LayerTask: LayerForm, LanguageTask: LanguageForm}
-    return forms[type(task)](task)
+    if isinstance(task, FlaxTask):
+        return FlaxForm(task)
+    ends = language.Ends if isinstance(task, LanguageTask) else FrameEnds
+    return LayerForm(task, ends(task))
 
 
 # ---- modules and their arrays by name ----
@@ -101,7 +109,7 @@ class Form:
 
     Attributes:
       trained: the names of what is trained.
-      run: (trained, others, batch, carry, key) -> (loss, (metrics, carry, outputs)), gradients.
+      run: (trained, others, batch, carry, key) -> (loss, (metrics, carry)), gradients.
     """
 
     def split(self, weights):
@@ -129,13 +137,9 @@ class FlaxForm(Form):
         def loss_of(trained, others, batch, carry, key):
             model = with_arrays(self.model, {**others, **trained})
             loss, weight, metrics = task.loss(model, batch)
-            return loss / weight, ({name: own / weight for name, own in metrics.items()}, carry, {})
+            return loss / weight, ({name: own / weight for name, own in metrics.items()}, carry)
 
         self.run = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
-
-    def initial_arrays(self):
-        """As the model's maker draws them."""
-        return {name_of(path): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(self.model))}
 
     def predict(self, weights, batch):
         """Outputs by name."""
@@ -147,54 +151,57 @@ class FlaxForm(Form):
         return run(weights, batch)
 
 
-# ---- the layer form ----
+# ---- the layer form, and the language model ----
 
 
-class LayerForm(Form):
-    """Each layer by itself."""
+class FrameEnds:
+    """What a model in the layer form has around its layers.
+
+    Attributes:
+      trained: the names of what is trained.
+    """
 
     def __init__(self, task):
-        self.task = task
-        self.layers, self.is_whole = self._make_layers()
-        layers = nnx.Dict({str(number): layer for number, layer in enumerate(self.layers)})
-        self.trained = self._trained_ends() | trained_of(nnx.Dict(layers=layers), task.frozen)
+        self.task, self.frame = task, Frame(task.how, task.dtype, rngs=nnx.Rngs(0))
+        self.trained = trained_of(self.frame, task.frozen)
 
-        def loss_of(trained, others, batch, carries, key):
-            loss, *aux, _ = self.forward({**others, **trained}, batch, carries, key)
-            return loss, (*aux, {})
-
-        self.run = self._compiled(jax.value_and_grad(loss_of, has_aux=True))
-
-    def _make_layers(self):
-        layers, is_whole = [], []
-        for piece in self.task.pieces:
-            layers += [make(nnx.Rngs(0), self.task.rate) for make in piece.makers]
-            is_whole += [piece.is_whole for _ in piece.makers]
-        return layers, is_whole
-
-    def _trained_ends(self):
-        return trained_of(self._frame(), self.task.frozen)
-
-    def _frame(self):
-        return Frame(self.task.how, self.task.dtype, rngs=nnx.Rngs(0))
+    def layers(self):
+        """(layer, whether it reads the whole window) of each."""
+        return [
+            (make(nnx.Rngs(0), self.task.rate), piece.is_whole)
+            for piece in self.task.pieces
+            for make in piece.makers
+        ]
 
     def first(self, arrays, batch, at):
         """What goes into the first layer."""
-        return with_arrays(self._frame(), arrays).first(batch, at)
+        return with_arrays(self.frame, arrays).first(batch, at)
 
     def last(self, arrays, y, batch, at):
-        """Sums of the loss, and what is predicted."""
-        ends = with_arrays(self._frame(), arrays)
-        return ends.last(y, batch, at), ends.predict(y, batch, at)
+        """Sums of the loss."""
+        return with_arrays(self.frame, arrays).last(y, batch, at)
 
-    def _compiled(self, function):
-        axes = self.task.axes
-        if axes:  # which layers may use by their names: of size 1
-            mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.devices()[:1])
-            function = jax.shard_map(
-                function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
-            )
-        return jax.jit(function)
+    def predict(self, arrays, y, batch, at):
+        """Outputs by name."""
+        return with_arrays(self.frame, arrays).predict(y, batch, at)
+
+
+class LayerForm(Form):
+    """Each layer by itself, between ends."""
+
+    def __init__(self, task, ends):
+        self.task, self.ends = task, ends
+        self.layers, self.is_whole = zip(*ends.layers(), strict=True)
+        layers = nnx.Dict({str(number): layer for number, layer in enumerate(self.layers)})
+        self.trained = ends.trained | trained_of(nnx.Dict(layers=layers), task.frozen)
+
+        def loss_of(trained, others, batch, carries, key):
+            arrays, batch = {**others, **trained}, as_block(batch)
+            y, after, sums, at = self._through(arrays, batch, carries, key)
+            loss, metrics = mean_of([*sums, ends.last(arrays, y, batch, at)])
+            return loss, (metrics, after)
+
+        self.run = self._compiled(jax.value_and_grad(loss_of, has_aux=True))
 
     def start(self):
         """What layers carry before the first batch."""
@@ -208,16 +215,17 @@ class LayerForm(Form):
         """Outputs by name."""
 
         def run(weights, batch, carries):
-            return self.forward(weights, batch, carries, None)[-1]
+            batch = as_block(batch)
+            y, *_, at = self._through(weights, batch, carries, None)
+            return self.ends.predict(weights, y, batch, at)
 
         outputs = self._compiled(run)(weights, batch, self.start())
         return {name: jnp.swapaxes(own, 0, 1) for name, own in outputs.items()}
 
-    def forward(self, arrays, batch, carries, key):
-        """Mean loss and metrics, what layers carry on, and what is predicted."""
-        batch = as_block(batch)
+    def _through(self, arrays, batch, carries, key):
+        """What comes out of the last layer, what layers carry on, their sums, and the place of `last`."""
         depth, at = len(self.layers), LayerContext(0, 0, 0, key, batch, time_major=True)
-        x = self.first(arrays, batch, at._replace(layer=depth + 1))
+        x = self.ends.first(arrays, batch, at._replace(layer=depth + 1))
         after, sums = [], []
         for number, carry in enumerate(carries):
             layer = with_arrays(self.layers[number], arrays, f"layers.{number}.")
@@ -227,39 +235,24 @@ class LayerForm(Form):
             carry, x, own = run(layer, carry, x, at._replace(layer=number))
             after.append(carry)
             sums.append(own)
-        of_last, outputs = self.last(arrays, x, batch, at._replace(layer=depth))
-        sums.append(of_last)
-        loss, weight = sum(each.loss for each in sums), sum(each.weight for each in sums)
-        names = {name for each in sums for name in each.metrics}
-        metrics = {
-            name: sum(each.metrics.get(name, 0.0) for each in sums) / weight for name in names
-        }
-        return loss / weight, metrics, after, outputs
+        return x, after, sums, at._replace(layer=depth)
+
+    def _compiled(self, function):
+        axes = self.task.axes
+        if axes:  # which layers may use by their names: of size 1
+            mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.devices()[:1])
+            function = jax.shard_map(
+                function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+            )
+        return jax.jit(function)
 
 
-class LanguageForm(LayerForm):
-    """The language model: its layers, between formulas."""
-
-    def __init__(self, task):
-        self.ends = language.Ends(task)
-        super().__init__(task)
-
-    def _make_layers(self):
-        layers = self.ends.layers(nnx.Rngs(0))
-        return layers, [False] * len(layers)
-
-    def _trained_ends(self):
-        head = {"head_bias"} if self.task.tie_embedding else {"head.kernel", "head.bias"}
-        names = {"embedding.table"} | head
-        return {name for name in names if self.task.frozen_name not in name.split(".")}
-
-    def first(self, arrays, batch, at):
-        """What goes into the first layer."""
-        return self.ends.first(arrays, batch, at)
-
-    def last(self, arrays, y, batch, at):
-        """Sums of the loss, and what is predicted."""
-        return self.ends.last(arrays, y, batch, at), self.ends.predict(arrays, y, batch, at)
+def mean_of(sums):
+    """The loss and the metrics of a step."""
+    loss, weight = sum(each.loss for each in sums), sum(each.weight for each in sums)
+    names = {name for each in sums for name in each.metrics}
+    metrics = {name: sum(each.metrics.get(name, 0.0) for each in sums) / weight for name in names}
+    return loss / weight, metrics
 
 
 def as_block(batch):

@@ -24,7 +24,7 @@ OWN = (
 
 
 def smaller(name):
-    """An optimizer with steps so small that they change no rounding into more than one."""
+    """A tenth of the steps: after large ones, the second step would magnify roundings of the first."""
     return optax.chain(OPTIMIZERS[name](), optax.scale(0.1))
 
 
@@ -35,6 +35,11 @@ PLAIN_OPTIMIZERS = {
     ),
     **{name: functools.partial(smaller, name) for name in OWN},
 }
+
+
+def config_of(name):
+    """What a task has as its `optimizer`, which is read where it is one of jaxpar."""
+    return CONFIGS.get(name, CONFIGS["sgd of a config"])
 
 
 class ByName:
@@ -52,7 +57,7 @@ class ByName:
 
 @dataclasses.dataclass(frozen=True)
 class Trained(ByName, Task):
-    """What tasks of both forms have.
+    """What tasks of the layer form and of Flax have.
 
     Attributes:
       optimizer_name: of `PLAIN_OPTIMIZERS`.
@@ -64,5 +69,4 @@ class Trained(ByName, Task):
 
     @property
     def optimizer(self):
-        """Read if `make_optimizer` of jaxpar is called."""
-        return CONFIGS.get(self.optimizer_name, CONFIGS["sgd of a config"])
+        return config_of(self.optimizer_name)
