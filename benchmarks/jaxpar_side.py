@@ -20,12 +20,12 @@ from benchmarks.sides import serve
 from benchmarks.work import LEARNING_RATE, WORKS, Work
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.data.batches import put_batch
+from jaxpar.lm import LM, Batch
 from jaxpar.partition.by_layer import abstract_by_layer, from_layers
 from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
 from jaxpar.step.step import batch_sharding
-from jaxpar.tasks.lm import LM, Batch
 
 TRAIN = TrainConfig(clip_norm=0.0)
 

@@ -62,7 +62,7 @@ MODULES = {
     "jaxpar.pipeline": "jaxpar/pipeline/__init__.py",
     "jaxpar.planning": "jaxpar/planning/__init__.pyi",
     "jaxpar.analysis": "jaxpar/analysis/__init__.pyi",
-    "jaxpar.lm": "jaxpar/tasks/lm/__init__.pyi",
+    "jaxpar.lm": "jaxpar/lm/__init__.pyi",
 }
 API = "reference/api"
 # Links to these files lead to the reference.

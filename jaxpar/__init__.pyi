@@ -50,7 +50,7 @@ from jaxpar import nn as nn
 from jaxpar import pipeline as pipeline
 from jaxpar import planning as planning
 from jaxpar import analysis as analysis
-from jaxpar.tasks import lm as lm
+from jaxpar import lm as lm
 
 __version__: str
 __all__: list[str]

@@ -14,8 +14,7 @@ from lib import flax_models as models
 from lib.adopted import Adopted, batch_of
 from lib.flax_models import DEPTH, TIME, WIDTH, MLPBlock, Text
 
-from jaxpar import ArrayBatches, Parallel
-from jaxpar.step.functions import init_state, value_and_grad
+from jaxpar import ArrayBatches, Parallel, init_state, value_and_grad
 from jaxpar.step.setup import Setup
 
 

@@ -21,16 +21,25 @@ from lib.laws import assert_close, by_layer, more, on_devices
 from lib.models import MAKERS, WIDTH, Dense, Regress, Regression, draw
 
 import jaxpar
-from jaxpar import RULES, Parallel, PipelineConfig, Stack, Sums, nn
-from jaxpar.config import TrainConfig
-from jaxpar.data.array import ArrayBatches
+from jaxpar import (
+    RULES,
+    ArrayBatches,
+    Parallel,
+    PipelineConfig,
+    Stack,
+    Sums,
+    TrainConfig,
+    init_state,
+    make_train_step,
+    nn,
+    value_and_grad,
+)
 from jaxpar.data.batches import place_batch
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings
 from jaxpar.nn import named_param
 from jaxpar.planning import find_machine
 from jaxpar.planning.compiled import compile_step
-from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
 from jaxpar.step.step import check_program, make_loss_and_grad

@@ -20,18 +20,17 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.machines import peer
 from benchmarks.machines.real_sizes import ROWS, compile_row
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, make_train_step
 from jaxpar.analysis import inspect_function, inspect_step
 from jaxpar.analysis.hlo import Module, arrays
 from jaxpar.analysis.program import lower_step
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.cli.main import main
-from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
-from jaxpar.mesh import MeshConfig, described_devices
+from jaxpar.lm import LM
+from jaxpar.mesh import described_devices
 from jaxpar.model.task import find_task
 from jaxpar.planning import check_fits, estimate_step, plan
-from jaxpar.step.functions import make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm import LM
 
 pytestmark = pytest.mark.aot
 

@@ -8,16 +8,21 @@ import pytest
 from lib.awd import awd
 from lib.laws import by_layer, make_batch, make_settings
 
-from jaxpar import OptimizerConfig, TrainConfig, load_run
-from jaxpar.config import Parallel
-from jaxpar.mesh import MeshConfig
+from jaxpar import (
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    Report,
+    TrainConfig,
+    fit,
+    init_state,
+    load_run,
+    make_train_step,
+)
+from jaxpar.lm import LM
 from jaxpar.model.optimizer import make_optimizer
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit, evaluated
-from jaxpar.tasks.lm import LM
-from jaxpar.training.callbacks import Report
-from jaxpar.training.fit import fit
 from jaxpar.training.loaded import evaluate_run
 from jaxpar.training.run_folder import RunFolder
 from recipes.awd import begin_average, is_worse

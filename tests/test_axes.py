@@ -16,7 +16,18 @@ from lib.layers import Attention, Experts
 from lib.models import FEATURES, MAKERS, SGD, WIDTH, Regress
 
 import jaxpar
-from jaxpar import LayerContext, MeshConfig, Parallel, PipelineConfig, Stack, Sums, TrainConfig, nn
+from jaxpar import (
+    LayerContext,
+    MeshConfig,
+    Parallel,
+    PipelineConfig,
+    Stack,
+    Sums,
+    TrainConfig,
+    init_state,
+    make_predict_step,
+    nn,
+)
 from jaxpar.data.batches import place_batch
 from jaxpar.mesh import short_name
 from jaxpar.model.facts import ModelFacts
@@ -24,7 +35,7 @@ from jaxpar.model.task import Settings, find_task
 from jaxpar.partition.by_layer import by_layer, from_layers
 from jaxpar.partition.partition import Partition
 from jaxpar.planning import estimate_step, plan
-from jaxpar.step.functions import init_state, make_eval_step, make_predict_step
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.training.config_file import read_config, to_toml

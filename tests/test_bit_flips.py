@@ -12,13 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import OptimizerConfig, Parallel, TrainConfig, load_run
-from jaxpar.mesh import MeshConfig
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig, fit, load_run
+from jaxpar.lm import Vocabulary
+from jaxpar.lm.task import VOCABULARY
 from jaxpar.model.task import find_task
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm.task import VOCABULARY
-from jaxpar.tasks.lm.vocabulary import Vocabulary
-from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
 
 # What Python and its libraries say of bytes that mean nothing to them.
@@ -34,7 +32,7 @@ def run(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
     file = folder.parent / "own.py"
     file.write_text(
-        "import dataclasses\nfrom jaxpar.tasks.lm.task import LM\n"
+        "import dataclasses\nfrom jaxpar.lm.task import LM\n"
         "@dataclasses.dataclass(frozen=True)\nclass Own(LM):\n    depth: int = 1\n"
     )
     rate = OptimizerConfig(learning_rate=0.1, warmup_steps=0)

@@ -23,16 +23,14 @@ from etils import epath
 from lib.fake_gcs import FakeGCS
 from lib.runs import Act
 
-from jaxpar import OptimizerConfig, Parallel, TrainConfig, load_run
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig, fit, load_run
 from jaxpar.base.bucket import as_path
 from jaxpar.base.files import remove_folder, sizes_of, write_file
 from jaxpar.cli.main import main
 from jaxpar.hosts.group import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
-from jaxpar.mesh import MeshConfig
+from jaxpar.lm import LM
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm.task import LM
 from jaxpar.training import run_folder
-from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import FolderLock, RunFolder
 
 pytestmark = pytest.mark.usefixtures("compile_once")

@@ -19,13 +19,13 @@ import jaxpar
 from jaxpar import Stack, Sums
 from jaxpar.data.batches import place_batch
 from jaxpar.data.bucketed import BucketedBatches, choose_edges
+from jaxpar.lm import IGNORE, load_corpus
+from jaxpar.lm.streams import TOKENS, BucketedText, line_places
+from jaxpar.lm.vocabulary import EOS
 from jaxpar.mesh import ONE_DEVICE
 from jaxpar.nn import GRU, Bidirectional
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding
-from jaxpar.tasks.lm.corpus import load_corpus
-from jaxpar.tasks.lm.streams import IGNORE, TOKENS, BucketedText, line_places
-from jaxpar.tasks.lm.vocabulary import EOS
 
 SAME_LOSS = 1e-5  # relative, after 12 steps in float32
 PYTHON_DOCS_PADDING = 0.15  # at most, with 5 buckets of lines up to 64 steps, in batches of 16

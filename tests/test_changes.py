@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar import ArrayBatches, Stack, Sums, Task, TrainConfig
-from jaxpar.analysis.program import inspect_function
+from jaxpar import ArrayBatches, Stack, Sums, Task, TrainConfig, make_predict_step
+from jaxpar.analysis import inspect_function
 from jaxpar.model.task import find_task
-from jaxpar.step.functions import make_eval_step, make_predict_step
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.optimizer import HostOptimizer
 from jaxpar.step.setup import Setup
 

@@ -33,11 +33,10 @@ from lib.checkpoints import (
 from lib.laws import more
 from orbax.checkpoint import v1 as orbax
 
-from jaxpar.config import OptimizerConfig
+from jaxpar import OptimizerConfig, init_state
 from jaxpar.nn import named_param
 from jaxpar.partition.by_layer import by_layer
 from jaxpar.sharding import is_variable
-from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
 from jaxpar.training.checkpoint import Checkpoints, best_of

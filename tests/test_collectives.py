@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lib.measured import Own
 
+from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.analysis import (
     ProgramReport,
     find_collectives,
@@ -29,16 +30,13 @@ from jaxpar.analysis.hlo import Module, groups
 from jaxpar.analysis.program import busy_of
 from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import device_bytes
-from jaxpar.config import Parallel, PipelineConfig
-from jaxpar.mesh import MeshConfig
+from jaxpar.lm import LM
+from jaxpar.pipeline import make_schedule, make_table
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
-from jaxpar.pipeline.schedules import make_schedule
-from jaxpar.pipeline.tables import make_table
 from jaxpar.sharding import annotated
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.step.step import abstract_batch
-from jaxpar.tasks.lm.task import LM
 from jaxpar.trace.source_lines import source_line_of_instruction
 
 pytestmark = pytest.mark.law

@@ -26,10 +26,11 @@ from jaxpar import (
     Task,
     TrainConfig,
     fit,
+    init_state,
     load_run,
+    make_train_step,
 )
 from jaxpar.model.task import Settings
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 
 pytestmark = pytest.mark.law

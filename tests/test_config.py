@@ -9,11 +9,11 @@ import pytest
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Start, TrainConfig
 from jaxpar.base.checks import check_fields, nearest_multiples
+from jaxpar.lm import LM
+from jaxpar.lm.task import VOCAB_MULTIPLE
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.optimizer import learning_rate, make_optimizer
 from jaxpar.partition.partition import Partition
-from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
 
 # What the command line cannot say; what it can is in test_bad_input.
 FIELDS = [

@@ -7,8 +7,8 @@ import pytest
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Task, TrainConfig
 from jaxpar.cli.parse import read_command
+from jaxpar.lm import LM
 from jaxpar.model.task import Settings, find_task
-from jaxpar.tasks.lm import LM
 from jaxpar.training.config_file import default_settings, option_words, read_config, to_toml
 
 PLAIN = default_settings(LM)

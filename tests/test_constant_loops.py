@@ -14,8 +14,7 @@ from lib.laws import more, on_devices
 from lib.models import SGD
 
 import jaxpar
-from jaxpar import MeshConfig, Parallel, PipelineConfig, SeriesBatches, Stack, Sums
-from jaxpar.step.functions import init_state
+from jaxpar import MeshConfig, Parallel, PipelineConfig, SeriesBatches, Stack, Sums, init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import make_loss_and_grad
 

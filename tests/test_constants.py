@@ -11,10 +11,9 @@ from lib.laws import assert_close, by_layer, more, on_devices
 from lib.models import FEATURES, WIDTH, Regress
 
 import jaxpar
-from jaxpar import LayerContext, Parallel, Stack, Sums, TrainConfig
+from jaxpar import LayerContext, Parallel, Stack, Sums, TrainConfig, init_state
 from jaxpar.data.batches import place_batch
 from jaxpar.model.task import Settings
-from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from jaxpar.base.parts import SPLITS
-from jaxpar.tasks.lm.corpus import Corpus, load_corpus, unigram_perplexity
-from jaxpar.tasks.lm.vocabulary import EOS, UNK, Vocabulary
+from jaxpar.lm import Corpus, Vocabulary, load_corpus
+from jaxpar.lm.corpus import unigram_perplexity
+from jaxpar.lm.vocabulary import EOS, UNK
 
 SPECIALS = (UNK, EOS)
 
@@ -77,7 +78,7 @@ def test_unigram_perplexity_of_the_splits_is_alike(docs):
 
 def test_python_docs_does_not_depend_on_the_hash_seed():
     code = (
-        "import zlib; from jaxpar.tasks.lm.corpus import load_corpus; c = load_corpus('python-docs');"
+        "import zlib; from jaxpar.lm.corpus import load_corpus; c = load_corpus('python-docs');"
         "print([zlib.crc32(ids.tobytes()) for ids in (c.train, c.valid, c.test)], "
         "zlib.crc32(' '.join(c.vocabulary.words).encode()))"
     )
@@ -210,7 +211,7 @@ def test_a_long_line_takes_little_memory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tokenizer", ["spaces", "chars", "subword"])
 def test_a_long_line_has_the_tokens_of_its_words(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxpar.tasks.lm.vocabulary._PART", 7)
+    monkeypatch.setattr("jaxpar.lm.vocabulary._PART", 7)
     text = "a  cat's\u00a0\tfriend ,, sat\n\n  on  the x" + "y" * 20 + " mat"
     if tokenizer == "subword":
         package = pytest.importorskip("tokenizers")
@@ -232,8 +233,8 @@ def test_a_long_line_has_the_tokens_of_its_words(tokenizer, tmp_path, monkeypatc
 def test_a_word_without_an_end_is_refused(tmp_path, monkeypatch, level):
     if level == "subword":
         pytest.importorskip("tokenizers")
-    monkeypatch.setattr("jaxpar.tasks.lm.vocabulary._PART", 10)
-    monkeypatch.setattr("jaxpar.tasks.lm.vocabulary._LONGEST_WORD", 100)
+    monkeypatch.setattr("jaxpar.lm.vocabulary._PART", 10)
+    monkeypatch.setattr("jaxpar.lm.vocabulary._LONGEST_WORD", 100)
     for split in SPLITS:
         (tmp_path / f"{split}.txt").write_text("a cat " + "x" * 200)
     message = (

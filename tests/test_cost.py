@@ -12,21 +12,21 @@ import pytest
 from lib.laws import make_settings
 from lib.planned import CPU, H100, sums_of, task_of
 
+from jaxpar import MeshConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.analysis import inspect_step
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.trees import device_bytes
 from jaxpar.cli.main import main
-from jaxpar.config import Parallel, PipelineConfig, TrainConfig
-from jaxpar.mesh import MeshConfig, split_machine
+from jaxpar.lm import LM
+from jaxpar.mesh import split_machine
 from jaxpar.model.task import Settings
-from jaxpar.pipeline.schedules import make_schedule
+from jaxpar.pipeline import make_schedule
 from jaxpar.planning import estimate_step, find_machine
 from jaxpar.planning.cost import LEAST_SHARE, Step, estimate
 from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import SHEETS, Link, sheet_of
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
-from jaxpar.tasks.lm import LM
 from jaxpar.trace.counts import amount
 
 NAMES = ("lm", "gru", "transformer", "mixed", "hybrid")

@@ -436,7 +436,7 @@ RUNS_NO_FILE = {
 def test_who_runs_the_file_of_a_task(name, here):
     weights(MODEL, 40)()
     (here / "own.py").write_text(
-        "import dataclasses, pathlib\nfrom jaxpar.tasks.lm.task import LM\n"
+        "import dataclasses, pathlib\nfrom jaxpar.lm.task import LM\n"
         f"pathlib.Path({str(here / 'ran')!r}).touch()\n"
         "@dataclasses.dataclass(frozen=True)\nclass Own(LM):\n    depth: int = 1\n"
     )

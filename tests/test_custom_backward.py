@@ -22,13 +22,14 @@ from jaxpar import (
     SeriesBatches,
     Stack,
     Sums,
+    init_state,
+    value_and_grad,
 )
 from jaxpar.data.batches import put_batch
 from jaxpar.model.facts import ModelFacts
 from jaxpar.nn import GRU
 from jaxpar.step import custom_backward
 from jaxpar.step.custom_backward import check_custom_backward
-from jaxpar.step.functions import init_state, value_and_grad
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
 

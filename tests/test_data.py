@@ -11,21 +11,14 @@ import xxhash
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxpar import ArrayBatches, IteratorBatches, SeriesBatches
 from jaxpar.base.parts import LENGTHS as LENGTHS_OF_ROWS
-from jaxpar.data.array import HELD, ArrayBatches
+from jaxpar.data.array import HELD
 from jaxpar.data.batches import place_batch
-from jaxpar.data.iterator import IteratorBatches
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.shuffle import Shuffle
-from jaxpar.data.streams import SeriesBatches
-from jaxpar.tasks.lm.streams import (
-    IGNORE,
-    TOKENS,
-    BucketedText,
-    PackedText,
-    TokenStreams,
-    line_places,
-)
+from jaxpar.lm import IGNORE, TokenStreams
+from jaxpar.lm.streams import TOKENS, BucketedText, PackedText, line_places
 from recipes.awd import AWD, RandomWindows
 
 

@@ -8,9 +8,8 @@ import pytest
 from lib.laws import more, on_devices
 from lib.models import Regress, Regression
 
-from jaxpar import Parallel
+from jaxpar import Parallel, init_state
 from jaxpar.data.batches import place_batch
-from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
 

@@ -20,18 +20,16 @@ from lib.measured import make_measured
 from lib.seen import boxes, labels
 from rich.console import Console
 
-from jaxpar import MeshConfig, Parallel, PipelineConfig, show
+from jaxpar import ConsoleReport, MeshConfig, Parallel, PipelineConfig, init_state, show
 from jaxpar.analysis import inspect_function
+from jaxpar.lm import LM
 from jaxpar.pictures.chart import IDLE
 from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pictures.timeline import MAX_WIDTH, unit_color
-from jaxpar.pipeline.schedules import make_schedule
+from jaxpar.pipeline import make_schedule
 from jaxpar.planning import plan
-from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
-from jaxpar.tasks.lm.task import LM
-from jaxpar.training.callbacks import ConsoleReport
 from jaxpar.training.loaded import LoadedRun
 from jaxpar.training.progress import Progress
 from jaxpar.training.run_folder import RunFolder

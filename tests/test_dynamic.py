@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
-from jaxpar.mesh import MeshConfig
-from jaxpar.tasks.lm import LM
-from jaxpar.training.fit import fit
-from jaxpar.training.loaded import evaluate_run, load_run
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, fit, load_run
+from jaxpar.lm import LM
+from jaxpar.training.loaded import evaluate_run
 from jaxpar.training.run_folder import RunFolder
 from recipes.dynamic_evaluation import evaluate_dynamically
 

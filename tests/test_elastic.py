@@ -17,9 +17,9 @@ from lib.runs import children_of, flags, read_until, train_losses
 from jaxpar import MeshConfig, Parallel, TrainConfig
 from jaxpar.cli.main import main
 from jaxpar.hosts import launch
+from jaxpar.lm import LM
 from jaxpar.planning import fit_devices
 from jaxpar.planning.machine import SHEETS
-from jaxpar.tasks.lm import LM
 
 RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
 END_SECONDS = 600  # which only a process that hangs takes

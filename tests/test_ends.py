@@ -26,18 +26,17 @@ from lib.laws import MODEL, assert_same_as_plain, make_settings, more, on_device
 from lib.layers import Ends
 from lib.models import Regress
 
-from jaxpar import Parallel, PipelineConfig, SeriesBatches, Stack, Sums, Task, nn
+from jaxpar import Parallel, PipelineConfig, SeriesBatches, Stack, Sums, Task, init_state, nn
 from jaxpar.analysis import inspect_step
 from jaxpar.base.axes import STAGE
 from jaxpar.data.batches import place_batch
+from jaxpar.lm import LM
 from jaxpar.model.outer import outer_modules, part_call, uses
 from jaxpar.partition.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.sharding import named_leaves
-from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state, audit
 from jaxpar.step.step import batch_sharding
-from jaxpar.tasks.lm.task import LM
 from jaxpar.training.summary import describe_outer_modules
 
 run = checkpoints.run  # a fixture

@@ -17,8 +17,8 @@ from lib.laws import (
     train_two_steps,
 )
 
-from jaxpar.config import OptimizerConfig
-from jaxpar.step.functions import init_state, make_eval_step, value_and_grad
+from jaxpar import OptimizerConfig, init_state, value_and_grad
+from jaxpar.step.functions import make_eval_step
 
 pytestmark = pytest.mark.law
 

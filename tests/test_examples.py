@@ -30,14 +30,15 @@ from jaxpar import (
     Parallel,
     PipelineConfig,
     TrainConfig,
+    init_state,
     load_run,
+    make_train_step,
 )
 from jaxpar.analysis import inspect_step
 from jaxpar.cli.main import main
 from jaxpar.data.batches import place_batch
 from jaxpar.model.task import find_task
 from jaxpar.sharding import is_variable
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
 from jaxpar.step.step import batch_sharding

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxpar import LayerContext, nn
-from jaxpar.nn.linear_recurrence import linear_recurrence
+from jaxpar.nn import linear_recurrence
 from jaxpar.nn.mlstm import mlstm
 
 WIDTH, STEPS = 8, 70  # more than a block of 64 steps

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from lib.models import Regress, Series
 
-from jaxpar import ArrayBatches, SeriesBatches
+from jaxpar import ArrayBatches, SeriesBatches, init_state, make_train_step
 from jaxpar.data.packed import PackedBatches
 from jaxpar.model.facts import ModelFacts
-from jaxpar.step.functions import init_state, make_train_step
 
 X = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
 

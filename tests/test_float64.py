@@ -14,15 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lib.float64 import RELATIVE_ERRORS, assert_close, backward, draw, forward
 
-from jaxpar.config import Parallel
-from jaxpar.mesh import MeshConfig
+from jaxpar import MeshConfig, Parallel, init_state
+from jaxpar.lm import IGNORE, LM, Batch
 from jaxpar.nn import GateParams, LSTMCarry, lstm_layer
 from jaxpar.sharding import is_variable, named_leaves
-from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import make_loss_and_grad
-from jaxpar.tasks.lm.streams import IGNORE, Batch
-from jaxpar.tasks.lm.task import LM
 
 # Added to all widths. An array of one number, or two, may be a difference of larger ones: bfloat16 is not
 # promised to keep 2 % of that, nor could any order of its sums.

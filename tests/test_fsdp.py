@@ -10,8 +10,8 @@ from lib.models import Regress
 
 from jaxpar import Parallel, PipelineConfig
 from jaxpar.analysis import inspect_step
+from jaxpar.lm import LM
 from jaxpar.planning import estimate_step
-from jaxpar.tasks.lm import LM
 
 
 def fsdp(mesh, shares=None, **pipeline):

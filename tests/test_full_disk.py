@@ -15,12 +15,10 @@ import time
 import pytest
 from lib.runs import NEVER, make_run, start_by_hand
 
+from jaxpar import ConsoleReport, Report, TrainConfig, fit
 from jaxpar.cli.main import main
-from jaxpar.config import TrainConfig
 from jaxpar.step.setup import Setup
-from jaxpar.training.callbacks import ConsoleReport, Report
 from jaxpar.training.checkpoint import Writing, _close_last
-from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
 
 END_SECONDS = 90  # of which starting takes most; a process that hangs takes longer

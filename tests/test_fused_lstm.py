@@ -13,12 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.at import LayerContext, Processor
+from jaxpar import LayerContext
+from jaxpar.base.at import Processor
 from jaxpar.base.compiler import compiler_options
-from jaxpar.nn import LSTM, fused_lstm
+from jaxpar.nn import LSTM, GateParams, LSTMCarry, fused_lstm, lstm_layer
 from jaxpar.nn.fused_lstm import Plan
-from jaxpar.nn.hidden import GateParams
-from jaxpar.nn.lstm import LSTMCarry, has_kernels, lstm_layer
+from jaxpar.nn.lstm import has_kernels
 
 pytestmark = [
     pytest.mark.law,

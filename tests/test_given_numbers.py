@@ -13,8 +13,7 @@ from flax import nnx
 from lib import regression
 from lib.regression import Regression, fit, make_task
 
-from jaxpar import OptimizerConfig
-from jaxpar.step.functions import init_state
+from jaxpar import OptimizerConfig, init_state
 from jaxpar.step.optimizer_numbers import first_numbers, learning_rate
 from jaxpar.step.setup import Setup
 from jaxpar.training.checkpoint import Checkpoints

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, init_state, make_train_step
-from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.options import LAYERS
+from jaxpar.lm import LM
+from jaxpar.lm.options import LAYERS
 
 STORED = Path(__file__).parent / "golden.json"
 MESHES = {

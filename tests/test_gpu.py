@@ -30,18 +30,16 @@ from lib.laws import (
 )
 from lib.models import MAKERS, Regress
 
-from jaxpar import OptimizerConfig
+from jaxpar import OptimizerConfig, init_state, make_train_step
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.data.batches import place_batch
+from jaxpar.lm import LM
 from jaxpar.model.task import find_task
-from jaxpar.nn import LSTM
+from jaxpar.nn import LSTM, LSTMCarry, lstm_layer
 from jaxpar.nn.fused_lstm import Plan
-from jaxpar.nn.lstm import LSTMCarry, lstm_layer
 from jaxpar.planning import compare, estimate_step, find_machine
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
-from jaxpar.tasks.lm.task import LM
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,8 @@ from flax import nnx
 from lib.models import SGD
 
 import jaxpar
-from jaxpar import ArrayBatches, Stack, Sums, Task, TrainConfig, nn
+from jaxpar import ArrayBatches, Stack, Sums, Task, TrainConfig, nn, value_and_grad
 from jaxpar.model.facts import ModelFacts
-from jaxpar.step.functions import value_and_grad
 
 W = 4
 

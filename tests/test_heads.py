@@ -9,11 +9,10 @@ import pytest
 from flax import nnx
 from lib.laws import MODEL, make_settings, more
 
-from jaxpar import LayerContext
-from jaxpar.analysis.program import inspect_step
+from jaxpar import LayerContext, inspect_step
+from jaxpar.lm import LM
 from jaxpar.nn import GRU, LSTM, SLSTM, MinGRU
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm.task import LM
 
 T, B, H, N = 6, 3, 8, 4
 LAYERS = {"lstm": LSTM, "gru": GRU, "slstm": SLSTM}

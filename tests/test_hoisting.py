@@ -10,15 +10,15 @@ from flax import nnx
 from jax import lax
 from lib.laws import on_devices
 
-from jaxpar import nn
+from jaxpar import RULES, LayerContext, nn
 from jaxpar.analysis import inspect_function
-from jaxpar.base.at import LayerContext, Processor
+from jaxpar.base.at import Processor
 from jaxpar.internal.in_place_scan import scan_in_place
 from jaxpar.internal.split import SplitLayer
 from jaxpar.internal.step_program import read_step
 from jaxpar.nn import Recurrent, hoisted_scan
 from jaxpar.nn.linear_recurrence import _scan
-from jaxpar.sharding import RULES, shardings
+from jaxpar.sharding import shardings
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5

@@ -15,19 +15,24 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar import MeshConfig, Parallel, PipelineConfig
+from jaxpar import (
+    LayerContext,
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    Report,
+    fit,
+    init_state,
+)
 from jaxpar.analysis import inspect_step
-from jaxpar.base.at import LayerContext
 from jaxpar.cli.main import main
-from jaxpar.config import OptimizerConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.model.task import find_task
-from jaxpar.step.functions import init_state, make_eval_step
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state, audit
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
-from jaxpar.training.callbacks import Report
-from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
 
 SPEC = f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits"

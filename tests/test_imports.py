@@ -29,7 +29,7 @@ LAYERS = (
     "planning",  # what a step will cost
     "pictures",  # how all of it is drawn
     "cli",  # the command line
-    "tasks",  # those that come with jaxpar
+    "lm",  # the language model: a task, and its commands
     "__main__",
 )
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names.split()}
@@ -101,10 +101,10 @@ def test_only_show_imports_by_name_what_is_above():
     assert {name: found for name, tree in TREES.items() if (found := late(tree))} == LATE
 
 
-def test_nothing_knows_the_tasks():
-    """They are found by their names, in tables."""
-    knows = {layer(name) for name, others in IMPORTS.items() if "tasks" in map(layer, others)}
-    assert knows == {"tasks"}
+def test_nothing_knows_the_language_model():
+    """Its task and its commands are found by their names, in tables."""
+    knows = {layer(name) for name, others in IMPORTS.items() if "lm" in map(layer, others)}
+    assert knows == {"lm"}
 
 
 def test_arrows_up_and_circles_are_seen():

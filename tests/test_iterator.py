@@ -11,14 +11,9 @@ import pytest
 from lib.models import Regress
 from lib.runs import start_by_hand
 
-from jaxpar import IteratorBatches
-from jaxpar.config import Parallel, TrainConfig
+from jaxpar import IteratorBatches, MeshConfig, Parallel, Report, TrainConfig, fit, load_run
 from jaxpar.data.batches import EndOfStreamError, windows
-from jaxpar.mesh import MeshConfig
 from jaxpar.step.trial import BATCHES
-from jaxpar.training.callbacks import Report
-from jaxpar.training.fit import fit
-from jaxpar.training.loaded import load_run
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

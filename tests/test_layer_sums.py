@@ -12,9 +12,9 @@ from lib.layers import PENALTY, Penalized
 from lib.models import Regress, Regression
 
 import jaxpar
-from jaxpar import LayerContext, Stack, Sums
+from jaxpar import LayerContext, Stack, Sums, init_state, make_train_step
 from jaxpar.data.batches import put_batch
-from jaxpar.step.functions import init_state, make_eval_step, make_train_step
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
 

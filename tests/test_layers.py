@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lib.drawn import RELATIVE_ERRORS
 
-from jaxpar.base.at import LayerContext
+from jaxpar import LayerContext
 from jaxpar.nn import (
     GRU,
     RGLRU,

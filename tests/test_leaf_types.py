@@ -10,14 +10,24 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar import ArrayBatches, MeshConfig, Parallel, Stack, Start, Sums, Task, TrainConfig
+from jaxpar import (
+    ArrayBatches,
+    MeshConfig,
+    Parallel,
+    Stack,
+    Start,
+    Sums,
+    Task,
+    TrainConfig,
+    init_state,
+    load_run,
+    make_train_step,
+)
 from jaxpar.partition.by_layer import abstract_by_layer
 from jaxpar.sharding import array_of, named_leaves
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.training.checkpoint import Checkpoints, check_storable
-from jaxpar.training.loaded import load_run
 from jaxpar.training.nonfinite import _Repeat
 
 W = 4

@@ -10,15 +10,22 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, init_state
+from jaxpar import (
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    TrainConfig,
+    init_state,
+    make_train_step,
+)
 from jaxpar.data.batches import place_batch, put_batch
+from jaxpar.lm import IGNORE, LM, Vocabulary
+from jaxpar.lm.task import VOCAB_MULTIPLE
 from jaxpar.sharding import named_leaves
-from jaxpar.step.functions import make_eval_step, make_train_step
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
-from jaxpar.tasks.lm.streams import IGNORE
-from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
-from jaxpar.tasks.lm.vocabulary import Vocabulary
 from jaxpar.training.evaluate import evaluate
 from jaxpar.training.summary import summarize
 
@@ -157,7 +164,7 @@ def test_resolving_reads_the_text_only_if_it_must(text, monkeypatch):
     task = LM(corpus=str(text)).resolve()
     assert (task.num_words, task.vocab_size) == (11, VOCAB_MULTIPLE)
     # What has been read is at hand, and what says its size is not read.
-    monkeypatch.setattr("jaxpar.tasks.lm.corpus.load_corpus", lambda *_: pytest.fail("was read"))
+    monkeypatch.setattr("jaxpar.lm.corpus.load_corpus", lambda *_: pytest.fail("was read"))
     assert len(task.read_text().vocabulary) == 11
     assert task.make_batches("valid").length == 70
     sized = dataclasses.replace(TASK, corpus="nowhere")
@@ -332,7 +339,7 @@ def test_logits_in_pieces_are_those_at_once(monkeypatch, mesh, units):
     parallel = on_mesh(mesh, units, head="last")
     rows = dataclasses.replace(TASK, batch_size=64, seq_len=8)
     loss, grads = loss_and_grads(rows, parallel)
-    monkeypatch.setattr("jaxpar.tasks.lm.loss.LOGITS_ON_CPU", 1)
+    monkeypatch.setattr("jaxpar.lm.loss.LOGITS_ON_CPU", 1)
     pieces = dataclasses.replace(rows, corpus="another")  # what has been traced of a task is kept
     actual, actual_grads = loss_and_grads(pieces, parallel)
     assert actual == pytest.approx(loss, rel=RELATIVE_ERROR)

@@ -20,15 +20,21 @@ from lib.laws import (
 )
 
 import jaxpar.step.forward
-from jaxpar import Parallel, PipelineConfig, Stack, Sums
-from jaxpar.config import TrainConfig
+from jaxpar import (
+    Parallel,
+    PipelineConfig,
+    SeriesBatches,
+    Stack,
+    Sums,
+    TrainConfig,
+    init_state,
+    make_train_step,
+)
 from jaxpar.data.batches import place_batch
-from jaxpar.data.streams import SeriesBatches
 from jaxpar.model.task import Settings
 from jaxpar.nn import LSTM
-from jaxpar.pipeline.engine import Pipeline
+from jaxpar.pipeline import Pipeline
 from jaxpar.pipeline.spec import Spec
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.step.step import abstract_batch, batch_sharding, make_loss_and_grad

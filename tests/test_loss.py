@@ -9,18 +9,17 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.at import LayerContext, Processor
-from jaxpar.mesh import MeshConfig
-from jaxpar.model.facts import ModelFacts
-from jaxpar.nn.linear import matmul
-from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.loss import (
+from jaxpar import LayerContext, MeshConfig
+from jaxpar.base.at import Processor
+from jaxpar.lm import IGNORE, LM
+from jaxpar.lm.loss import (
     LOGITS_ELSEWHERE,
     cross_entropy,
     linear_cross_entropy,
     without_padding,
 )
-from jaxpar.tasks.lm.streams import IGNORE
+from jaxpar.model.facts import ModelFacts
+from jaxpar.nn.linear import matmul
 from jaxpar.trace.counts import amount
 from jaxpar.trace.jaxprs import equations_in
 

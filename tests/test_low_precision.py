@@ -12,14 +12,22 @@ from jax.sharding import PartitionSpec as P
 from lib.laws import make_settings, more
 
 import jaxpar
-from jaxpar import LayerContext, OptimizerConfig, SeriesBatches, Stack, Sums
+from jaxpar import (
+    LayerContext,
+    MeshConfig,
+    OptimizerConfig,
+    SeriesBatches,
+    Stack,
+    Sums,
+    init_state,
+    make_train_step,
+)
 from jaxpar.base.trees import vary_over
 from jaxpar.data.batches import place_batch
-from jaxpar.mesh import MeshConfig
 from jaxpar.model.model import checked_sums
 from jaxpar.model.optimizer import make_optimizer
 from jaxpar.nn import named_param
-from jaxpar.step.functions import init_state, make_eval_step, make_train_step
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.optimizer import global_norm
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding

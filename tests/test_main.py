@@ -23,9 +23,10 @@ from lib.checkpoints import latest_step
 from jaxpar.cli.commands import Doctor
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
+from jaxpar.lm import LM
+from jaxpar.lm.task import VOCAB_MULTIPLE
 from jaxpar.planning import plan_in_steps
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.training.run_folder import RunFolder
 
 END_SECONDS = 600  # which only a process that hangs takes

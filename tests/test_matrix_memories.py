@@ -20,11 +20,11 @@ from lib.models import MAKERS, WIDTH, Regression
 import jaxpar
 from jaxpar import LayerContext, OptimizerConfig, Parallel, PipelineConfig, Stack, TrainConfig
 from jaxpar.analysis import inspect_step
+from jaxpar.lm import LM
 from jaxpar.nn import MLSTM, GatedDeltaNet, MLSTMCarry
 from jaxpar.nn.gated_delta import LEAST_SQUARE, gated_delta, inverse
 from jaxpar.nn.mlstm import mlstm
 from jaxpar.planning.counts import counts_of
-from jaxpar.tasks.lm.task import LM
 from recipes.awd import AWD
 
 # Sums in another order: float64 has 53 bits; float32 24, bfloat16 8, and some tens of roundings add up.

@@ -19,10 +19,10 @@ from jaxpar import (
     show,
 )
 from jaxpar.cli.main import main
+from jaxpar.lm import LM
 from jaxpar.pictures.chart import IDLE
+from jaxpar.pipeline import make_schedule
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
-from jaxpar.pipeline.schedules import make_schedule
-from jaxpar.tasks.lm.task import LM
 from jaxpar.training.run_folder import RunFolder
 
 TASK = LM(num_layers=4, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4)

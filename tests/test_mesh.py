@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jaxpar.mesh import MeshConfig, simulate_devices
+from jaxpar import MeshConfig, simulate_devices
 
 SIZES = st.tuples(*[st.integers(1, 12)] * 3)
 

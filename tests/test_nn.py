@@ -8,12 +8,21 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.base.at import LayerContext
-from jaxpar.model.stack import Stack, values
-from jaxpar.nn import LSTM, GateParams, LSTMCarry, dropout, extend, lstm_layer, named_param
-from jaxpar.nn.linear import dot_general, matmul
-from jaxpar.pipeline.placement import make_slots
-from jaxpar.sharding import RULES, is_variable
+from jaxpar import RULES, LayerContext, Stack
+from jaxpar.model.stack import values
+from jaxpar.nn import (
+    LSTM,
+    GateParams,
+    LSTMCarry,
+    dot_general,
+    dropout,
+    extend,
+    lstm_layer,
+    named_param,
+)
+from jaxpar.nn.linear import matmul
+from jaxpar.pipeline import make_slots
+from jaxpar.sharding import is_variable
 
 # float32 sums in another order.
 RELATIVE_ERROR = 1e-5

@@ -14,23 +14,30 @@ from flax import nnx
 from lib.checkpoints import latest_step, with_parameters
 from lib.models import Regress, Series
 
-from jaxpar import ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task
+from jaxpar import (
+    ArrayBatches,
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    Report,
+    Stack,
+    Sums,
+    Task,
+    TrainConfig,
+    fit,
+    init_state,
+    make_train_step,
+)
 from jaxpar.base.axes import STAGE
-from jaxpar.config import TrainConfig
 from jaxpar.data.batches import put_batch
-from jaxpar.mesh import MeshConfig
+from jaxpar.lm import LM, Batch, LanguageModel
 from jaxpar.model.task import Settings, find_task
 from jaxpar.nn import Stateless, named_param
 from jaxpar.partition.by_layer import by_layer
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit, release
 from jaxpar.step.step import batch_sharding
-from jaxpar.tasks.lm.model import LanguageModel
-from jaxpar.tasks.lm.streams import Batch
-from jaxpar.tasks.lm.task import LM
-from jaxpar.training.callbacks import Report
-from jaxpar.training.fit import fit
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.run_folder import RunFolder
 

@@ -31,12 +31,12 @@ from jaxpar import (
 from jaxpar.analysis import inspect_function
 from jaxpar.analysis.program import _memory
 from jaxpar.base.axes import TENSOR
+from jaxpar.lm import LM
 from jaxpar.model.task import find_task
 from jaxpar.nn import GRU, LSTM
 from jaxpar.planning import estimate_step, plan
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
-from jaxpar.tasks.lm import LM
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

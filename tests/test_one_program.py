@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar import ArrayBatches, OptimizerConfig, Parallel, Stack, Sums, Task, TrainConfig
+from jaxpar import ArrayBatches, OptimizerConfig, Parallel, Report, Stack, Sums, Task, TrainConfig
 from jaxpar.base.jax_private import _executables, call_once
 from jaxpar.base.keys import key_data, new_key
 from jaxpar.data.batches import put_batch
@@ -19,7 +19,6 @@ from jaxpar.nn import GRU
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding
 from jaxpar.trace.numbers import with_numbers
-from jaxpar.training.callbacks import Report
 
 pytestmark = pytest.mark.fresh
 FACTOR = 1.0

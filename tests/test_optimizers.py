@@ -25,13 +25,14 @@ from jaxpar import (
     Task,
     TrainConfig,
     adopt,
+    init_state,
+    make_train_step,
     mean,
     nn,
 )
-from jaxpar.nn.param import named_param
+from jaxpar.nn import named_param
 from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.step import per_layer as module
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.optimizer import given_loss
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state

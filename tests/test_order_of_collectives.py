@@ -13,14 +13,13 @@ from lib.exchanges import pairs_without_order
 from lib.laws import full
 from lib.models import WIDTH, Regress, Regression
 
-from jaxpar import Parallel, PipelineConfig, Stack, nn
+from jaxpar import MeshConfig, Parallel, PipelineConfig, Stack, nn
 from jaxpar.analysis.program import lower_step
 from jaxpar.base.axes import TENSOR
-from jaxpar.mesh import MeshConfig
+from jaxpar.lm import LM
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.step.step import abstract_batch
-from jaxpar.tasks.lm import LM
 from jaxpar.trace.loops import loops_in_order
 
 TASK = LM(4, 8, 8, vocab_size=32, batch_size=16, seq_len=4)

@@ -6,9 +6,8 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxpar import ArrayBatches, adopt, mean
+from jaxpar import ArrayBatches, adopt, init_state, make_train_step, mean
 from jaxpar.model.model import checked_outputs
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.training.evaluate import CheckedBatches

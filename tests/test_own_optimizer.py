@@ -13,8 +13,7 @@ from lib.adopted import WithOptimizer, batch_of
 from lib.flax_models import Text
 from lib.optimizers import ALONE, READ_SHAPE_OR_PLACE, READ_SHAPE_OR_PLACE_LATER
 
-from jaxpar import OptimizerConfig, Parallel, TrainConfig, fit, lm
-from jaxpar.step.functions import init_state, make_train_step
+from jaxpar import OptimizerConfig, Parallel, TrainConfig, fit, init_state, lm, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.summary import summarize

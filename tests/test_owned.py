@@ -15,15 +15,21 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar import IteratorBatches, OptimizerConfig, Stack, Sums, Task, TrainConfig, nn
-from jaxpar.data.batches import place_batch, put_batch
-from jaxpar.step.functions import (
+from jaxpar import (
+    IteratorBatches,
+    OptimizerConfig,
+    Stack,
+    Sums,
+    Task,
+    TrainConfig,
     init_state,
-    make_eval_step,
     make_predict_step,
     make_train_step,
+    nn,
     value_and_grad,
 )
+from jaxpar.data.batches import place_batch, put_batch
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding
 from jaxpar.training.predict import predict

@@ -9,7 +9,8 @@ import pytest
 
 import jaxpar
 from jaxpar.data.packed import PackedBatches
-from jaxpar.tasks.lm.streams import IGNORE, TOKENS, PackedText
+from jaxpar.lm import IGNORE
+from jaxpar.lm.streams import TOKENS, PackedText
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
 SEEDS = st.none() | st.integers(0, 2**40)

@@ -20,21 +20,21 @@ from jaxpar import (
     OptimizerConfig,
     Parallel,
     PipelineConfig,
+    SeriesBatches,
     Stack,
     Sums,
     Task,
     TrainConfig,
+    init_state,
     nn,
 )
 from jaxpar.data.bucketed import BucketedBatches
 from jaxpar.data.packed import PackedBatches
-from jaxpar.data.streams import SeriesBatches
+from jaxpar.lm import IGNORE
 from jaxpar.model.task import Settings, find_task
-from jaxpar.step.functions import init_state
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import make_loss_and_grad
-from jaxpar.tasks.lm.streams import IGNORE
 from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.predict import predict
 from recipes.awd import Window

@@ -24,6 +24,7 @@ from jaxpar.base.checks import require
 from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import device_bytes
 from jaxpar.cli.main import main
+from jaxpar.lm import LM
 from jaxpar.mesh import find_devices
 from jaxpar.model.task import find_task
 from jaxpar.pictures.parallelisms import COLORS, _head
@@ -31,7 +32,6 @@ from jaxpar.pictures.style import make_page
 from jaxpar.planning import compare_parallelisms
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
-from jaxpar.tasks.lm import LM
 
 ROOT = Path(__file__).parent.parent
 Digits = find_task(f"{ROOT}/examples/hybrid.py:Digits")

@@ -23,24 +23,19 @@ from lib.laws import (
 )
 
 import jaxpar.step.forward
+from jaxpar import LayerContext, MeshConfig, PipelineConfig, init_state, make_train_step
 from jaxpar.analysis import inspect_step
-from jaxpar.base.at import LayerContext
 from jaxpar.base.compiler import compiler_options
-from jaxpar.config import PipelineConfig
 from jaxpar.internal.split import SplitLayer
-from jaxpar.mesh import MeshConfig
+from jaxpar.lm import LM
 from jaxpar.nn import GateParams, LSTMCarry, lstm_layer
+from jaxpar.pipeline import Pipeline, PipelineParams, make_schedule, make_slots, make_table
 from jaxpar.pipeline.buffers import order_of_dims
-from jaxpar.pipeline.engine import Pipeline
-from jaxpar.pipeline.placement import make_slots, route_of
-from jaxpar.pipeline.schedules import make_schedule
-from jaxpar.pipeline.spec import PipelineParams
-from jaxpar.pipeline.tables import make_table
+from jaxpar.pipeline.placement import route_of
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers
-from jaxpar.step.functions import init_state, make_eval_step, make_train_step
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import make_loss_and_grad
-from jaxpar.tasks.lm.task import LM
 
 OPTIONS = [
     {"schedule": "gpipe", "head": "last"},

@@ -10,16 +10,10 @@ import numpy as np
 import pytest
 from lib.laws import MODEL, make_settings
 
+from jaxpar import PipelineConfig
 from jaxpar.base.stage_names import NamedPlacement, read_placement
-from jaxpar.config import PipelineConfig
-from jaxpar.pipeline.placement import (
-    PartCosts,
-    balance,
-    make_slots,
-    resolve_placement,
-    route_of,
-    tick_cost,
-)
+from jaxpar.pipeline import balance, make_slots
+from jaxpar.pipeline.placement import PartCosts, resolve_placement, route_of, tick_cost
 from jaxpar.step.setup import Setup
 from jaxpar.training.summary import describe_balance
 

@@ -15,12 +15,12 @@ from lib.adopted import Adopted
 from lib.laws import make_settings
 from lib.planned import CPU, H100, task_of
 
-from jaxpar import RULES
+from jaxpar import RULES, MeshConfig, Parallel, PipelineConfig
 from jaxpar.analysis import inspect_step
 from jaxpar.base.axes import STAGE
 from jaxpar.cli.main import main
-from jaxpar.config import Parallel, PipelineConfig
-from jaxpar.mesh import MeshConfig, described_devices
+from jaxpar.lm import LM
+from jaxpar.mesh import described_devices
 from jaxpar.model.facts import ModelFacts
 from jaxpar.partition.partition import Partition
 from jaxpar.planning import (
@@ -31,15 +31,14 @@ from jaxpar.planning import (
     estimate_step,
     plan,
     planner,
+    time_steps,
 )
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_on
 from jaxpar.planning.cost import LEAST_SHARE, estimate
 from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import Link
 from jaxpar.planning.planner import SHOWN
-from jaxpar.planning.running import time_steps
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm import LM
 
 TASK = LM(4, 96, 96, vocab_size=768, batch_size=16, seq_len=12)
 TEXT = LM(2, 16, 16, batch_size=8, seq_len=4)

@@ -21,12 +21,12 @@ from jaxpar.analysis import inspect_function
 from jaxpar.cli.commands import PICTURES, PICTURES_OF_RUNS
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
+from jaxpar.lm import LM
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import Settings
 from jaxpar.partition.partition import Partition
 from jaxpar.pictures import figures
 from jaxpar.pictures.style import PALETTE
-from jaxpar.tasks.lm.task import LM
 from jaxpar.training.config_file import to_toml
 from jaxpar.training.progress import Curves
 from jaxpar.training.run_folder import RunFolder

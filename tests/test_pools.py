@@ -15,14 +15,23 @@ from lib.checkpoints import with_parameters
 from lib.laws import assert_close, more, on_devices
 from lib.models import WIDTH, Regression, draw
 
-from jaxpar import OptimizerConfig, Parallel, PipelineConfig, fit, load_run, show
+from jaxpar import (
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    Start,
+    TrainConfig,
+    fit,
+    init_state,
+    load_run,
+    make_train_step,
+    show,
+)
 from jaxpar.analysis import inspect_step
 from jaxpar.base.axes import STAGE
 from jaxpar.base.trees import device_bytes
-from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.partition.by_layer import by_layer, from_layers
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.optimizer_numbers import first_numbers
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state, audit
@@ -30,7 +39,7 @@ from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.summary import describe_outer_modules
-from jaxpar.training.weights import Start, find_weights
+from jaxpar.training.weights import find_weights
 
 TRAIN = TrainConfig(num_steps=9, clip_norm=0.5)
 KINDS = ("gru", "wide 60", "wide 20", "gru")

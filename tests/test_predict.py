@@ -15,13 +15,12 @@ from flax import nnx
 from lib.predictions import SEPARATOR, TASK, plain, predicted, text_of
 
 import jaxpar
-from jaxpar import MeshConfig, Parallel, PipelineConfig, Stack, Sums
+from jaxpar import MeshConfig, Parallel, PipelineConfig, Stack, Sums, init_state
 from jaxpar.cli.main import main
+from jaxpar.lm import LanguageModel
 from jaxpar.model.task import find_task
 from jaxpar.nn import Stateless
-from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm.model import LanguageModel
 from jaxpar.training import loaded
 from jaxpar.training.evaluate import in_batches
 from jaxpar.training.loaded import LoadedRun

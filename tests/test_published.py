@@ -15,7 +15,7 @@ from flax import nnx
 from benchmarks.published import penn_treebank
 from jaxpar import OptimizerConfig, TrainConfig
 from jaxpar.cli.main import main
-from jaxpar.tasks.lm import LM
+from jaxpar.lm import LM
 from recipes.awd import AWD
 
 

@@ -18,13 +18,13 @@ from jaxpar import MeshConfig, Parallel, show
 from jaxpar.analysis import inspect_step
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
+from jaxpar.lm import LM
+from jaxpar.lm.options import LAYERS
 from jaxpar.pipeline import make_schedule
 from jaxpar.planning import describe, plan
 from jaxpar.planning.counts import counts_of
 from jaxpar.planning.planner import NUM_FINALISTS, SHOWN
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.options import LAYERS
 from jaxpar.training.config_file import default_settings, to_toml
 from jaxpar.training.summary import summarize
 

@@ -9,14 +9,13 @@ from lib.awd import awd
 from lib.float64 import forward
 from lib.laws import MODEL, assert_same_as_plain, make_settings, more
 
-from jaxpar.config import Parallel
-from jaxpar.mesh import MeshConfig
+from jaxpar import MeshConfig, Parallel, init_state
+from jaxpar.lm import LM, Batch
 from jaxpar.partition.storage import array_of
 from jaxpar.sharding import named_leaves
-from jaxpar.step.functions import init_state, make_eval_step
+from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import make_loss_and_grad
-from jaxpar.tasks.lm import LM, Batch
 from recipes.awd import AWD, KERNELS, WORDS
 
 ALL = {

@@ -12,20 +12,21 @@ import pytest
 from lib.models import Regress
 from lib.runs import start_by_hand
 
-from jaxpar.cli.main import main
-from jaxpar.config import Parallel, TrainConfig
-from jaxpar.mesh import MeshConfig
-from jaxpar.step.setup import Setup
-from jaxpar.training.callbacks import (
-    TRACKERS,
+from jaxpar import (
     ConsoleReport,
+    MeshConfig,
+    Parallel,
     Report,
     TensorBoard,
     Tracker,
     Trackio,
+    TrainConfig,
     WandB,
+    fit,
 )
-from jaxpar.training.fit import fit
+from jaxpar.cli.main import main
+from jaxpar.step.setup import Setup
+from jaxpar.training.callbacks import TRACKERS
 from jaxpar.training.loop import validations_since_best
 from jaxpar.training.progress import Skipped
 from jaxpar.training.run_folder import RunFolder

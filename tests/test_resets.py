@@ -19,16 +19,23 @@ from lib.float64 import RELATIVE_ERRORS, assert_close, backward, draw, forward
 from lib.laws import by_layer, more, on_devices
 
 import jaxpar
-from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums
+from jaxpar import (
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    Stack,
+    Sums,
+    TrainConfig,
+    init_state,
+    make_train_step,
+)
 from jaxpar.base.jax_private import num_programs
-from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.data.packed import PackedBatches
 from jaxpar.internal.split import SplitLayer
 from jaxpar.model.task import Settings
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, lstm_layer
 from jaxpar.pipeline.walk import with_sums
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding, make_loss_and_grad, value_and_grad
 from jaxpar.training.evaluate import sum_batches

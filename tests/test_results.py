@@ -15,13 +15,11 @@ from lib.models import Regress
 from rich.console import Console
 
 import jaxpar
-from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig, show
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, Report, TrainConfig, fit, show
 from jaxpar.cli.main import main
+from jaxpar.lm import LM
 from jaxpar.pictures.results import MOST_POINTS, sparkline, thinned, ways_on
 from jaxpar.pictures.style import make_page
-from jaxpar.tasks.lm import LM
-from jaxpar.training.callbacks import Report
-from jaxpar.training.fit import fit
 from jaxpar.training.progress import Curves, columns_of
 
 pytestmark = pytest.mark.usefixtures("compile_once")

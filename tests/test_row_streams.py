@@ -10,8 +10,16 @@ import pytest
 from flax import nnx
 
 import jaxpar
-from jaxpar import ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task
-from jaxpar.base.at import LayerContext
+from jaxpar import (
+    ArrayBatches,
+    LayerContext,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    Stack,
+    Sums,
+    Task,
+)
 from jaxpar.model.row_streams import STREAMS, as_run
 from jaxpar.nn import Stateless
 from jaxpar.partition.by_layer import by_layer

@@ -22,18 +22,20 @@ from jaxpar import (
     Stack,
     Sums,
     Task,
+    TrainConfig,
     fit,
+    init_state,
+    make_train_step,
+    value_and_grad,
 )
-from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
+from jaxpar.lm import LM
 from jaxpar.model.task import find_task
 from jaxpar.nn import GRU, Bidirectional, Stateless
 from jaxpar.step import independence, trial
-from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.independence import IndependenceCheck, check_rows_alone
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
-from jaxpar.tasks.lm.task import LM
 from recipes.awd import AWD
 
 pytestmark = pytest.mark.fresh

@@ -19,9 +19,9 @@ from jaxpar import (
     Stack,
     Sums,
     Task,
+    TrainConfig,
     fit,
 )
-from jaxpar.config import TrainConfig
 from jaxpar.planning import estimate_step
 
 

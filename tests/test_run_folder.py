@@ -17,14 +17,11 @@ from pathlib import Path
 import pytest
 from lib.runs import Act
 
-from jaxpar import OptimizerConfig, Parallel, TrainConfig
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, Report, TrainConfig, fit
 from jaxpar.cli.main import main
-from jaxpar.mesh import MeshConfig
+from jaxpar.lm import LM
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm.task import LM
-from jaxpar.training.callbacks import Report
 from jaxpar.training.checkpoint import Writing
-from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import FolderLock, RunFolder
 
 pytestmark = pytest.mark.usefixtures("compile_once")

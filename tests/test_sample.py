@@ -16,16 +16,21 @@ from lib.drawn import RELATIVE_ERRORS, assert_drawn_by_definition, by_definition
 from lib.laws import more
 
 import jaxpar
-from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar import (
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    TrainConfig,
+    fit,
+    init_state,
+)
 from jaxpar.hosts.stopping import Stop
-from jaxpar.step.functions import init_state
+from jaxpar.lm import LM, TextRun, sample
+from jaxpar.lm.drawing import COLDEST, HOTTEST, Draw
+from jaxpar.lm.sampling import CALL_STEPS, StoppedSample, sample_tokens
+from jaxpar.lm.vocabulary import EOS
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm.drawing import COLDEST, HOTTEST, Draw
-from jaxpar.tasks.lm.loaded import TextRun, sample
-from jaxpar.tasks.lm.sampling import CALL_STEPS, StoppedSample, sample_tokens
-from jaxpar.tasks.lm.task import LM
-from jaxpar.tasks.lm.vocabulary import EOS
-from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -222,8 +227,8 @@ class ToldStop(Stop):
         print("sampling", flush=True)
         return super().now()
 
-import jaxpar.tasks.lm.sampling
-jaxpar.tasks.lm.sampling.Stop = ToldStop
+import jaxpar.lm.sampling
+jaxpar.lm.sampling.Stop = ToldStop
 sys.exit(main(sys.argv[1:]))
 """
 

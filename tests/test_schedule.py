@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from jaxpar.pictures import timeline
-from jaxpar.pipeline.lanes import Schedule
-from jaxpar.pipeline.schedules import NAMES, gpipe, make_schedule
+from jaxpar.pipeline import Schedule, make_schedule
+from jaxpar.pipeline.schedules import NAMES, gpipe
 
 Message = tuple[str, int, int, int]  # what it is, virtual stage, microbatch, chunk
 Cells = list[Message | None]

@@ -18,16 +18,20 @@ import numpy as np
 import pytest
 from lib.laws import nonzero_carry
 
-from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
+from jaxpar import (
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    init_state,
+    make_train_step,
+)
 from jaxpar.data.batches import put_batch
-from jaxpar.mesh import MeshConfig
+from jaxpar.lm import LM, Batch
 from jaxpar.partition.by_layer import by_layer
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
 from jaxpar.step.step import batch_sharding
-from jaxpar.tasks.lm.streams import Batch
-from jaxpar.tasks.lm.task import LM
 
 pytestmark = pytest.mark.law
 

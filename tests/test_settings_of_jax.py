@@ -14,11 +14,18 @@ from flax import nnx
 from lib.models import Regress
 
 import jaxpar
-from jaxpar import Parallel, PipelineConfig, Stack, TrainConfig, nn
+from jaxpar import (
+    MeshConfig,
+    Parallel,
+    PipelineConfig,
+    Stack,
+    TrainConfig,
+    init_state,
+    make_train_step,
+    nn,
+)
 from jaxpar.hosts.distributed import OF_NUMBERS, PACKAGES, program_facts
-from jaxpar.mesh import MeshConfig
 from jaxpar.partition.by_layer import by_layer
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 

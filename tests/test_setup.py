@@ -16,14 +16,12 @@ from flax import nnx
 from lib.models import FEATURES, WIDTH, Regress, Series
 
 import jaxpar
-from jaxpar.config import Parallel, PipelineConfig
-from jaxpar.mesh import MeshConfig
+from jaxpar import MeshConfig, Parallel, PipelineConfig
+from jaxpar.lm import LM, load_corpus
 from jaxpar.model.facts import ModelFacts
 from jaxpar.partition.partition import Partition
 from jaxpar.step.functions import make_eval_step
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.corpus import load_corpus
 
 pytestmark = pytest.mark.fresh
 
@@ -126,7 +124,7 @@ from pathlib import Path
 import jax
 from jaxpar import Parallel
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm import LM
+from jaxpar.lm import LM
 
 def peak():  # not ru_maxrss, which begins with that of the process that starts this one
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

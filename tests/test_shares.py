@@ -10,10 +10,9 @@ import pytest
 from lib.laws import MODEL, RELATIVE_ERROR, by_layer, make_batch, more
 from lib.laws import make_settings as make_any_settings
 
-from jaxpar.config import OptimizerConfig, TrainConfig
+from jaxpar import OptimizerConfig, TrainConfig, init_state, make_train_step
 from jaxpar.model.task import find_task
 from jaxpar.planning import propose_shares, time_steps
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
 

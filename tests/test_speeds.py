@@ -12,14 +12,13 @@ import pytest
 from lib.laws import MODEL, make_settings
 from lib.models import Regress
 
-from jaxpar.config import Parallel, PipelineConfig
+from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.hosts.launch import environs
-from jaxpar.mesh import MeshConfig
 from jaxpar.model.facts import ModelFacts
 from jaxpar.partition.partition import Partition
-from jaxpar.pipeline.placement import PartCosts, balance
-from jaxpar.planning import estimate_step, plan
-from jaxpar.planning.machine import find_machine
+from jaxpar.pipeline import balance
+from jaxpar.pipeline.placement import PartCosts
+from jaxpar.planning import estimate_step, find_machine, plan
 from jaxpar.step.setup import Setup
 from jaxpar.training.summary import describe_balance, summarize
 

@@ -27,6 +27,7 @@ from jaxpar import (
     OptimizerConfig,
     Parallel,
     PipelineConfig,
+    Report,
     Start,
     TrainConfig,
     fit,
@@ -41,7 +42,6 @@ from jaxpar.sharding import array_of, named_leaves
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
 from jaxpar.training import weights
-from jaxpar.training.callbacks import Report
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import find_weights, in_ranges, open_files, outgoing, write_weights
 

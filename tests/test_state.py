@@ -25,29 +25,27 @@ from lib.laws import (
 from lib.laws import WITHOUT_MASKS as MODEL
 from lib.models import Regress
 
+from jaxpar import (
+    RULES,
+    MeshConfig,
+    OptimizerConfig,
+    Rules,
+    TrainConfig,
+    init_state,
+    make_train_step,
+    named,
+)
 from jaxpar.analysis import inspect_step
 from jaxpar.analysis.hlo import arrays
-from jaxpar.config import OptimizerConfig, TrainConfig
 from jaxpar.data.batches import place_batch
-from jaxpar.mesh import MeshConfig
+from jaxpar.lm import LM
 from jaxpar.model.optimizer import learning_rate, make_optimizer
 from jaxpar.nn import named_param
-from jaxpar.nn.param import named
-from jaxpar.sharding import (
-    RULES,
-    Rules,
-    annotated,
-    is_variable,
-    named_leaves,
-    shardings,
-    split_over_data,
-)
-from jaxpar.step.functions import init_state, make_train_step
+from jaxpar.sharding import annotated, is_variable, named_leaves, shardings, split_over_data
 from jaxpar.step.optimizer import clip_scale, given_loss, update
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import _initial_state, abstract_state, audit
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
-from jaxpar.tasks.lm.task import LM
 
 # (2, 2, 2): stages split layers, tensor shards split units and the embedding, both the vocabulary.
 SHARDS = {

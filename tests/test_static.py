@@ -18,6 +18,7 @@ import jaxpar
 from jaxpar import (
     ArrayBatches,
     IteratorBatches,
+    LayerContext,
     MeshConfig,
     Parallel,
     PipelineConfig,
@@ -27,7 +28,6 @@ from jaxpar import (
     Task,
     TrainConfig,
 )
-from jaxpar.base.at import LayerContext
 from jaxpar.base.trees import has_time
 from jaxpar.data.batches import put_batch
 from jaxpar.data.bucketed import BucketedBatches

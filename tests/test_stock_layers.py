@@ -8,7 +8,7 @@ import pytest
 
 import jaxpar
 from jaxpar import TrainConfig
-from jaxpar.tasks.lm.options import LAYERS
+from jaxpar.lm.options import LAYERS
 
 OF_UNIFORM = 0.05  # how far a first loss may be from that of guessing
 ENOUGH = 200.0  # perplexity; 233.7 is that of guessing by frequency

@@ -8,13 +8,11 @@ import jax
 import pytest
 from lib.runs import NEVER, start_by_hand
 
-from jaxpar.config import OptimizerConfig, Parallel, TrainConfig
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig, fit
 from jaxpar.hosts import stopping
-from jaxpar.mesh import MeshConfig
+from jaxpar.lm import LM
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm.task import LM
 from jaxpar.training import loop
-from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
 
 END_SECONDS = 120  # which only a process that hangs takes
@@ -57,7 +55,7 @@ HANGING = """
 import ctypes, dataclasses, time
 import jax
 from jaxpar.hosts import stopping
-from jaxpar.tasks.lm import LM
+from jaxpar.lm import LM
 
 stopping.STALL_SECONDS = 2.0
 

@@ -12,12 +12,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
+from jaxpar import MeshConfig
 from jaxpar.analysis import inspect_function
 from jaxpar.base.axes import TENSOR
-from jaxpar.mesh import MeshConfig
+from jaxpar.lm import LM
 from jaxpar.model.adopt.suggest import by_pattern, format_rules, proposals
 from jaxpar.step.state import audit
-from jaxpar.tasks.lm.task import LM
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5

@@ -23,8 +23,7 @@ from lib.laws import RELATIVE_ERROR
 from optax import microbatching
 
 import jaxpar
-from jaxpar import ArrayBatches, Parallel, PipelineConfig, Stack, Sums
-from jaxpar.step.functions import init_state, value_and_grad
+from jaxpar import ArrayBatches, Parallel, PipelineConfig, Stack, Sums, init_state, value_and_grad
 from jaxpar.step.setup import Setup
 from jaxpar.trace import surprises
 from jaxpar.trace.jaxprs import equations_in, programs_in

@@ -10,11 +10,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import nn
+from jaxpar import RULES, MeshConfig, Rules, nn
 from jaxpar.analysis import inspect_function
 from jaxpar.base.axes import BATCH, DATA, INPUT, TENSOR
-from jaxpar.mesh import MeshConfig
-from jaxpar.sharding import RULES, Constraint, Rules, shardings
+from jaxpar.sharding import Constraint, shardings
 
 # Dims of these models.
 CHANNELS, FEATURES, UNITS = "channels", "features", "units"

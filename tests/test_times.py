@@ -12,13 +12,11 @@ import pytest
 from lib.models import MAKERS, Dense, Regress
 from rich.console import Console
 
-from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
+from jaxpar import ConsoleReport, MeshConfig, OptimizerConfig, Parallel, Report, TrainConfig, fit
 from jaxpar.base.sheets import peak_flops
+from jaxpar.lm import LM
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm import LM
-from jaxpar.training.callbacks import ConsoleReport, Report
 from jaxpar.training.checkpoint import Checkpoints
-from jaxpar.training.fit import fit
 from jaxpar.training.progress import Progress, Times, Utilization
 
 pytestmark = pytest.mark.usefixtures("compile_once")

@@ -22,23 +22,31 @@ from flax import nnx
 from lib.runs import flip_a_bit, make_layout, make_run, make_train
 from rich.console import Console
 
-from jaxpar import Parallel, Stack, Sums, Task, TrainConfig
-from jaxpar.data.streams import SeriesBatches
-from jaxpar.mesh import ONE_DEVICE, MeshConfig
+from jaxpar import (
+    ConsoleReport,
+    MeshConfig,
+    Parallel,
+    Report,
+    SeriesBatches,
+    Stack,
+    Sums,
+    Task,
+    TrainConfig,
+    fit,
+    init_state,
+)
+from jaxpar.lm import load_corpus
+from jaxpar.lm.task import VOCAB_MULTIPLE
+from jaxpar.mesh import ONE_DEVICE
 from jaxpar.model.task import Settings, find_task
 from jaxpar.nn import named_param
-from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.step.step import CompiledStep
-from jaxpar.tasks.lm.corpus import load_corpus
-from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
 from jaxpar.training import loop
-from jaxpar.training.callbacks import ConsoleReport, Report
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.evaluate import evaluate, mean_of, sum_batches
 from jaxpar.training.fingerprint import describe_data
-from jaxpar.training.fit import fit
 from jaxpar.training.loaded import evaluate_run
 from jaxpar.training.progress import format_number
 from jaxpar.training.run_folder import RunFolder, texts_of
@@ -715,7 +723,7 @@ def own_file(tmp_path):
     """A file of a task, and a run of it."""
     file = tmp_path / "own.py"
     file.write_text(
-        "import dataclasses\nfrom jaxpar.tasks.lm.task import LM\n"
+        "import dataclasses\nfrom jaxpar.lm.task import LM\n"
         "@dataclasses.dataclass(frozen=True)\nclass Own(LM):\n    depth: int = 1\n"
     )
     (tmp_path / "run").mkdir()

@@ -20,10 +20,17 @@ from lib.laws import MODEL, assert_close, by_layer, make_batch, make_settings, m
 from lib.models import Regress, Regression
 
 import jaxpar
-from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar import (
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    TrainConfig,
+    init_state,
+    make_train_step,
+    value_and_grad,
+)
 from jaxpar.hosts.launch import environs
 from jaxpar.planning import plan
-from jaxpar.step.functions import init_state, make_train_step, value_and_grad
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
 

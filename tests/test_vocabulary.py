@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxpar.tasks.lm.vocabulary import EOS, UNK, Vocabulary, check_tokens
+from jaxpar.lm import Vocabulary
+from jaxpar.lm.vocabulary import EOS, UNK, check_tokens
 
 SPECIALS = (UNK, EOS)
 ABC = Vocabulary((*SPECIALS, "a", "b", "c"))
@@ -90,7 +91,7 @@ def test_pieces_that_are_no_tokenizer_are_refused():
 
 
 def test_a_vocabulary_has_a_limit(monkeypatch):
-    monkeypatch.setattr("jaxpar.tasks.lm.vocabulary.MOST_WORDS", 3)
+    monkeypatch.setattr("jaxpar.lm.vocabulary.MOST_WORDS", 3)
     with pytest.raises(ValueError, match=r"of 4 words must have at most 3\.\nFix: use a smaller"):
         Vocabulary(("a", "b", "<unk>", "<eos>"))
 

@@ -18,16 +18,15 @@ import pytest
 import safetensors.numpy
 from lib.regression import Regression
 
-from jaxpar import MeshConfig, OptimizerConfig, Parallel, Start, TrainConfig, load_run
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, Start, TrainConfig, fit, load_run
+from jaxpar.lm import LM, Vocabulary
+from jaxpar.lm.task import VOCAB_MULTIPLE
+from jaxpar.lm.weights import _from_torch, to_torch
 from jaxpar.model.weights import Rows, Tensor, Weights
 from jaxpar.nn import GateParams, gru_layer
 from jaxpar.partition.by_layer import by_layer
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
-from jaxpar.tasks.lm.vocabulary import Vocabulary
-from jaxpar.tasks.lm.weights import _from_torch, to_torch
 from jaxpar.training.evaluate import evaluate
-from jaxpar.training.fit import fit
 from jaxpar.training.loaded import LoadedRun
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import find_weights, open_files

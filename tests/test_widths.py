@@ -14,12 +14,10 @@ from lib.layers import Join, Map
 from lib.models import FEATURES, SGD, Regress
 
 import jaxpar
-from jaxpar import LayerContext, Parallel, PipelineConfig, Stack, Sums, nn
+from jaxpar import ArrayBatches, LayerContext, Parallel, PipelineConfig, Stack, Sums, init_state, nn
 from jaxpar.base.at import anywhere
 from jaxpar.base.padding import Padding
-from jaxpar.data.array import ArrayBatches
 from jaxpar.model.facts import ModelFacts
-from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import check_program, make_loss_and_grad
 from recipes.awd import AWD

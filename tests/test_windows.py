@@ -9,12 +9,10 @@ import pytest
 from lib.awd import awd
 from lib.laws import MODEL, assert_same_as_plain, by_layer, make_settings, nonzero_carry
 
-from jaxpar.config import Parallel
-from jaxpar.mesh import MeshConfig
-from jaxpar.step.functions import init_state, make_train_step
+from jaxpar import MeshConfig, Parallel, init_state, make_train_step
+from jaxpar.lm import LM, Batch, TokenStreams
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import make_loss_and_grad
-from jaxpar.tasks.lm import LM, Batch, TokenStreams
 from recipes.awd import AWD, MATRICES, RandomWindows, Window
 
 more = functools.partial(pytest.param, marks=pytest.mark.more)

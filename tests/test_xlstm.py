@@ -13,12 +13,11 @@ from lib.laws import SGD, loss_and_grads, make_settings, more, plain, train_two_
 from lib.references import FOLDER, RELATIVE_ERROR, assert_close
 
 import jaxpar
-from jaxpar import LayerContext, OptimizerConfig, TrainConfig
+from jaxpar import LayerContext, OptimizerConfig, TrainConfig, init_state
 from jaxpar.analysis import inspect_step
+from jaxpar.lm.drawing import Draw
 from jaxpar.model.task import find_task
-from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm.drawing import Draw
 
 XLSTM = find_task(f"{FOLDER}/xlstm.py:XLSTM")
 MODEL = XLSTM(

@@ -26,10 +26,10 @@ import numpy as np
 import xxhash
 
 from jaxpar import Parallel, init_state
+from jaxpar.lm import LM
 from jaxpar.mesh import MeshConfig
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
-from jaxpar.tasks.lm import LM
 from jaxpar.training import checkpoint
 from jaxpar.training.checkpoint import Checkpoints
 

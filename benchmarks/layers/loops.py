@@ -19,10 +19,10 @@ from benchmarks.sides import Side, measure, serve, table
 from jaxpar import OptimizerConfig, Parallel, TrainConfig
 from jaxpar.base.at import LayerContext
 from jaxpar.data.batches import place_batch
+from jaxpar.lm import LM
 from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding
-from jaxpar.tasks.lm import LM
 
 SMALL, LARGE = (4, 512, 32, 64), (2, 1024, 64, 35)  # layers, width, rows, steps of a window
 ROWS = (("lstm", SMALL), ("gru", SMALL), ("slstm", SMALL), ("lstm", LARGE))

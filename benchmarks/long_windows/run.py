@@ -18,10 +18,10 @@ import jax
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.data.batches import put_batch
+from jaxpar.lm import LM
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.step.step import abstract_batch, batch_sharding
-from jaxpar.tasks.lm import LM
 
 ON_GPU = os.environ.get("JAX_PLATFORMS", "").startswith("cuda")
 TASK = LM(2, 64, 64, vocab_size=384, dropout=0.0, batch_size=1)

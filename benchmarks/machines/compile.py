@@ -18,10 +18,10 @@ from jaxpar import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.analysis import ProgramReport
 from jaxpar.analysis.program import inspect_lowered, lower_step
 from jaxpar.base.axes import DATA, STAGE
+from jaxpar.lm import LM
 from jaxpar.model.task import Task, find_task
 from jaxpar.planning import describe, estimate_step, find_machine
 from jaxpar.planning.compiled import setup_on
-from jaxpar.tasks.lm import LM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ADAM = OptimizerConfig("adam", 1e-3)

@@ -30,12 +30,12 @@ from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Task
 from jaxpar.analysis import ProgramReport
 from jaxpar.analysis.collectives import sent_bytes
 from jaxpar.analysis.program import inspect_lowered, lower_step
+from jaxpar.lm import LM
 from jaxpar.model.task import find_task
 from jaxpar.planning import describe, estimate_step, find_machine
 from jaxpar.planning.compiled import setup_on
 from jaxpar.planning.cost import StepCost
 from jaxpar.step.step import check_program
-from jaxpar.tasks.lm import LM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ADAM = OptimizerConfig("adam", 1e-3)

@@ -13,13 +13,13 @@ import jax
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
+from jaxpar.lm import LM
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.tables import make_table
 from jaxpar.step.forward import step_schedule
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import abstract_state
 from jaxpar.step.step import abstract_batch, make_loss_and_grad
-from jaxpar.tasks.lm import LM
 
 
 def make_settings(

@@ -19,11 +19,11 @@ import jax
 
 import jaxpar
 from jaxpar import OptimizerConfig, TrainConfig
+from jaxpar.lm import LM
 from jaxpar.model.task import Task, find_task
 from jaxpar.planning import describe, plan
 from jaxpar.planning.running import time_steps
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm import LM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SGD = OptimizerConfig("sgd", warmup_steps=0)

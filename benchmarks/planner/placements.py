@@ -10,9 +10,9 @@ import statistics
 import jaxpar
 from benchmarks.planner.measure import SGD, STEPS, TRAIN
 from jaxpar import MeshConfig, Parallel, PipelineConfig
+from jaxpar.lm import LM
 from jaxpar.planning import time_steps
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm import LM
 
 ROUNDS = 25
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.tasks import lm
+from jaxpar import lm
 from recipes import awd
 
 NAMES: Any = jnp

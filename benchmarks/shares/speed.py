@@ -18,11 +18,11 @@ from benchmarks.work import LEARNING_RATE, WORKS
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.base.axes import DATA
 from jaxpar.config import TrainConfig
+from jaxpar.lm import LM
 from jaxpar.pipeline.kept import Residuals
 from jaxpar.planning.running import batch_of_run
 from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm import LM
 
 TIMES = 3
 WORK = WORKS["A"]

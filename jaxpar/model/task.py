@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from jaxpar.sharding import Rules
 
 # Those that come with jaxpar, by the name that a command line gives them: module and class.
-TASKS = {"lm": ("jaxpar.tasks.lm.task", "LM")}
+TASKS = {"lm": ("jaxpar.lm.task", "LM")}
 # Modules with commands of theirs, each in a table COMMANDS.
-COMMANDS_OF_TASKS = ("jaxpar.tasks.lm.commands",)
+COMMANDS_OF_TASKS = ("jaxpar.lm.commands",)
 
 CLIP_NORM = 1.0  # for an `OptimizerConfig`, if the settings leave it open
 

@@ -8,8 +8,16 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxpar import RULES, ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Task
-from jaxpar.step.functions import init_state, value_and_grad
+from jaxpar import (
+    RULES,
+    ArrayBatches,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    Task,
+    init_state,
+    value_and_grad,
+)
 from jaxpar.step.setup import Setup
 from lib import flax_models as models
 from lib.api import by_name

@@ -9,12 +9,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import LayerContext, Parallel
-from jaxpar.config import TrainConfig
+from jaxpar import LayerContext, Parallel, TrainConfig, init_state
 from jaxpar.data.batches import place_batch
 from jaxpar.model.stack import wrap_like
 from jaxpar.model.task import Settings
-from jaxpar.step.functions import init_state
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
 from jaxpar.step.step import (

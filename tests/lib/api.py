@@ -13,10 +13,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar import Parallel, Task, TrainConfig
+from jaxpar import (
+    Parallel,
+    Task,
+    TrainConfig,
+    init_state,
+    make_predict_step,
+    make_train_step,
+    value_and_grad,
+)
 from jaxpar.model.adopt.variables import find_in
 from jaxpar.sharding import array_of, is_variable
-from jaxpar.step.functions import init_state, make_predict_step, make_train_step, value_and_grad
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, audit
 from jaxpar.training.checkpoint import Checkpoints

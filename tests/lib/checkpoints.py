@@ -7,16 +7,21 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar import (
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    TrainConfig,
+    init_state,
+    make_train_step,
+)
 from jaxpar.data.batches import put_batch
-from jaxpar.mesh import MeshConfig
+from jaxpar.lm import LM, Batch
 from jaxpar.partition.by_layer import abstract_by_layer, from_layers
 from jaxpar.sharding import is_variable
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.step import batch_sharding
-from jaxpar.tasks.lm.streams import Batch
-from jaxpar.tasks.lm.task import LM
 from jaxpar.training.checkpoint import Checkpoints
 
 # Another mesh sums in another order: float32 rounding, 6e-8 a term; 1e-5 is the project's promise.

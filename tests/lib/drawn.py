@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxpar.tasks.lm.sampling import sample_tokens
+from jaxpar.lm.sampling import sample_tokens
 
 
 def larger(state, times=5):

@@ -7,17 +7,22 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar import (
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    TrainConfig,
+    init_state,
+    make_train_step,
+)
 from jaxpar.data.batches import put_batch
-from jaxpar.mesh import MeshConfig
+from jaxpar.lm import LM, Batch
 from jaxpar.model.task import Settings
 from jaxpar.sharding import is_variable
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import audit
 from jaxpar.step.step import batch_sharding, make_loss_and_grad
-from jaxpar.tasks.lm.streams import Batch
-from jaxpar.tasks.lm.task import LM
 
 # A row that goes the same ways as others, and one that `.ci/run` takes beside the default ones.
 more = functools.partial(pytest.param, marks=pytest.mark.more)

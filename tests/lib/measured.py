@@ -16,9 +16,9 @@ from jaxpar import (
     Stack,
     Sums,
 )
-from jaxpar.analysis.measured import MeasuredStep, Span
+from jaxpar.analysis import MeasuredStep, Span
+from jaxpar.pipeline import make_schedule
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
-from jaxpar.pipeline.schedules import make_schedule
 
 
 class Dense(nnx.Module):

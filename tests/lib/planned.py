@@ -4,10 +4,10 @@ import functools
 from collections import Counter
 from pathlib import Path
 
+from jaxpar.lm import LM
 from jaxpar.model.task import find_task
 from jaxpar.planning import Machine
 from jaxpar.planning.machine import SHEETS
-from jaxpar.tasks.lm import LM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 
-from jaxpar.step.functions import init_state
+from jaxpar import init_state
+from jaxpar.lm import LM
+from jaxpar.lm.streams import line_places
 from jaxpar.step.setup import Setup
-from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.streams import line_places
 from jaxpar.training.predict import predict
 
 WORDS, SEPARATOR = 11, 0

@@ -17,11 +17,11 @@ from jaxpar import (
     OptimizerConfig,
     Parallel,
     PipelineConfig,
+    Report,
     TrainConfig,
 )
+from jaxpar.lm import LM
 from jaxpar.model.task import Settings
-from jaxpar.tasks.lm import LM
-from jaxpar.training.callbacks import Report
 
 NEVER = str(10**6)
 

@@ -12,11 +12,19 @@ import numpy as np
 from flax import nnx
 
 import jaxpar
-from jaxpar import OptimizerConfig, Parallel, PipelineConfig, SeriesBatches, Stack, Sums
+from jaxpar import (
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    SeriesBatches,
+    Stack,
+    Sums,
+    init_state,
+    make_train_step,
+)
 from jaxpar.hosts.distributed import start_processes
 from jaxpar.planning import time_steps
 from jaxpar.planning.running import batch_of_run
-from jaxpar.step.functions import init_state, make_train_step
 from jaxpar.step.setup import Setup
 
 TURNS = (16, 48)  # of products beside each pass of a layer, in each process

@@ -37,8 +37,8 @@ class Sample(TrainedOptions):
 
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
-        from jaxpar.tasks.lm.loaded import sample
-        from jaxpar.tasks.lm.sampling import StoppedSample
+        from jaxpar.lm.loaded import sample
+        from jaxpar.lm.sampling import StoppedSample
 
         prompts = [self.prompt]
         if self.prompts is not None:

@@ -32,7 +32,7 @@ from jaxpar.base.checks import require, require_instance
 from jaxpar.base.files import read_text
 from jaxpar.base.parts import SPLITS
 from jaxpar.base.paths import local_path
-from jaxpar.tasks.lm.vocabulary import SUBWORD, Vocabulary, check_tokens
+from jaxpar.lm.vocabulary import SUBWORD, Vocabulary, check_tokens
 
 Level = Literal["auto", "word", "char", "subword"]
 

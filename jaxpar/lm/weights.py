@@ -26,9 +26,9 @@ import numpy as np
 from jaxpar.base.checks import require
 from jaxpar.base.display import format_shape
 from jaxpar.base.files import read_json
+from jaxpar.lm.options import Options
+from jaxpar.lm.vocabulary import Vocabulary
 from jaxpar.model.weights import Rows, Tensor, Weights
-from jaxpar.tasks.lm.options import Options
-from jaxpar.tasks.lm.vocabulary import Vocabulary
 from jaxpar.training.weights import Outgoing
 
 WORDS = "words"  # in the metadata of a file: a JSON list

@@ -13,16 +13,16 @@ from jaxpar.base.axes import TENSOR
 from jaxpar.base.checks import check_divides, require
 from jaxpar.base.paths import local_path
 from jaxpar.config import Parallel, PipelineConfig
-from jaxpar.tasks.lm.options import Options
+from jaxpar.lm.options import Options
 
 if TYPE_CHECKING:
     import numpy as np
     from flax import nnx
 
+    from jaxpar.lm.corpus import Corpus
+    from jaxpar.lm.model import LanguageModel
+    from jaxpar.lm.streams import Batch, TextBatches
     from jaxpar.model.weights import Weights
-    from jaxpar.tasks.lm.corpus import Corpus
-    from jaxpar.tasks.lm.model import LanguageModel
-    from jaxpar.tasks.lm.streams import Batch, TextBatches
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
 # trains the same model (Megatron-LM does likewise, arXiv:1909.08053).
@@ -83,7 +83,7 @@ class LM(Options):
 
     unit: ClassVar[str] = "tokens"
     parallel: ClassVar[Parallel] = Parallel(pipeline=PipelineConfig(num_chunks=4))
-    run_class: ClassVar[str] = "jaxpar.tasks.lm.loaded:TextRun"
+    run_class: ClassVar[str] = "jaxpar.lm.loaded:TextRun"
 
     @property
     def variable_length(self) -> bool:
@@ -101,7 +101,7 @@ class LM(Options):
         Raises:
           ValueError: vocab_size is None.
         """
-        from jaxpar.tasks.lm.model import LanguageModel
+        from jaxpar.lm.model import LanguageModel
 
         return LanguageModel(self, rngs=rngs)
 
@@ -131,7 +131,7 @@ class LM(Options):
           ValueError: the text is too short, or has no lines.
         """
         from jaxpar.data.bucketed import choose_edges
-        from jaxpar.tasks.lm import streams
+        from jaxpar.lm import streams
 
         B, T = self.batch_size, self.seq_len
         if not self.reads_lines:
@@ -147,7 +147,7 @@ class LM(Options):
         """Random tokens: no text is read for it."""
         import numpy as np
 
-        from jaxpar.tasks.lm.streams import Batch
+        from jaxpar.lm.streams import Batch
 
         high, shape = self.num_words or self.known_vocab_size, (self.batch_size, self.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, high, (2, *shape), dtype=np.int32)
@@ -158,7 +158,7 @@ class LM(Options):
 
     @functools.cached_property
     def _corpus(self) -> "Corpus":
-        from jaxpar.tasks.lm.corpus import load_corpus
+        from jaxpar.lm.corpus import load_corpus
 
         return load_corpus(self.corpus, self.level, self.max_vocab)
 
@@ -188,7 +188,7 @@ class LM(Options):
 
         The text is read where vocab_size does not say what is needed.
         """
-        from jaxpar.tasks.lm.corpus import NAMES
+        from jaxpar.lm.corpus import NAMES
 
         path = local_path(self.corpus).absolute()
         whole = str(path) if self.corpus not in NAMES and path.exists() else self.corpus
@@ -214,7 +214,7 @@ class LM(Options):
 
     def check_batch(self, batch: "Batch") -> None:
         """Raises a ValueError for a token outside of the vocabulary."""
-        from jaxpar.tasks.lm.streams import check_batch
+        from jaxpar.lm.streams import check_batch
 
         check_batch(batch, self.num_words or self.known_vocab_size)
 
@@ -226,7 +226,7 @@ class LM(Options):
 
     def baseline(self, split: str) -> dict[str, float]:
         """The perplexity that word frequencies alone reach."""
-        from jaxpar.tasks.lm.corpus import unigram_perplexity
+        from jaxpar.lm.corpus import unigram_perplexity
 
         corpus = self.read_text()
         # The first token is no target of the model either.
@@ -264,6 +264,6 @@ class LM(Options):
 
     def take_weights(self, weights: "Weights") -> "Weights":
         """The rows of the words that both know, by whatever ids; and PyTorch's names as the model's."""
-        from jaxpar.tasks.lm.weights import with_words
+        from jaxpar.lm.weights import with_words
 
         return with_words(weights, self, weights.texts.get(VOCABULARY))

@@ -13,9 +13,9 @@ from jaxpar.base.at import LayerContext
 from jaxpar.base.trees import vary_like, zeros
 from jaxpar.base.types import Arrays
 from jaxpar.internal.products import transposable
+from jaxpar.lm.streams import IGNORE
 from jaxpar.model.model import Sums
 from jaxpar.nn.linear import matmul
-from jaxpar.tasks.lm.streams import IGNORE
 
 # Logits computed at once: few enough for a CPU's cache, enough to keep an accelerator busy.
 LOGITS_ON_CPU = 5 * 2**19

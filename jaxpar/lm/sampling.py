@@ -25,6 +25,10 @@ from jaxpar.base.types import Arrays
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.data.order import check_at_least
 from jaxpar.hosts.stopping import Interrupted, Stop
+from jaxpar.lm.drawing import NOWHERE, TOKEN, Draw
+from jaxpar.lm.streams import Batch
+from jaxpar.lm.task import LM
+from jaxpar.lm.vocabulary import check_tokens
 from jaxpar.nn.lstm import has_kernels
 from jaxpar.partition.by_layer import by_layer, from_layers
 from jaxpar.partition.partition import Partition
@@ -32,10 +36,6 @@ from jaxpar.step.forward import full_table, make_forward
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState, abstract_state, zero_carry
 from jaxpar.step.step import check_program
-from jaxpar.tasks.lm.drawing import NOWHERE, TOKEN, Draw
-from jaxpar.tasks.lm.streams import Batch
-from jaxpar.tasks.lm.task import LM
-from jaxpar.tasks.lm.vocabulary import check_tokens
 
 TO_DRAW = -1  # an input that is what was drawn before it
 CALL_STEPS = 32  # of a call of the program, which cannot be stopped while it runs

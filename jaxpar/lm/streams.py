@@ -30,10 +30,10 @@ from jaxpar.data.bucketed import BucketedBatches
 from jaxpar.data.order import BatchIndices, DrawnBatches, require_unmasked
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
-from jaxpar.tasks.lm.vocabulary import check_tokens
+from jaxpar.lm.vocabulary import check_tokens
 
 if TYPE_CHECKING:
-    from jaxpar.tasks.lm.drawing import Draw
+    from jaxpar.lm.drawing import Draw
 
 TOKENS = "tokens"
 IGNORE = -1

@@ -15,6 +15,10 @@ from flax import nnx
 from jaxpar.base.at import LayerContext
 from jaxpar.base.axes import EMBED, INPUT, STAGE, TENSOR, TOKENS, VOCAB
 from jaxpar.base.types import Carry, Module
+from jaxpar.lm import loss
+from jaxpar.lm.drawing import TOKEN, draw_tokens, whole_logits
+from jaxpar.lm.options import Options
+from jaxpar.lm.streams import Batch
 from jaxpar.model.model import Sums
 from jaxpar.model.stack import Stack
 from jaxpar.nn.dropout import dropout
@@ -24,10 +28,6 @@ from jaxpar.nn.linear import Linear, matmul
 from jaxpar.nn.lstm import extend
 from jaxpar.nn.param import lecun_uniform, named_param, uniform
 from jaxpar.sharding import dims_of
-from jaxpar.tasks.lm import loss
-from jaxpar.tasks.lm.drawing import TOKEN, draw_tokens, whole_logits
-from jaxpar.tasks.lm.options import Options
-from jaxpar.tasks.lm.streams import Batch
 
 LOG_LIKELIHOOD = "log_likelihood"  # what is predicted
 

@@ -16,13 +16,13 @@ from jaxpar.base.files import check_path, read_text
 from jaxpar.base.parts import SPLITS
 from jaxpar.base.paths import local_path
 from jaxpar.data.batches import Batches
+from jaxpar.lm.drawing import Draw
+from jaxpar.lm.sampling import StoppedSample, sample_tokens
+from jaxpar.lm.task import LM, VOCABULARY
+from jaxpar.lm.vocabulary import UNK, Vocabulary
+from jaxpar.lm.weights import WORDS, to_torch
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.model.task import spec_of
-from jaxpar.tasks.lm.drawing import Draw
-from jaxpar.tasks.lm.sampling import StoppedSample, sample_tokens
-from jaxpar.tasks.lm.task import LM, VOCABULARY
-from jaxpar.tasks.lm.vocabulary import UNK, Vocabulary
-from jaxpar.tasks.lm.weights import WORDS, to_torch
 from jaxpar.training.loaded import LoadedRun, load_run
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import Outgoing

@@ -15,7 +15,7 @@ from jaxpar.config import OptimizerConfig
 from jaxpar.model.task import Task
 
 if TYPE_CHECKING:
-    from jaxpar.tasks.lm.corpus import Corpus
+    from jaxpar.lm.corpus import Corpus
 
 # That a list of layers and a batch can have here.
 MOST_LAYERS, MOST_TOKENS = 10_000, 2**28

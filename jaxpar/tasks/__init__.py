@@ -1,1 +1,0 @@
-"""The built-in tasks, each in its own folder."""
