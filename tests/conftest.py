@@ -2,8 +2,6 @@
 
 import atexit
 import collections
-import dataclasses
-import functools
 import gc
 import hashlib
 import itertools
@@ -162,25 +160,12 @@ def share_setups(request):
 
     Tests make the same setups again and again. Calls of users share nothing: `fresh` marks modules for that.
     """
-    from jaxpar.model.facts import ModelFacts
-    from jaxpar.step.parts import Parts
-    from jaxpar.step.setup import Setup
+    if request.node.get_closest_marker("fresh"):
+        yield
+        return
+    from lib import api
 
-    facts_of, setup_of = functools.lru_cache(8)(ModelFacts.of), Setup.of
-    kept = functools.lru_cache(8)(lambda partition, mesh: (Parts.of(partition), {}))
-
-    def of(task, *args, **options):
-        setup = setup_of(task, *args, **options)
-        if setup is task:
-            return setup
-        parts, made = kept(setup.partition, setup.mesh)
-        return dataclasses.replace(setup, parts=parts, _made=made)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if not request.node.get_closest_marker("fresh"):
-            by = lambda task, platform=None: facts_of(task, platform or jax.default_backend())  # noqa: E731
-            patch.setattr(ModelFacts, "of", by)
-            patch.setattr(Setup, "of", of)
+    with api.setups_are_shared():
         yield
 
 

@@ -1,9 +1,13 @@
-"""What tests need to know of the inside of jaxpar, as arrays and numbers.
+"""All that tests know of the inside of jaxpar.
 
-The law is tested with this file and the public packages alone.
+Functions take what users have: a task, a layout, settings, a state, a batch, a folder. They give arrays,
+numbers, texts and tables. Arrays have the names of the user's model ("layers.0.w_x"), or, where a function
+says so, those of a checkpoint ("params/layers/gru/w_x", stacked by kind).
 """
 
 import contextlib
+import dataclasses
+import functools
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,11 +26,20 @@ from jaxpar import (
     make_train_step,
     value_and_grad,
 )
+from jaxpar.base import trees
+from jaxpar.cli.main import main
 from jaxpar.model.adopt.variables import find_in
+from jaxpar.model.facts import ModelFacts
+from jaxpar.partition import by_layer
 from jaxpar.sharding import array_of, is_variable
+from jaxpar.step import state as state_of
+from jaxpar.step.functions import make_eval_step
+from jaxpar.step.parts import Parts
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import TrainState, audit
+from jaxpar.step.state import TrainState
 from jaxpar.training.checkpoint import Checkpoints
+from jaxpar.training.nonfinite import find_origin
+from jaxpar.training.summary import summarize
 
 Arrays = dict[str, np.ndarray]
 
@@ -61,6 +74,9 @@ class Updates(NamedTuple):
     trained: Arrays
 
 
+# ---- losses, gradients, updates ----
+
+
 def gradients(task: Task, parallel: Parallel, batch: Any) -> Gradients:
     """The loss of a batch, and all that comes with it."""
     setup = Setup.of(task, parallel)
@@ -90,7 +106,9 @@ def updates(
     for number, batch in enumerate(batches):
         if number == 1 and then is not None:
             resumed = Setup.of(task, then, train)
-            state, setup = _resumed(setup, state, resumed), resumed
+            with tempfile.TemporaryDirectory() as folder:
+                save(folder, setup, None, state)
+                state, setup = restored(folder, resumed, None), resumed
         state, metrics = make_train_step(setup)(state, batch)
         losses.append(float(metrics.loss))
     audit(state)
@@ -106,6 +124,117 @@ def predictions(task: Task, parallel: Parallel, batch: Any) -> tuple[Arrays, Arr
     return found, by_name(setup, state.params, state.frozen)
 
 
+def evaluation(
+    task: Task, parallel: Parallel | None, state: TrainState, batch: Any
+) -> tuple[dict[str, float], TrainState]:
+    """Sums of a batch without dropout, by name ("loss" and "weight" as well), and the state after it."""
+    carry, sums = make_eval_step(task, parallel)(state, batch)
+    found = {"loss": float(sums.loss), "weight": float(sums.weight)}
+    found |= {name: float(own) for name, own in sums.metrics.items()}
+    return found, dataclasses.replace(state, carry=carry)
+
+
+# ---- states ----
+
+
+def abstract_state(
+    task: Task, parallel: Parallel | None = None, train: TrainConfig | None = None
+) -> TrainState:
+    """A state's shapes, dtypes and shardings."""
+    return state_of.abstract_state(Setup.of(task, parallel, train))
+
+
+def audit(state: TrainState) -> None:
+    """Raises ValueError where an array is not sharded as declared."""
+    state_of.audit(state)
+
+
+def params_of(task: Task, parallel: Parallel | None, state: TrainState) -> Arrays:
+    """Parameters, by the names of the user's model."""
+    return by_name(Setup.of(task, parallel), state.params, state.frozen)
+
+
+def stored(task: Task, parallel: Parallel | None, state: TrainState) -> Arrays:
+    """All arrays of a state, by the names of a checkpoint."""
+    arrays = by_layer.by_layer(state, Setup.of(task, parallel).storage)
+    return {name: np.asarray(array) for name, array in arrays.items()}
+
+
+def with_params(
+    task: Task, parallel: Parallel | None, state: TrainState, arrays: Arrays
+) -> TrainState:
+    """The state with other values of some parameters, by the names of a checkpoint."""
+    storage = Setup.of(task, parallel).storage
+    named = by_layer.by_layer(state, storage)
+    for name, array in arrays.items():
+        named[name] = jax.device_put(array, named[name].sharding)
+    return by_layer.from_layers(state, storage, named)
+
+
+def device_bytes(tree: Any) -> int:
+    """Of an array or a tree of them, the bytes on one device."""
+    return trees.device_bytes(tree)
+
+
+def origin(
+    task: Task, parallel: Parallel | None, state: TrainState, batch: Any
+) -> tuple[str, tuple[int, ...], int | None]:
+    """(place, rows, time step) of the first number of a step that is not finite."""
+    return (*find_origin(Setup.of(task, parallel), state, batch),)
+
+
+# ---- runs and commands ----
+
+
+def save(folder: Any, task: Task, parallel: Parallel | None, state: TrainState) -> None:
+    """Writes a checkpoint."""
+    setup = Setup.of(task, parallel).replace(keep_checkpoints=1)
+    with Checkpoints(folder, setup) as checkpoints:
+        checkpoints.save(state)
+
+
+def restored(folder: Any, task: Task, parallel: Parallel | None) -> TrainState:
+    """Reads the newest checkpoint."""
+    return Checkpoints(folder, Setup.of(task, parallel).replace(keep_checkpoints=1)).restore()
+
+
+def command(*words: str) -> int:
+    """Runs a command line in this process, and gives its exit code."""
+    return main(words)
+
+
+def summary(
+    task: Task, parallel: Parallel | None = None, train: TrainConfig | None = None
+) -> dict[str, str]:
+    """The table that a run prints first."""
+    return dict(summarize(Setup.of(task, parallel, train)))
+
+
+# ---- what tests set up ----
+
+
+@contextlib.contextmanager
+def setups_are_shared() -> Iterator[None]:
+    """Setups of equal tasks share what is traced and compiled."""
+    facts_of, setup_of = functools.lru_cache(8)(ModelFacts.of), Setup.of
+    kept = functools.lru_cache(8)(lambda partition, mesh: (Parts.of(partition), {}))
+
+    def of(task: Any, *args: Any, **options: Any) -> Setup:
+        setup = setup_of(task, *args, **options)
+        if setup is task:
+            return setup
+        parts, made = kept(setup.partition, setup.mesh)
+        return dataclasses.replace(setup, parts=parts, _made=made)
+
+    def facts(task: Task, platform: str | None = None) -> ModelFacts:
+        return facts_of(task, platform or jax.default_backend())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelFacts, "of", facts)
+        patch.setattr(Setup, "of", of)
+        yield
+
+
 @contextlib.contextmanager
 def all_is_large() -> Iterator[None]:
     """What large models have in parts and in pools is so for small ones, too."""
@@ -117,11 +246,7 @@ def all_is_large() -> Iterator[None]:
         yield
 
 
-def _resumed(setup: Setup, state: TrainState, on: Setup) -> TrainState:
-    with tempfile.TemporaryDirectory() as folder:
-        with Checkpoints(folder, setup.replace(keep_checkpoints=1)) as checkpoints:
-            checkpoints.save(state)
-        return Checkpoints(folder, on.replace(keep_checkpoints=1)).restore()
+# ---- names ----
 
 
 def by_name(setup: Setup, params: nnx.State, frozen: nnx.State) -> Arrays:
