@@ -27,10 +27,13 @@ from jaxpar import (
     value_and_grad,
 )
 from jaxpar.base import trees
+from jaxpar.base.keys import key_data
 from jaxpar.cli.main import main
+from jaxpar.cli.parse import read_command
 from jaxpar.model.adopt.variables import find_in
 from jaxpar.model.facts import ModelFacts
 from jaxpar.partition import by_layer
+from jaxpar.planning import plan_in_steps
 from jaxpar.sharding import array_of, is_variable
 from jaxpar.step import state as state_of
 from jaxpar.step.functions import make_eval_step
@@ -144,6 +147,12 @@ def abstract_state(
     return state_of.abstract_state(Setup.of(task, parallel, train))
 
 
+def compiled_init(task: Task, parallel: Parallel | None = None) -> jax.stages.Compiled:
+    """The program that makes the first state."""
+    make = state_of._initializer(Setup.of(task, parallel), 0)
+    return make.lower(key_data(0)).compile()
+
+
 def audit(state: TrainState) -> None:
     """Raises ValueError where an array is not sharded as declared."""
     state_of.audit(state)
@@ -203,6 +212,11 @@ def command(*words: str) -> int:
     return main(words)
 
 
+def settings(*words: str) -> tuple[Task, Parallel, TrainConfig]:
+    """What a command line asks for; with --resume, what its run has."""
+    return read_command(words).settings
+
+
 def summary(
     task: Task, parallel: Parallel | None = None, train: TrainConfig | None = None
 ) -> dict[str, str]:
@@ -243,6 +257,15 @@ def all_is_large() -> Iterator[None]:
         patch.setattr("jaxpar.partition.partition.FEW", 0)
         patch.setattr("jaxpar.model.facts.ModelFacts.layer_flops", np.inf)
         patch.setattr("jaxpar.partition.pool.COLUMNS", 8)
+        yield
+
+
+@contextlib.contextmanager
+def plans_are_estimated() -> Iterator[None]:
+    """Commands that plan compile and time no layout."""
+    with pytest.MonkeyPatch.context() as patch:
+        no_finalists = functools.partial(plan_in_steps, num_finalists=0)
+        patch.setattr("jaxpar.planning.plan_in_steps", no_finalists)
         yield
 
 
