@@ -1,14 +1,14 @@
 """Two meshes side by side: rounding that training makes larger is told from a model that depends on them."""
 
 import dataclasses
+import math
 
 import jax
 import pytest
+from lib import api
 from lib.models import SGD, Regress, Regression
 
 from jaxpar import TrainConfig, compare_meshes, fit
-from jaxpar.model.facts import ModelFacts
-from jaxpar.training.comparison import _apart, _precision
 
 
 class Shaped(Regression):
@@ -35,18 +35,40 @@ def test_runs_that_part_by_rounding_are_told_so(tmp_path):
     assert fit(task, "dp1", train, quiet=True).losses[:5] == pytest.approx(found.losses[0][:5])
 
 
-def test_losses_that_are_not_finite_are_apart_from_those_that_are():
-    nan, inf = float("nan"), float("inf")
-    assert (_apart(nan, nan), _apart(inf, nan), _apart(2.0, 2.5)) == (0, 0, 0.25)
-    assert (_apart(1.0, nan), _apart(nan, 1.0)) == (inf, inf)
+class NotFinite(Regression):
+    """NaN where it sees so many rows at once."""
+
+    def __init__(self, rows, kinds, *, rngs):
+        super().__init__(kinds, rngs=rngs)
+        self.rows = rows
+
+    def first(self, batch, at):
+        x = super().first(batch, at)
+        return x * (float("nan") if x.shape[1] in self.rows else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class NotFiniteOnMesh(Regress):
+    rows: tuple[int, ...] = ()
+
+    def make_model(self, rngs):
+        return NotFinite(self.rows, self.kinds, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "apart"), [((16,), math.inf), ((8,), math.inf), ((8, 16), 0.0)], ids=str
+)
+def test_losses_that_are_not_finite_are_apart_from_those_that_are(rows, apart):
+    found = compare_meshes(NotFiniteOnMesh(("dense",), rows=rows), "dp1", "dp2", 1)
+    assert found.apart == found.of_step == [apart]
 
 
 def test_accelerators_round_products_more():
     task = Regress(("dense",))
-    assert _precision(ModelFacts.of(task)) == 2.0**-23
-    assert _precision(ModelFacts.of(task, "cuda")) == 2.0**-8
+    assert api.precision(task, "cpu") == 2.0**-23
+    assert api.precision(task, "cuda") == 2.0**-8
     with jax.default_matmul_precision("highest"):
-        assert _precision(ModelFacts.of(task, "cuda")) == 2.0**-23
+        assert api.precision(task, "cuda") == 2.0**-23
 
 
 def test_a_model_that_depends_on_the_mesh_is_told_so():

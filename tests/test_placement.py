@@ -1,301 +1,34 @@
-"""Placements: every layer on one stage, as evenly as can be, in slots that split evenly."""
+"""Placements as users write them, and what a run says of them."""
 
 import dataclasses
 import itertools
 import re
 
-import hypothesis
-import hypothesis.strategies as st
-import numpy as np
 import pytest
-from lib.laws import MODEL, make_settings
+from hypothesis import given
+from hypothesis import strategies as st
+from lib import api
+from lib.laws import MODEL, on_devices
 
-from jaxpar import PipelineConfig
-from jaxpar.base.stage_names import NamedPlacement, read_placement
-from jaxpar.pipeline import balance, make_slots
-from jaxpar.pipeline.placement import PartCosts, resolve_placement, route_of, tick_cost
-from jaxpar.step.setup import Setup
-from jaxpar.training.summary import describe_balance
+from jaxpar import Parallel, PipelineConfig
 
+# ---- in words ----
 
-@st.composite
-def places(draw):
-    """(number of layers, stages, groups on each stage)."""
-    return draw(st.integers(1, 64)), draw(st.integers(1, 8)), draw(st.integers(1, 4))
+PLACES = st.lists(st.integers(0, 5), min_size=1, max_size=18).filter(any)
 
 
-@st.composite
-def placements(draw):
-    """(layers of each group, groups on each stage), some layer in all."""
-    num_stages, num_groups = draw(st.integers(1, 6)), draw(st.integers(1, 3))
-    size = num_stages * num_groups
-    numbers = draw(st.lists(st.integers(0, 5), min_size=size, max_size=size).filter(any))
-    return tuple(numbers), num_groups
-
-
-def equal(num_layers, head=0.0):
-    """Costs of equal layers, and of a head that costs so many of them."""
-    return PartCosts(((1.0, 2.0),) * num_layers, last=(head, 2 * head))
-
-
-def all_placements(num_layers, num_places):
-    for cuts in itertools.combinations_with_replacement(range(num_layers + 1), num_places - 1):
-        yield tuple(np.diff((0, *cuts, num_layers)).tolist())
-
-
-def loads(costs, placement):
-    """What every place has to do in the two parts of a tick, one layer after the other."""
-    layers, up, down = iter(costs.layers), [], []
-    for number in placement:
-        own = [next(layers) for _ in range(number)]
-        up.append(sum(forward for forward, _ in own))
-        down.append(sum(backward for _, backward in own))
-    up[0] += costs.first[0]
-    down[0] += costs.first[1]
-    up[-1] += sum(costs.last)
-    return up, down
-
-
-def test_balance_agrees_with_brute_force_on_500_models():
-    rng = np.random.default_rng(0)
-    for case in range(500):
-        num_layers, num_places = int(rng.integers(1, 8)), int(rng.integers(1, 5))
-        # Whole numbers tie often, and then the tie-break is looked at.
-        draw = (lambda n: rng.integers(0, 6, n)) if case % 2 else rng.random
-        first, last, *layers = map(tuple, draw((num_layers + 2, 2)).tolist())
-        costs = PartCosts(tuple(layers), first, last)
-
-        def tick(placement, costs=costs):
-            up, down = loads(costs, placement)
-            return max(up) + max(down)
-
-        every = [*all_placements(num_layers, num_places)]
-        found = balance(costs, num_places)
-        assert {*found} <= {*every}
-        ticks = [tick(placement) for placement in found]
-        assert ticks == pytest.approx([tick_cost(costs, placement) for placement in found])
-        assert ticks == pytest.approx(sorted(ticks))
-        assert ticks[0] == pytest.approx(min(map(tick, every)))
-
-        def key(placement, costs=costs):
-            """Of placements whose slowest parts are as long the most even, then the first."""
-            squares = sum(sum(pair) ** 2 for pair in zip(*loads(costs, placement), strict=True))
-            return round(squares, 9), tuple(-number for number in placement)
-
-        slowest = [tuple(round(max(each), 9) for each in loads(costs, p)) for p in every]
-        for placement in found:
-            own = tuple(round(max(each), 9) for each in loads(costs, placement))
-            alike = [p for p, each in zip(every, slowest, strict=True) if each == own]
-            assert placement == min(alike, key=key)
-            # Neither part can be shorter unless the other is longer.
-            assert not any(each != own and each <= own and each[1] <= own[1] for each in slowest)
-
-
-def test_layers_that_differ_are_ranked_by_their_ticks():
-    costs = PartCosts(((1.0, 2.0), (1.0, 2.0), (4.0, 2.0), (1.0, 9.0)))
-    found = balance(costs, 2)
-    assert found == [(3, 1), (2, 2)]
-    assert [tick_cost(costs, placement) for placement in found] == [6 + 9, 5 + 11]
-    assert tick_cost(costs._replace(last=(0.5, 0.5)), (2, 2)) == 6.0 + 11.0
-
-
-@pytest.mark.parametrize(
-    ("costs", "num_places", "expected"),
-    [
-        (equal(4), 2, (2, 2)),
-        # One layer more on the first stage would cost its backward pass, and save a forward pass on the last.
-        (equal(8, 2.0), 2, (4, 4)),
-        (equal(9, 2.0), 2, (5, 4)),
-        # With one layer more on each of three stages, the fourth has three forward passes less.
-        (equal(16, 2.0), 4, (5, 5, 5, 1)),
-        # A head as heavy as all layers stands alone, and so does what comes before them.
-        (PartCosts(((2.0, 1.0),) * 4, last=(5.0, 5.0)), 3, (2, 2, 0)),
-        (PartCosts(((1.0, 2.0),) * 4, first=(4.0, 8.0)), 3, (0, 2, 2)),
-        (equal(3), 4, (1, 1, 1, 0)),
-        (equal(1), 3, (1, 0, 0)),
-    ],
-)
-def test_what_is_around_the_layers_takes_them_off_its_stage(costs, num_places, expected):
-    assert resolve_placement("balanced", costs, num_places) == expected
-
-
-def test_costs_are_those_of_the_model():
-    # V = 14 H: a head is 14 H^2 multiply-adds, a layer 8 H^2.
-    last = laid_out(num_layers=16, vocab_size=14 * 16, stages=4, head="last")
-    assert last.placement == (5, 5, 5, 1)
-    assert last.costs.last[0] / last.costs.layers[0][0] == 1.75
-    sharded = laid_out(num_layers=16, vocab_size=14 * 16, stages=4, head="sharded")
-    assert (sharded.costs.last, sharded.placement) == ((0.0, 0.0), (4, 4, 4, 4))
-
-
-def laid_out(num_layers, vocab_size, stages, **pipeline):
-    task = dataclasses.replace(MODEL, num_layers=num_layers, vocab_size=vocab_size)
-    settings = make_settings((1, stages, 1), task=task, **pipeline)
-    return Setup.of(settings.task, settings.parallel).partition
-
-
-def test_what_training_says_of_the_balance():
-    def said(mesh, num_layers=8, **pipeline):
-        task = dataclasses.replace(MODEL, num_layers=num_layers, vocab_size=32 * 16)
-        settings = make_settings(mesh, task=task, **pipeline)
-        return [*describe_balance(Setup.of(settings.task, settings.parallel).partition)]
-
-    assert dict(said((1, 2, 1), head="last")) == {
-        "work": "stage 0: ~33%, stage 1: ~67%; the output head counts as ~4.0 layers"
-    }
-    assert dict(said((1, 2, 1), head="last", placement=(2, 6))) == {
-        "work": "stage 0: ~17%, stage 1: ~83%; the output head counts as ~4.0 layers",
-        "warning": "placement=(2, 6): stages have unequal work and wait for each other; steps are "
-        "up to ~1.25 times as fast with placement=(4, 4)",
-    }
-    # A stage has the work of all its groups, in the order of the schedule.
-    groups = {"placement": (1, 2, 3, 2)}
-    work, warning = said((1, 2, 1), schedule="interleaved", num_groups=2, **groups)
-    assert work == ("work", "stage 0: ~50%, stage 1: ~50%")
-    assert "wait for each other" in warning[1]
-    work, _ = said((1, 2, 1), schedule="v", **groups)
-    assert work == ("work", "stage 0: ~38%, stage 1: ~62%")
-    assert said((2, 1, 4), head="last") == []
-    _, warning = said((1, 4, 1), num_layers=2, head="sharded")
-    assert warning == ("warning", "2 layers for 4 stages: 2 of them have no work; use fewer stages")
-    # An end that was given a stage of its own may have no products.
-    for line in said((1, 4, 1), num_layers=2, placement="first | 0 | 1 | last"):
-        assert "no work" not in line[1]
-
-
-@pytest.mark.parametrize(
-    ("costs", "num_places", "message"),
-    [
-        (equal(2), 0, "num_places=0 for layers"),
-        (PartCosts(((1, -2),)), 1, r"layers=\(\(1, -2\),\).*\nFix: use numbers from 0"),
-        (PartCosts(((1, float("nan")),)), 1, "nan"),
-        (PartCosts(((1, 2),), last=(-1.0, 0)), 1, r"last=\(-1.0, 0\)"),
-    ],
-)
-def test_costs_that_make_no_sense_are_refused(costs, num_places, message):
-    with pytest.raises(ValueError, match=message):
-        balance(costs, num_places)
-
-
-@hypothesis.given(sizes=places())
-def test_balanced_shares_differ_by_at_most_one_and_the_last_is_no_larger_one(sizes):
-    num_layers, num_stages, num_groups = sizes
-    placement = resolve_placement("balanced", equal(num_layers), num_stages, num_groups)
-    assert len(placement) == num_stages * num_groups
-    assert sum(placement) == num_layers
-    assert max(placement) - min(placement) <= 1
-    assert placement[-1] == min(placement)
-
-
-@hypothesis.given(sizes=places())
-def test_even_shares_are_the_balanced_ones_where_the_layers_divide(sizes):
-    num_layers, num_stages, num_groups = sizes
-    num_places = num_stages * num_groups
-    if num_layers % num_places == 0:
-        even = resolve_placement("even", equal(num_layers), num_stages, num_groups)
-        assert even == (num_layers // num_places,) * num_places
-    else:
-        message = f"num_layers={num_layers} does not split evenly over stage={num_stages}"
-        with pytest.raises(ValueError, match=message):
-            resolve_placement("even", equal(num_layers), num_stages, num_groups)
-
-
-def interleaved(placement, num_groups):
-    """Where groups lie: group v of stage s comes at place v S + s."""
-    return route_of("interleaved", len(placement) // num_groups, num_groups).stages
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_groups_that_go_up_and_down_lie_side_by_side_on_their_stage(num_stages):
-    route, S = route_of("v", num_stages, 2), num_stages
-    assert route.stages == (*range(S), *reversed(range(S)))
-    assert route.groups == (0,) * S + (1,) * S
-    up, stays, down = [1] * (S - 1), [0], [-1] * (S - 1)
-    assert route.steps(1)[1:] == up + stays + down
-    assert route.steps(-1)[1:] == up + stays + down
-    slots = make_slots((1,) * 2 * S, route.stages)
-    assert slots.layers == tuple(n for s in range(S) for n in (s, 2 * S - 1 - s))
-
-
-@hypothesis.given(case=placements())
-def test_every_layer_stands_in_one_slot_and_every_stage_has_as_many(case):
-    placement, num_groups = case
-    num_stages = len(placement) // num_groups
-    slots = make_slots(placement, interleaved(placement, num_groups))
-    layer_ids = slots.layers
-    assert slots.has_empty_slots == (-1 in layer_ids)
-    assert len(layer_ids) == len(placement) * max(placement)
-    assert sorted(layer for layer in layer_ids if layer >= 0) == list(range(sum(placement)))
-    # Read back: group v of stage s holds the layers of place v S + s, in their order.
-    width = max(placement)
-    groups = [layer_ids[first : first + width] for first in range(0, len(layer_ids), width)]
-    found = [groups[s * num_groups + v] for v in range(num_groups) for s in range(num_stages)]
-    filled = [tuple(layer for layer in group if layer >= 0) for group in found]
-    assert tuple(len(group) for group in filled) == placement
-    assert sum(filled, ()) == tuple(range(sum(placement)))
-
-
-@pytest.mark.parametrize(
-    ("placement", "num_groups", "layer_ids"),
-    [
-        ((3,), 1, (0, 1, 2)),
-        ((2, 2), 1, (0, 1, 2, 3)),
-        ((1, 2), 1, (0, -1, 1, 2)),
-        ((2, 3, 1), 1, (0, 1, -1, 2, 3, 4, 5, -1, -1)),
-        ((1, 1, 1, 1), 2, (0, 2, 1, 3)),
-        ((2, 1, 1, 2), 2, (0, 1, 3, -1, 2, -1, 4, 5)),
-    ],
-)
-def test_slots_by_example(placement, num_groups, layer_ids):
-    slots = make_slots(placement, interleaved(placement, num_groups))
-    assert slots.layers == layer_ids
-    # With one kind of layer its stack is the slots themselves.
-    assert slots.rows == (layer_ids,)
-
-
-@hypothesis.given(case=placements(), data=st.data())
-def test_every_kind_has_as_many_rows_in_every_group_and_slots_point_at_their_layers(case, data):
-    placement, num_groups = case
-    num_layers = sum(placement)
-    kind_of = data.draw(st.lists(st.integers(0, 2), min_size=num_layers, max_size=num_layers))
-    kind_of[:] = [sorted({*kind_of}).index(kind) for kind in kind_of]  # numbered without gaps
-    slots = make_slots(placement, interleaved(placement, num_groups), kind_of)
-    assert len(slots.rows) == max(kind_of) + 1
-    for kind, rows in enumerate(slots.rows):
-        assert len(rows) % len(placement) == 0
-        held = [layer for layer in rows if layer >= 0]
-        assert sorted(held) == [n for n in range(num_layers) if kind_of[n] == kind]
-        # As few as the group with the most of them needs.
-        of_group = np.reshape(rows, (len(placement), -1)) >= 0
-        assert of_group.sum(1).max() == of_group.shape[1]
-    width = max(placement)
-    for slot, (layer, kind, place) in enumerate(
-        zip(slots.layers, slots.kinds, slots.places, strict=True)
-    ):
-        if layer >= 0:
-            assert kind == kind_of[layer]
-            room = len(slots.rows[kind]) // len(placement)
-            assert slots.rows[kind][slot // width * room + place] == layer
-        else:
-            assert (kind, place) == (0, 0)
-
-
-def test_numbers_are_taken_as_they_are():
-    assert resolve_placement([2, 3, 3], equal(8), 3) == (2, 3, 3)
-    assert resolve_placement((1, 1, 2, 1), equal(5), 2, 2) == (1, 1, 2, 1)
-    assert resolve_placement((1, 1, 1, 0), equal(3), 4) == (1, 1, 1, 0)
-
-
-@hypothesis.given(case=placements(), has_first=st.booleans(), has_last=st.booleans())
-def test_names_are_read_as_they_are_written(case, has_first, has_last):
-    named = NamedPlacement(case[0], has_first, has_last)
-    assert read_placement(str(named)) == named
-    # With other spaces, and every layer by itself.
-    layer = iter(range(sum(case[0])))
-    texts = [" , ".join(str(next(layer)) for _ in range(number)) for number in case[0]]
+@given(places=PLACES, has_first=st.booleans(), has_last=st.booleans())
+def test_names_are_read_as_they_are_written(places, has_first, has_last):
+    # With odd spaces, and every layer by itself.
+    layer = itertools.count()
+    texts = [" , ".join(str(next(layer)) for _ in range(number)) for number in places]
     texts[0] = ",".join(filter(None, ("first" * has_first, texts[0])))
     texts[-1] = ",".join(filter(None, (texts[-1], "last" * has_last)))
-    assert read_placement("|".join(texts)) == named
+    config = PipelineConfig(placement="|".join(texts))
+    named = config.named_placement
+    assert named.layers == tuple(places)
+    assert (named.has_first, named.has_last) == (has_first, has_last)
+    assert PipelineConfig(placement=config.placement) == config
 
 
 @pytest.mark.parametrize(
@@ -341,62 +74,79 @@ def test_names_that_are_no_placement_are_refused(text, message):
         PipelineConfig(placement=text)
 
 
-def test_names_say_where_the_head_is():
-    named = "first, 0-3 | 4-7"
-    assert laid_out(8, 96, 2, placement=named + ", last").head == "last"
-    assert laid_out(8, 96, 2, placement=named).head == "sharded"
-    assert laid_out(8, 96, 2, placement=named, head="sharded").placement == (4, 4)
-    for text, head in ((named, "last"), (named + ", last", "sharded")):
-        with pytest.raises(
-            ValueError,
-            match=f"head='{head}' contradicts placement='{re.escape(text)}', which places the head",
-        ):
-            PipelineConfig(placement=text, head=head)
+@pytest.mark.parametrize(
+    ("text", "head"), [("first, 0-3 | 4-7", "last"), ("first, 0-3 | 4-7, last", "sharded")]
+)
+def test_names_may_not_contradict_the_head(text, head):
+    message = f"head='{head}' contradicts placement='{re.escape(text)}', which places the head"
+    with pytest.raises(ValueError, match=message):
+        PipelineConfig(placement=text, head=head)
+
+
+# ---- what a run says ----
+
+
+@pytest.fixture
+def said(text):
+    """Of a language model on a mesh: the rows of the summary."""
+
+    def rows_of(mesh, num_layers=8, words=32 * 16, **pipeline):
+        task = dataclasses.replace(
+            MODEL, num_layers=num_layers, vocab_size=words, num_words=11, corpus=str(text)
+        )
+        return api.summary(task, Parallel(on_devices(mesh), PipelineConfig(**pipeline)))
+
+    return rows_of
 
 
 @pytest.mark.parametrize(
-    ("placement", "sizes", "message"),
+    ("options", "places"),
     [
-        (
-            "even",
-            (6, 4),
-            r"num_layers=6 does not split evenly over stage=4\.\nFix: use 4 or 8 layers, "
-            r"or a placement such as \(2, 2, 1, 1\)\.$",
-        ),
-        (
-            "even",
-            (6, 2, 2),
-            r"num_layers=6 does not split evenly over stage=2 x num_groups=2 = 4\.\nFix: use 4 or 8 layers, "
-            r"or a placement such as \(2, 2, 1, 1\)\.$",
-        ),
-        (
-            "even",
-            (5, 2, 2),
-            r"num_layers=5 does not .* = 4\.\nFix: use 4 or 8 layers, or .* such as \(2, 1, 1, 1\)\.$",
-        ),
-        (
-            "even",
-            (3, 4),
-            r"over stage=4\.\nFix: use 4 layers, or .* such as \(1, 1, 1, 0\)\.$",
-        ),
-        (
-            (1, 2),
-            (4, 2),
-            r"placement=\(1, 2\) has 3 layers in 2 places, num_layers=4 on stage=2 needs 4 in 2\.\n"
-            r"Fix: use such as \(2, 2\)\.$",
-        ),
-        ((2, 1, 1), (4, 2), r"placement=\(2, 1, 1\) has 4 layers in 3 places, .* needs 4 in 2"),
-        ((5, -1), (4, 2), r"placement=\(5, -1\) has 4 layers in 2 places, .* needs 4 in 2"),
-        ((), (4, 2), r"placement=\(\) has 0 layers in 0 places"),
-        (
-            read_placement("first, 0-1 | 2, last"),
-            (4, 3),
-            r"placement=\(2, 1\) has 3 layers in 2 places, num_layers=4 on stage=3 needs 4 in 3\.\n"
-            r"Fix: use such as \(2, 1, 1\)\.$",
-        ),
+        ({"placement": "first, 0-3 | 4-7, last"}, "first, 0-3 | 4-7, last"),
+        ({"placement": "first, 0-3 | 4-7"}, "first, 0-3 | 4-7"),
+        ({"placement": "first, 0-3 | 4-7", "head": "sharded"}, "first, 0-3 | 4-7"),
     ],
 )
-def test_what_does_not_fit_is_refused(placement, sizes, message):
-    num_layers, *stages = sizes
-    with pytest.raises(ValueError, match=message):
-        resolve_placement(placement, equal(num_layers), *stages)
+def test_names_say_where_the_head_is(options, places, said):
+    assert said((1, 2, 1), words=96, **options)["layers"].startswith(f"8 ({places});")
+
+
+def test_costs_are_those_of_the_model(said):
+    # V = 14 H: a head is 14 H^2 multiply-adds, a layer 8 H^2.
+    sizes = {"mesh": (1, 4, 1), "num_layers": 16, "words": 14 * 16}
+    last = said(**sizes, head="last")
+    assert last["layers"].startswith("16 (first, 0-4 | 5-9 | 10-14 | 15, last);")
+    # Of 16 layers and 1.75 that are the head.
+    work = "stage 0: ~28%, stage 1: ~28%, stage 2: ~28%, stage 3: ~15%"
+    assert last["work"] == f"{work}; the output head counts as ~1.8 layers"
+    sharded = said(**sizes, head="sharded")
+    assert sharded["layers"].startswith("16 (first, 0-3 | 4-7 | 8-11 | 12-15);")
+    assert sharded["work"] == "stage 0: ~25%, stage 1: ~25%, stage 2: ~25%, stage 3: ~25%"
+
+
+def test_a_run_says_how_work_is_balanced(said):
+    head = "; the output head counts as ~4.0 layers"
+    rows = said((1, 2, 1), head="last")
+    assert rows["work"] == f"stage 0: ~33%, stage 1: ~67%{head}"
+    assert "warning" not in rows
+    rows = said((1, 2, 1), head="last", placement=(2, 6))
+    assert rows["work"] == f"stage 0: ~17%, stage 1: ~83%{head}"
+    assert rows["warning"] == (
+        "placement=(2, 6): stages have unequal work and wait for each other; steps are "
+        "up to ~1.25 times as fast with placement=(4, 4)"
+    )
+    # A stage has the work of all its groups, in the order of the schedule.
+    groups = {"placement": (1, 2, 3, 2)}
+    rows = said((1, 2, 1), schedule="interleaved", num_groups=2, **groups)
+    assert rows["work"] == "stage 0: ~50%, stage 1: ~50%"
+    assert "wait for each other" in rows["warning"]
+    assert said((1, 2, 1), schedule="v", **groups)["work"] == "stage 0: ~38%, stage 1: ~62%"
+    assert not {"work", "warning"} & said((2, 1, 4), head="last").keys()
+
+
+def test_a_run_says_which_stages_have_no_work(said):
+    rows = said((1, 4, 1), num_layers=2, head="sharded")
+    assert rows["warning"] == "2 layers for 4 stages: 2 of them have no work; use fewer stages"
+    # An end that was given a stage of its own may have no products.
+    rows = said((1, 4, 1), num_layers=2, placement="first | 0 | 1 | last")
+    assert "no work" not in rows.get("warning", "")

@@ -8,8 +8,10 @@ says so, those of a checkpoint ("params/layers/gru/w_x", stacked by kind).
 import contextlib
 import dataclasses
 import functools
+import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -36,11 +38,14 @@ from jaxpar.partition import by_layer
 from jaxpar.planning import plan_in_steps
 from jaxpar.sharding import array_of, is_variable
 from jaxpar.step import state as state_of
+from jaxpar.step.custom_backward import check_custom_backward
 from jaxpar.step.functions import make_eval_step
+from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.parts import Parts
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
-from jaxpar.training.checkpoint import Checkpoints
+from jaxpar.training import comparison
+from jaxpar.training.checkpoint import Checkpoints, write_table
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.summary import summarize
 
@@ -80,10 +85,17 @@ class Updates(NamedTuple):
 # ---- losses, gradients, updates ----
 
 
-def gradients(task: Task, parallel: Parallel, batch: Any) -> Gradients:
-    """The loss of a batch, and all that comes with it."""
-    setup = Setup.of(task, parallel)
-    state = init_state(setup)
+def gradients(
+    task: Task,
+    parallel: Parallel,
+    batch: Any,
+    state: TrainState | None = None,
+    train: TrainConfig | None = None,
+) -> Gradients:
+    """The loss of a batch, and all that comes with it; None begins from the initial state."""
+    setup = Setup.of(task, parallel, train)
+    if state is None:
+        state = init_state(setup)
     audit(state)
     (loss, (after, sums)), grads = value_and_grad(setup)(state, batch)
     metrics = {name: float(own / sums.weight) for name, own in sums.metrics.items()}
@@ -169,10 +181,10 @@ def stored(task: Task, parallel: Parallel | None, state: TrainState) -> Arrays:
     return {name: np.asarray(array) for name, array in arrays.items()}
 
 
-def with_params(
+def with_arrays(
     task: Task, parallel: Parallel | None, state: TrainState, arrays: Arrays
 ) -> TrainState:
-    """The state with other values of some parameters, by the names of a checkpoint."""
+    """The state with other values of some arrays, by the names of a checkpoint."""
     storage = Setup.of(task, parallel).storage
     named = by_layer.by_layer(state, storage)
     for name, array in arrays.items():
@@ -192,6 +204,33 @@ def origin(
     return (*find_origin(Setup.of(task, parallel), state, batch),)
 
 
+def precision(task: Task, platform: str) -> float:
+    """The coarsest relative rounding that a step computes with."""
+    return comparison._precision(ModelFacts.of(task, platform))
+
+
+# ---- what jaxpar finds out about a model ----
+
+
+def check_before_run(task: Task, parallel: Parallel | None = None) -> None:
+    """Raises ValueError where numbers would depend on the mesh, as before the first step."""
+    parts = Setup.of(task, parallel).parts
+    check_rows_alone(parts)
+    check_custom_backward(parts)
+
+
+def block_kinds(task: Task) -> tuple[int, ...]:
+    """Of each block of a Flax model, the number of its kind: one program runs all of a kind."""
+    return Setup.of(task, "dp1").facts.cut_model.kinds
+
+
+def block_operations(task: Task, number: int) -> list[str]:
+    """Names of the operations that run with a block of a Flax model; its own are one, "block"."""
+    facts = Setup.of(task, "dp1").facts
+    program = facts.cut_model.program("loss", facts.batch, trains=True)
+    return [eqn.primitive.name for eqn in program.part(number).closed.jaxpr.eqns]
+
+
 # ---- runs and commands ----
 
 
@@ -205,6 +244,14 @@ def save(folder: Any, task: Task, parallel: Parallel | None, state: TrainState) 
 def restored(folder: Any, task: Task, parallel: Parallel | None) -> TrainState:
     """Reads the newest checkpoint."""
     return Checkpoints(folder, Setup.of(task, parallel).replace(keep_checkpoints=1)).restore()
+
+
+def describe_checkpoint(folder: Any, changes: dict[str, Any]) -> None:
+    """Changes what the file of a checkpoint says of it; its hash fits."""
+    path = Path(folder) / "checkpoint.json"
+    content = json.loads(path.read_text()) | changes
+    del content["hash"]
+    write_table(path, content)
 
 
 def command(*words: str) -> int:

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 from jaxpar.base.versions import excluded_reason
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PYTHON_311, PYTHON_312, PYTHON_313 = (3, 11), (3, 12), (3, 13)
 
 
