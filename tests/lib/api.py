@@ -219,18 +219,6 @@ def check_before_run(task: Task, parallel: Parallel | None = None) -> None:
     check_custom_backward(parts)
 
 
-def block_kinds(task: Task) -> tuple[int, ...]:
-    """Of each block of a Flax model, the number of its kind: one program runs all of a kind."""
-    return Setup.of(task, "dp1").facts.cut_model.kinds
-
-
-def block_operations(task: Task, number: int) -> list[str]:
-    """Names of the operations that run with a block of a Flax model; its own are one, "block"."""
-    facts = Setup.of(task, "dp1").facts
-    program = facts.cut_model.program("loss", facts.batch, trains=True)
-    return [eqn.primitive.name for eqn in program.part(number).closed.jaxpr.eqns]
-
-
 # ---- runs and commands ----
 
 

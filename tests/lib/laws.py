@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,17 +13,14 @@ from jaxpar import (
     OptimizerConfig,
     Parallel,
     PipelineConfig,
+    Task,
     TrainConfig,
     init_state,
-    make_train_step,
 )
-from jaxpar.data.batches import put_batch
 from jaxpar.lm import LM, Batch
-from jaxpar.model.task import Settings
 from jaxpar.sharding import is_variable
 from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit
-from jaxpar.step.step import batch_sharding, make_loss_and_grad
+from lib import api
 
 # A row that goes the same ways as others, and one that `.ci/run` takes beside the default ones.
 more = functools.partial(pytest.param, marks=pytest.mark.more)
@@ -49,6 +47,12 @@ MODEL = LM(
 )
 
 
+class Settings(NamedTuple):
+    task: Task
+    parallel: Parallel
+    train: TrainConfig
+
+
 def on_devices(sizes):
     """A mesh of the first devices, as many as it needs."""
     return MeshConfig(*sizes, devices=tuple(range(int(np.prod(sizes)))))
@@ -72,11 +76,10 @@ def random_batch(task, rng, shape, starts):
     return batch
 
 
-def make_batch(settings, mesh, seed=0, starts=False, length=None):
-    """A random batch of the task, on the devices of its mesh."""
+def make_batch(settings, mesh=None, seed=0, starts=False, length=None):
+    """A random batch of the task."""
     task, rng = settings.task, np.random.default_rng(seed)
-    batch = random_batch(task, rng, (task.batch_size, length or task.seq_len), starts)
-    return put_batch(batch, batch_sharding(Setup.of(task, settings.parallel, mesh=mesh)))
+    return random_batch(task, rng, (task.batch_size, length or task.seq_len), starts)
 
 
 def by_layer(tree, settings):
@@ -94,27 +97,24 @@ def by_layer(tree, settings):
     return {jax.tree_util.keystr(path): unstack(leaf) for path, leaf in leaves}
 
 
-def nonzero_carry(state):
-    """A carry as a window before might have left it: the same for every layer on every mesh."""
-
-    def fill(path, variable):
-        rows = np.linspace(-0.5, 0.5, int(np.prod(variable.shape[1:])), dtype=np.float32)
-        if "n_BH" in jax.tree_util.keystr(path):  # an sLSTM's sum of weights, which it divides by
-            rows += 1
-        value = np.broadcast_to(rows.reshape(variable.shape[1:]), variable.shape)
-        return variable.replace(jax.device_put(value, variable.get_value().sharding))
-
-    return jax.tree.map_with_path(fill, state.carry, is_leaf=is_variable)
+def state_with_carry(task, parallel):
+    """The first state, with a carry as a window before might have left it: the same on every mesh."""
+    state = init_state(task, parallel)
+    carry = {}
+    for name, array in api.stored(task, parallel, state).items():
+        if name.startswith("carry/"):
+            rows = np.linspace(-0.5, 0.5, int(np.prod(array.shape[1:])), dtype=np.float32)
+            if "n_BH" in name:  # an sLSTM's sum of weights, which it divides by
+                rows += 1
+            carry[name] = np.broadcast_to(rows.reshape(array.shape[1:]), array.shape)
+    return api.with_arrays(task, parallel, state, carry)
 
 
 def loss_and_grads(settings):
-    mesh = settings.parallel.mesh.build()
-    state = init_state(settings.task, settings.parallel, mesh=mesh)
-    audit(state)
-    state = dataclasses.replace(state, carry=nonzero_carry(state))
-    run = jax.jit(make_loss_and_grad(Setup.of(settings.task, settings.parallel, mesh=mesh)))
-    (loss, (carry, _)), grads = run(state, make_batch(settings, mesh))
-    return float(loss), by_layer(grads, settings), by_layer(carry, settings)
+    task, parallel, _ = settings
+    state = state_with_carry(task, parallel)
+    found = api.gradients(task, parallel, make_batch(settings), state)
+    return found.loss, found.grads, found.carry
 
 
 @functools.cache
@@ -140,15 +140,9 @@ def assert_same_as_plain(settings):
 
 @functools.cache
 def train_two_steps(settings):
-    mesh = settings.parallel.mesh.build()
-    state, losses = init_state(settings.task, settings.parallel, mesh=mesh), []
-    step = make_train_step(*settings, mesh)
-    for number in range(2):
-        batch = make_batch(settings, mesh, seed=number, starts=number == 0)
-        state, metrics = step(state, batch)
-        losses.append(float(metrics.loss))
-    audit(state)
-    return losses, by_layer(state.params, settings)
+    batches = [make_batch(settings, seed=number, starts=number == 0) for number in range(2)]
+    found = api.updates(*settings, batches)
+    return found.losses, found.trained
 
 
 # No law of the state is about dropout, half of what there is to compile.
