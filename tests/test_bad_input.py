@@ -5,7 +5,6 @@ The messages below each other:
     pytest -n 0 -s tests/test_bad_input.py
 """
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -14,9 +13,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-
-from jaxpar.cli.main import main
-from jaxpar.training.checkpoint import write_table
+from lib import api
 
 LOWERS = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # what JAX says before it compiles
 HYBRID = f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits"
@@ -52,7 +49,7 @@ def world(tmp_path_factory, compile_once):
     weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     safetensors.numpy.save_file(weights, world / "model.safetensors")
     arguments = ["--corpus", str(world / "text"), "--train.out-dir", str(world / "run")]
-    assert main(["train", "lm", *SIZES, *arguments, "--devices", "0"]) == 0
+    assert api.command("train", "lm", *SIZES, *arguments, "--devices", "0") == 0
     return world
 
 
@@ -92,10 +89,7 @@ def truncate_checkpoint(world):
 
 def without_losses(world):
     """The checkpoint knows of no validation."""
-    path = world / "run/checkpoints/2/checkpoint.json"
-    content = json.loads(path.read_text()) | {"losses": {}}
-    del content["hash"]
-    write_table(path, content)
+    api.describe_checkpoint(world / "run/checkpoints/2", {"losses": {}})
 
 
 def other_vocabulary(world):
@@ -721,7 +715,7 @@ def test_one_message_exit_code_2_and_no_file_changed(
 
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
-        code = main(argv)
+        code = api.command(*argv)
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     # The model is tried on a few rows; it waits for no step, which of a large model takes minutes.
