@@ -201,10 +201,10 @@ def test_without_stages_chunks_and_groups_do_not_matter():
     [
         ((2, 2), 1, "4 (0-1 | 2-3)"),
         ((1, 3), 1, "4 (0 | 1-3)"),
-        ((1, 1, 1, 1), 2, "4 (0, 2 | 1, 3)"),
+        ((1, 1, 1, 1), 2, "4 (0 | 1 | 2 | 3)"),
     ],
 )
-def test_a_placement_says_which_layers_a_stage_has(placement, num_groups, layers):
+def test_a_placement_says_how_many_layers_each_place_has(placement, num_groups, layers):
     schedule = "interleaved" if num_groups > 1 else "1f1b"
     pipeline = PipelineConfig(schedule, num_groups=num_groups, placement=placement)
     found = api.summary(TASK, Parallel("pp2", pipeline))["layers"]
