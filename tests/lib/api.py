@@ -20,6 +20,7 @@ import pytest
 from flax import nnx
 
 from jaxpar import (
+    LayerContext,
     Parallel,
     Task,
     TrainConfig,
@@ -29,11 +30,13 @@ from jaxpar import (
     value_and_grad,
 )
 from jaxpar.base import trees
+from jaxpar.base.at import Processor
 from jaxpar.base.keys import key_data
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
 from jaxpar.model.adopt.variables import find_in
 from jaxpar.model.facts import ModelFacts
+from jaxpar.model.task import find_task
 from jaxpar.partition import by_layer
 from jaxpar.planning import plan_in_steps
 from jaxpar.sharding import array_of, is_variable
@@ -48,6 +51,12 @@ from jaxpar.training import comparison
 from jaxpar.training.checkpoint import Checkpoints, write_table
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.summary import summarize
+
+# Documented for users, though no public package lists them.
+from jaxpar.data.bucketed import BucketedBatches as BucketedBatches
+from jaxpar.data.bucketed import choose_edges as choose_edges
+from jaxpar.data.packed import PackedBatches as PackedBatches
+from jaxpar.model.task import find_task as find_task
 
 Arrays = dict[str, np.ndarray]
 
@@ -247,6 +256,11 @@ def command(*words: str) -> int:
     return main(words)
 
 
+def task_class(spec: str) -> type[Task]:
+    """The class of "path/to/file.py:Name", as commands find it."""
+    return find_task(spec)
+
+
 def settings(*words: str) -> tuple[Task, Parallel, TrainConfig]:
     """What a command line asks for; with --resume, what its run has."""
     return read_command(words).settings
@@ -302,6 +316,16 @@ def plans_are_estimated() -> Iterator[None]:
         no_finalists = functools.partial(plan_in_steps, num_finalists=0)
         patch.setattr("jaxpar.planning.plan_in_steps", no_finalists)
         yield
+
+
+def context_on(platform: str, cores: int = 0, **fields: Any) -> LayerContext:
+    """The context of a block on such a device.
+
+    Args:
+      cores: that a kernel may fill.
+      fields: of `LayerContext`.
+    """
+    return LayerContext(0, 0, 0, processor=Processor(platform, cores), **fields)
 
 
 # ---- names ----
