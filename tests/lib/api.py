@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +33,21 @@ from jaxpar import (
 from jaxpar.base import trees
 from jaxpar.base.at import Processor
 from jaxpar.base.keys import key_data
+from jaxpar.base.sheets import SHEETS
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
+
+# Documented for users, though no public package lists them.
+from jaxpar.data.bucketed import BucketedBatches as BucketedBatches
+from jaxpar.data.bucketed import choose_edges as choose_edges
+from jaxpar.data.packed import PackedBatches as PackedBatches
 from jaxpar.model.adopt.variables import find_in
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import find_task
 from jaxpar.partition import by_layer
-from jaxpar.planning import plan_in_steps
+from jaxpar.planning import Machine, StepCost, plan_in_steps
+from jaxpar.planning.cost import estimate
+from jaxpar.planning.counts import counts_of
 from jaxpar.sharding import array_of, is_variable
 from jaxpar.step import state as state_of
 from jaxpar.step.custom_backward import check_custom_backward
@@ -47,16 +56,11 @@ from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.parts import Parts
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
-from jaxpar.training import comparison
+from jaxpar.step.step import CompiledStep
+from jaxpar.training import comparison, loop
 from jaxpar.training.checkpoint import Checkpoints, write_table
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.summary import summarize
-
-# Documented for users, though no public package lists them.
-from jaxpar.data.bucketed import BucketedBatches as BucketedBatches
-from jaxpar.data.bucketed import choose_edges as choose_edges
-from jaxpar.data.packed import PackedBatches as PackedBatches
-from jaxpar.model.task import find_task as find_task
 
 Arrays = dict[str, np.ndarray]
 
@@ -218,6 +222,20 @@ def precision(task: Task, platform: str) -> float:
     return comparison._precision(ModelFacts.of(task, platform))
 
 
+# ---- what the planner knows ----
+
+
+def machine_of(sheet: str) -> Machine:
+    """Eight devices of one host, which are not there, with the numbers of a data sheet such as "cpu"."""
+    return Machine(sheet, 8, 8, **SHEETS[sheet])
+
+
+def estimates(task: Task, layouts: Sequence[Parallel], machine: Machine) -> list[StepCost]:
+    """As of `estimate_step` for each layout; the task is traced once."""
+    counts = counts_of(task, task.train.num_steps, machine.platform)
+    return [estimate(counts, parallel, task.train, machine) for parallel in layouts]
+
+
 # ---- what jaxpar finds out about a model ----
 
 
@@ -296,6 +314,46 @@ def setups_are_shared() -> Iterator[None]:
         patch.setattr(ModelFacts, "of", facts)
         patch.setattr(Setup, "of", of)
         yield
+
+
+@contextlib.contextmanager
+def all_but_steps_is_slow() -> Iterator[list[str]]:
+    """Compiling, each save and each evaluation of a run take a minute; gives their names, as they happen."""
+    clock, happened = time.perf_counter, list[str]()
+
+    def slow(name: str, function: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            happened.append(name)
+            return function(*args, **options)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.time, "perf_counter", lambda: clock() + 60 * len(happened))
+        patch.setattr(Checkpoints, "save", slow("save", Checkpoints.save))
+        patch.setattr(loop, "evaluate", slow("evaluate", loop.evaluate))
+        patch.setattr(loop, "make_train_step", slow("compile", loop.make_train_step))
+        yield happened
+
+
+@contextlib.contextmanager
+def steps_and_waits() -> Iterator[list[str]]:
+    """Gives, as they happen, each "step" that is put into the devices' queue, and each "wait" for a device."""
+    happened, array = list[str](), type(jax.numpy.zeros(()))
+
+    def noting(name: str, function: Any) -> Any:
+        def note(*args: Any, **options: Any) -> Any:
+            happened.append(name)
+            return function(*args, **options)
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledStep, "run", noting("step", CompiledStep.run))
+        patch.setattr(array, "_value", property(noting("wait", array._value.fget)))
+        patch.setattr(array, "block_until_ready", noting("wait", array.block_until_ready))
+        patch.setattr(jax, "block_until_ready", noting("wait", jax.block_until_ready))
+        yield happened
 
 
 @contextlib.contextmanager

@@ -5,14 +5,12 @@ from collections import Counter
 from pathlib import Path
 
 from jaxpar.lm import LM
-from jaxpar.model.task import find_task
-from jaxpar.planning import Machine
-from jaxpar.planning.machine import SHEETS
+from lib import api
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-CPU, H100 = (Machine(name, 8, 8, **SHEETS[name]) for name in ("cpu", "h100"))
+CPU, H100 = map(api.machine_of, ("cpu", "h100"))
 
 
 @functools.cache
@@ -31,7 +29,7 @@ def task_of(name):
         "mixed": ("mixed.py:Digits", {"width": 128, "batch_size": 64, "num_convs": 3}),
         "hybrid": ("hybrid.py:Digits", {"batch_size": 64}),
     }[name]
-    return find_task(f"{EXAMPLES}/{spec}")(**sizes)
+    return api.task_class(f"{EXAMPLES}/{spec}")(**sizes)
 
 
 def sums_of(parts, axes):

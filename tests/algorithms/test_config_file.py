@@ -4,30 +4,29 @@ import dataclasses
 import tomllib
 
 import pytest
+from lib import api
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Task, TrainConfig
-from jaxpar.cli.parse import read_command
 from jaxpar.lm import LM
-from jaxpar.model.task import Settings, find_task
 from jaxpar.training.config_file import default_settings, option_words, read_config, to_toml
 
 PLAIN = default_settings(LM)
-SETTINGS = Settings(
-    LM(
+SETTINGS = PLAIN._replace(
+    task=LM(
         num_layers=5,
         vocab_size=256,
         dropout=0.25,
         corpus='a "quoted"\\\x7f\n\u00e9\U0001f600 path',
         optimizer=OptimizerConfig("sgd", learning_rate=1e-5),
     ),
-    Parallel(
+    parallel=Parallel(
         MeshConfig(2, -1, 2, devices=(0, 3, 1)),
         PipelineConfig(num_chunks=4, placement=(2, 3)),
         shares=(3, 1),
         speeds=(1, 2.5),
         fsdp=True,
     ),
-    TrainConfig(out_dir="runs/x"),
+    train=TrainConfig(out_dir="runs/x"),
 )
 OWN = """
 import dataclasses
@@ -73,8 +72,10 @@ def test_written_settings_are_read_back(tmp_path, settings):
 
 
 def test_settings_of_a_task_of_ones_own_are_read_back(tmp_path, own):
-    task = find_task(own)(widths=(3,), pairs=((4, 5), (6, 7)), limit=0.5)
-    settings = Settings(task, task.parallel, dataclasses.replace(task.train, seed=1))
+    task = api.task_class(own)(widths=(3,), pairs=((4, 5), (6, 7)), limit=0.5)
+    settings = default_settings(type(task))._replace(
+        task=task, train=dataclasses.replace(task.train, seed=1)
+    )
     (tmp_path / "config.toml").write_text(to_toml(settings))
     assert read_config(tmp_path / "config.toml") == settings
     tables = tomllib.loads((tmp_path / "config.toml").read_text())
@@ -129,7 +130,7 @@ def test_every_value_is_written_unless_none(tmp_path):
 
 
 def test_none_that_would_not_be_read_back_is_refused(tmp_path, own):
-    settings = default_settings(find_task(own))
+    settings = default_settings(api.task_class(own))
     settings = settings._replace(task=dataclasses.replace(settings.task, limit=None))
     message = r"limit=None would be read back from TOML, which has no null, as 1\.0"
     with pytest.raises(ValueError, match=message):
@@ -138,7 +139,7 @@ def test_none_that_would_not_be_read_back_is_refused(tmp_path, own):
 
 def test_what_toml_does_not_have_is_refused(tmp_path):
     (tmp_path / "own.py").write_text(f"{OWN}    phase: complex = 1j\n")
-    settings = default_settings(find_task(f"{tmp_path}/own.py:Own"))
+    settings = default_settings(api.task_class(f"{tmp_path}/own.py:Own"))
     with pytest.raises(
         ValueError, match=r":Own cannot be written as TOML: .*\nFix: use numbers and"
     ):
@@ -151,14 +152,14 @@ def test_settings_are_words_of_a_command_line():
     settings = PLAIN._replace(parallel=parallel)
     words = option_words(settings, PLAIN)
     assert {"--fsdp", "--pipeline.remat"} <= {*words}
-    assert read_command(["train", "lm", *words]).settings == settings
+    assert api.settings("train", "lm", *words) == settings
     back = option_words(PLAIN._replace(parallel=Parallel(PLAIN.parallel.mesh)), settings)
     assert {"--no-fsdp", "--pipeline.no-remat"} <= {*back}
 
 
 def test_a_task_is_as_its_file_is_now(tmp_path, own):
     path = tmp_path / "config.toml"
-    path.write_text(to_toml(default_settings(find_task(own))))
+    path.write_text(to_toml(default_settings(api.task_class(own))))
     assert read_config(path).task.widths == (1, 2)
     (tmp_path / "own.py").write_text(f"{OWN}    unit = 'metres'\n")
     assert read_config(path).task.unit == "metres"
