@@ -5,17 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from lib import api
 from lib.awd import awd
 from lib.float64 import forward
 from lib.laws import MODEL, assert_same_as_plain, make_settings, more
 
-from jaxpar import MeshConfig, Parallel, init_state
+from jaxpar import MeshConfig, Parallel, TrainConfig, init_state
 from jaxpar.lm import LM, Batch
-from jaxpar.partition.storage import array_of
-from jaxpar.sharding import named_leaves
-from jaxpar.step.functions import make_eval_step
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_loss_and_grad
 from recipes.awd import AWD, KERNELS, WORDS
 
 ALL = {
@@ -68,15 +64,15 @@ def textbook_loss(params, batch, task, key):
     masks = [mask_of_inputs(key, n, rate, is_held) for n, rate in enumerate(rates)]
     inputs, targets = batch.inputs_BT.T, batch.targets_BT.T
     scale_V = kept(fold(key, WORDS), how.word_dropout, (V,))
-    x = params["embedding/table"][inputs] * scale_V[inputs][..., None]
+    x = params["embedding.table"][inputs] * scale_V[inputs][..., None]
     for n in range(num_layers):
-        w_x, w_h, b = (params[f"layers/lstm/{name}"][n] for name in ("w_x", "w_h", "b"))
+        w_x, w_h, b = (params[f"layers.{n}.{name}"] for name in ("w_x", "w_h", "b"))
         w_h = w_h * kept(fold(fold(key, KERNELS), n), how.drop_connect, w_h.shape)
         zeros = np.zeros((B, H))
         x = forward((w_x, w_h, b), (zeros, zeros), x * masks[n])[1]
     y = x * masks[-1]
     changes_TB = np.mean(np.diff(x, axis=0, prepend=x[:1]) ** 2, -1)
-    logits = y @ params["head/kernel"] + params["head/bias"]
+    logits = y @ params["head.kernel"] + params["head.bias"]
     counts = targets >= 0
     picked = np.take_along_axis(logits, np.where(counts, targets, 0)[..., None], -1)[..., 0]
     nll = np.log(np.sum(np.exp(logits), -1)) - picked
@@ -89,46 +85,37 @@ def textbook_loss(params, batch, task, key):
     "name", [pytest.param(n, marks=pytest.mark.more) if n == "tar" else n for n in SINGLE]
 )
 def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
-    task, parallel = SINGLE[name], ONE
-    mesh = parallel.mesh.build()
+    task, train = SINGLE[name], TrainConfig(seed=3)
     rng = np.random.default_rng(0)
     inputs, targets = rng.integers(0, V, (2, B, T), dtype=np.int32)
     targets[0, 1] = -1
     batch = Batch(inputs, targets, starts=True)
-    state = init_state(task, parallel, mesh=mesh)
+    state = init_state(task, ONE, train)
     state = dataclasses.replace(state, step=state.step + 7)
-    (loss, (_, sums)), grads = jax.jit(
-        make_loss_and_grad(Setup.of(task, parallel, mesh=mesh), seed=3)
-    )(state, batch)
+    found = api.gradients(task, ONE, batch, state, train)
 
     key = jax.random.fold_in(jax.random.key(3), 7)
-    params, slopes = (
-        {name: np.asarray(array_of(leaf), np.float64) for name, leaf in named_leaves(tree, "/")}
-        for tree in (state.params, grads)
-    )
+    params = {name: np.float64(array) for name, array in found.weights.items()}
     num_targets = B * T - 1
     expected = textbook_loss(params, batch, task, key) / num_targets
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    assert float(sums.weight) == num_targets
+    np.testing.assert_allclose(found.loss, expected, rtol=1e-6)
     # Along a random direction, by a step into the complex plane.
     for moved in params:
         direction = rng.normal(size=params[moved].shape)
         there = {**params, moved: params[moved] + 1e-30j * direction}
         slope = textbook_loss(there, batch, task, key).imag / 1e-30 / num_targets
-        size = np.linalg.norm(slopes[moved]) * np.linalg.norm(direction)
-        assert abs(np.sum(slopes[moved] * direction) - slope) <= 1e-6 * size, moved
+        grad = np.float64(found.grads[moved])
+        size = np.linalg.norm(grad) * np.linalg.norm(direction)
+        assert abs(np.sum(grad * direction) - slope) <= 1e-6 * size, moved
 
 
 @pytest.mark.full
 def test_in_evaluation_nothing_is_dropped_and_nothing_is_added():
-    mesh = MeshConfig(devices=(0,)).build()
-
     def evaluated(task):
-        state = init_state(task, ONE, mesh=mesh)
-        sums = make_eval_step(task, ONE, mesh=mesh)(state, task.example_batch())[1]
-        loss = float(sums.loss) / float(sums.weight)
-        means = {k: float(v) / float(sums.weight) for k, v in sums.metrics.items()}
-        return loss, task.metrics(loss, means)
+        sums, _ = api.evaluation(task, ONE, init_state(task, ONE), task.example_batch())
+        weight = sums.pop("weight")
+        means = {name: total / weight for name, total in sums.items()}
+        return task.metrics(means.pop("loss"), means)
 
     assert evaluated(SINGLE["all"]) == evaluated(SMALL)
 

@@ -41,6 +41,11 @@ from jaxpar.cli.parse import read_command
 from jaxpar.data.bucketed import BucketedBatches as BucketedBatches
 from jaxpar.data.bucketed import choose_edges as choose_edges
 from jaxpar.data.packed import PackedBatches as PackedBatches
+
+# Documented for users, though no public package lists them.
+from jaxpar.data.bucketed import BucketedBatches as BucketedBatches
+from jaxpar.data.bucketed import choose_edges as choose_edges
+from jaxpar.data.packed import PackedBatches as PackedBatches
 from jaxpar.model.adopt.variables import find_in
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import find_task
