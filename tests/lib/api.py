@@ -36,22 +36,15 @@ from jaxpar.base.keys import key_data
 from jaxpar.base.sheets import SHEETS
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
-
-# Documented for users, though no public package lists them.
-from jaxpar.data.bucketed import BucketedBatches as BucketedBatches
-from jaxpar.data.bucketed import choose_edges as choose_edges
-from jaxpar.data.packed import PackedBatches as PackedBatches
-
-# Documented for users, though no public package lists them.
-from jaxpar.data.bucketed import BucketedBatches as BucketedBatches
-from jaxpar.data.bucketed import choose_edges as choose_edges
-from jaxpar.data.packed import PackedBatches as PackedBatches
+from jaxpar.data.bucketed import BucketedBatches as BucketedBatches  # documented for users
+from jaxpar.data.bucketed import choose_edges as choose_edges  # documented for users
+from jaxpar.data.packed import PackedBatches as PackedBatches  # documented for users
 from jaxpar.model.adopt.variables import find_in
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import find_task
 from jaxpar.partition import by_layer
 from jaxpar.planning import Machine, StepCost, plan_in_steps
-from jaxpar.planning.cost import estimate
+from jaxpar.planning.cost import Step, estimate
 from jaxpar.planning.counts import counts_of
 from jaxpar.sharding import array_of, is_variable
 from jaxpar.step import state as state_of
@@ -241,6 +234,12 @@ def estimates(task: Task, layouts: Sequence[Parallel], machine: Machine) -> list
     return [estimate(counts, parallel, task.train, machine) for parallel in layouts]
 
 
+def estimated_param_bytes(task: Task, parallel: Parallel) -> int:
+    """What the planner counts for the parameters of a device."""
+    step = Step(counts_of(task, task.train.num_steps, "cpu"), parallel, task.train)
+    return step.bytes_of(step.counts.params, step.partition.param_rules)
+
+
 # ---- what jaxpar finds out about a model ----
 
 
@@ -343,7 +342,7 @@ def all_but_steps_is_slow() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def steps_and_waits() -> Iterator[list[str]]:
-    """Gives, as they happen, each "step" that is put into the devices' queue, and each "wait" for a device."""
+    """Gives each "step" put into the queue of the devices and each "wait" for one, as they happen."""
     happened, array = list[str](), type(jax.numpy.zeros(()))
 
     def noting(name: str, function: Any) -> Any:
