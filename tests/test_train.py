@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import itertools
-import json
 import math
 import os
 import re
@@ -19,13 +18,20 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from lib.runs import flip_a_bit, make_layout, make_run, make_train
+from lib import api
+from lib.runs import (
+    flip_a_bit,
+    make_layout,
+    make_run,
+    make_train,
+    metrics_of,
+    whole_checkpoints,
+)
 from rich.console import Console
 
 from jaxpar import (
     ConsoleReport,
     MeshConfig,
-    Parallel,
     Report,
     SeriesBatches,
     Stack,
@@ -34,23 +40,10 @@ from jaxpar import (
     TrainConfig,
     fit,
     init_state,
+    load_run,
 )
 from jaxpar.lm import load_corpus
-from jaxpar.lm.task import VOCAB_MULTIPLE
-from jaxpar.mesh import ONE_DEVICE
-from jaxpar.model.task import Settings, find_task
 from jaxpar.nn import named_param
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state
-from jaxpar.step.step import CompiledStep
-from jaxpar.training import loop
-from jaxpar.training.checkpoint import Checkpoints
-from jaxpar.training.evaluate import evaluate, mean_of, sum_batches
-from jaxpar.training.fingerprint import describe_data
-from jaxpar.training.loaded import evaluate_run
-from jaxpar.training.progress import format_number
-from jaxpar.training.run_folder import RunFolder, texts_of
-from jaxpar.training.summary import summarize
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -63,7 +56,7 @@ def text(tmp_path_factory):
     """A folder of a user's own text."""
     folder = tmp_path_factory.mktemp("text")
     rng = np.random.default_rng(0)
-    for split, num_lines in (("train", 120), ("valid", 20), ("test", 3)):
+    for split, num_lines in (("train", 120), ("valid", 20), ("test", 1)):
         lines = [SENTENCES[i] for i in rng.integers(len(SENTENCES), size=num_lines)]
         (folder / f"{split}.txt").write_text("\n".join(lines) + "\n")
     return folder
@@ -83,11 +76,7 @@ def logits_of(model, tokens):
 
 def log_probabilities(result, tokens):
     """Of every next token, by the model applied to all tokens at once: float64 [tokens, words]."""
-    parts = Setup.of(
-        result.setup.task, dataclasses.replace(result.setup.parallel, mesh=MeshConfig(devices=(0,)))
-    ).parts
-    model = parts.storage.merge(result.state.params, result.state.frozen)
-    logits = np.asarray(logits_of(model, tokens[None])[0], np.float64)
+    logits = np.asarray(logits_of(result.model(), tokens[None])[0], np.float64)
     logits = logits[:, : result.setup.task.num_words]
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
@@ -132,7 +121,7 @@ def test_losses_fall_and_everything_is_reported(whole_run):
     result, recorder = whole_run
     assert len(result.losses) == 20
     assert np.mean(result.losses[-3:]) < 0.8 * result.losses[0]
-    assert result.setup.task.vocab_size == VOCAB_MULTIPLE
+    assert result.setup.task.vocab_size == 384  # padded, so that it splits
     assert (
         perplexity_of(result, "valid") < result.evaluations["valid"].baseline["unigram perplexity"]
     )
@@ -143,9 +132,7 @@ def test_losses_fall_and_everything_is_reported(whole_run):
 
 def test_metrics_are_json_lines(whole_run):
     result, _ = whole_run
-    lines = [
-        json.loads(line) for line in (result.out_dir / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = metrics_of(result.out_dir)
     train = [line for line in lines if line["split"] == "train"]
     assert [line["step"] for line in train] == [1, 5, 10, 15, 20]
     assert [line["loss"] for line in train] == [result.losses[line["step"] - 1] for line in train]
@@ -171,30 +158,17 @@ def mesh_run(text, tmp_path_factory):
 
 
 @pytest.mark.full
-def test_speed_is_that_of_steps_before_and_after_a_resume(text, tmp_path, monkeypatch):
+def test_speed_is_that_of_steps_before_and_after_a_resume(text, tmp_path):
     """Compiling, evaluations and what a save waits for do not lower it: the curve of speed has no dips."""
-    late = [0.0]  # the clock of the loop goes on by a minute with each save and evaluation
-    clock = time.perf_counter
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock() + late[0])
-
-    def slow(function):
-        def run(*args, **kwargs):
-            late[0] += 60
-            return function(*args, **kwargs)
-
-        return run
-
-    monkeypatch.setattr(Checkpoints, "save", slow(Checkpoints.save))
-    monkeypatch.setattr(loop, "evaluate", slow(loop.evaluate))
-    monkeypatch.setattr(loop, "make_train_step", slow(loop.make_train_step))
     run = make_run(
         text, tmp_path / "run", num_steps=6, log_every=2, eval_every=4, checkpoint_every=2
     )
-    fit(*run)
-    train = dataclasses.replace(run.train, num_steps=12)
-    fit(run.task, run.parallel, train, resume=True)
-    assert late[0] >= 10 * 60
-    lines = RunFolder(tmp_path / "run").metrics()
+    with api.all_but_steps_is_slow() as times:
+        fit(*run)
+        train = dataclasses.replace(run.train, num_steps=12)
+        fit(run.task, run.parallel, train, resume=True)
+    assert len(times) >= 10
+    lines = metrics_of(tmp_path / "run")
     speeds = {e["step"]: e["tokens_per_second"] for e in lines if e["split"] == "train"}
     assert [step for step, speed in speeds.items() if speed is None] == [1, 7]
     tokens = 2 * 8 * 4  # of a line
@@ -248,19 +222,16 @@ def test_a_finished_run_is_only_evaluated_again(text, tmp_path):
 
 @pytest.mark.full
 def test_resuming_an_earlier_state_keeps_the_metrics_of_the_later_one(text, tmp_path):
-    run = make_run(text, tmp_path / "run", num_steps=8, log_every=2, checkpoint_every=4)
-    folder = RunFolder(tmp_path / "run")
+    out_dir = tmp_path / "run"
+    run = make_run(text, out_dir, num_steps=8, log_every=2, checkpoint_every=4)
     whole = fit(*run)
-    written = folder.metrics_path.read_text()
-    # As if the process had been killed between step 4 and step 8.
-    for path in sorted(folder.checkpoints_path.glob("8/**/*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    (folder.checkpoints_path / "8").rmdir()
+    written = (out_dir / "metrics.jsonl").read_text()
+    shutil.rmtree(out_dir / "checkpoints/8")  # as if the process had been killed after step 4
 
     again = fit(*run, resume=True)
     assert again.losses == whole.losses[4:]
-    assert (folder.path / "metrics.before-1.jsonl").read_text() == written
-    steps = [line["step"] for line in folder.metrics() if line["split"] == "train"]
+    assert (out_dir / "metrics.before-1.jsonl").read_text() == written
+    steps = [line["step"] for line in metrics_of(out_dir) if line["split"] == "train"]
     assert steps == [1, 2, 4, 5, 6, 8]
 
 
@@ -282,29 +253,32 @@ RESTLESS = {"learning_rate": 5.0, "lr_schedule": "constant", "warmup_steps": 8}
 def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):
     options = {"optimizer": RESTLESS, "eval_every": 1, "log_every": 1, "checkpoint_every": 0}
     recorder = Recorder(at_step=7, action=lambda: os.kill(os.getpid(), signal.SIGINT))
-    run = make_run(text, tmp_path / "run", num_steps=12, keep_checkpoints=1, **options)
+    out_dir = tmp_path / "run"
+    run = make_run(text, out_dir, num_steps=12, keep_checkpoints=1, **options)
     fit(*run, report=recorder)
     fit(*run, resume=True)
-    folder = RunFolder(tmp_path / "run")
-    losses = folder.checkpoints(Setup.of(*run)).stored_losses()
-    lines = [line for line in folder.metrics() if line["split"] == "valid"]
-    assert losses == {line["step"]: line["loss"] for line in lines}
+    losses = {
+        line["step"]: line["loss"] for line in metrics_of(out_dir) if line["split"] == "valid"
+    }
     assert sorted(losses) == list(range(1, 13))
     best = min(losses, key=losses.get)
     assert best < 12
-    assert folder.checkpoints(Setup.of(*run)).steps() == [best, 12]
-    assert evaluate_run(folder, best=True)[0].loss == losses[best]
-    assert evaluate_run(folder)[0].loss == losses[12]
+    assert whole_checkpoints(out_dir) == [best, 12]
 
-    damaged = flip_a_bit(folder.checkpoints_path / str(best))
-    assert evaluate_run(folder, best=True)[0].loss == losses[12]
+    def valid_loss(**options):
+        return load_run(out_dir, **options).evaluate("valid").loss
+
+    assert valid_loss(best=True) == losses[best]
+    assert valid_loss() == losses[12]
+    damaged = flip_a_bit(out_dir / f"checkpoints/{best}")
+    assert valid_loss(best=True) == losses[12]
     assert f"checkpoints/{best}: {damaged} is not what was written" in caplog.text
-    damaged = flip_a_bit(folder.checkpoints_path / "12")
+    damaged = flip_a_bit(out_dir / "checkpoints/12")
     with pytest.raises(
         FileNotFoundError,
         match=rf"no complete checkpoint of a validated step; .*12: {damaged} is not what was written",
     ):
-        evaluate_run(folder, best=True)
+        load_run(out_dir, best=True)
 
 
 @pytest.mark.full
@@ -314,7 +288,7 @@ def test_without_keep_best_the_newest_are_kept(text, tmp_path):
         text, tmp_path / "run", num_steps=8, keep_checkpoints=1, keep_best=False, **options
     )
     fit(*run)
-    assert RunFolder(tmp_path / "run").checkpoints(Setup.of(*run)).steps() == [8]
+    assert whole_checkpoints(tmp_path / "run") == [8]
 
 
 class Obstacle:
@@ -382,39 +356,39 @@ def test_fit_runs_outside_the_main_thread(text, tmp_path):
 
 def test_evaluating_a_run_gives_the_perplexities_of_fit(whole_run):
     result, _ = whole_run
-    folder = RunFolder(result.out_dir)
-    assert evaluate_run(folder) == list(result.evaluations.values())
-    elsewhere = evaluate_run(folder, MeshConfig(data=2, stage=2, tensor=2))
-    assert elsewhere[0].loss == pytest.approx(result.evaluations["valid"].loss, rel=RELATIVE_ERROR)
-
-
-def loss_of(result, tokens, separator=None, **changes):
-    """Of any text, with the parameters of a run."""
-    task = dataclasses.replace(result.setup.task, **changes)
-    batches = task.batches_of(tokens, separator)
-    return mean_of(sum_batches(Setup.of(task, result.setup.parallel), result.state, batches))[0]
+    here = load_run(result.out_dir)
+    assert {split: here.evaluate(split) for split in result.evaluations} == result.evaluations
+    elsewhere = load_run(result.out_dir, MeshConfig(data=2, stage=2, tensor=2))
+    expected = result.evaluations["valid"].loss
+    assert elsewhere.evaluate("valid").loss == pytest.approx(expected, rel=RELATIVE_ERROR)
 
 
 def test_evaluation_is_exact(whole_run, text):
     """Against the model applied to each stream at once."""
     result, _ = whole_run
-    tokens = load_corpus(text).valid[:68]
-    loss, rows, nll = loss_of(result, tokens), result.setup.task.batch_size, 0.0
-    bounds = np.arange(rows + 1) * 67 // rows
+    tokens = load_corpus(text).valid
+    rows, nll = result.setup.task.batch_size, 0.0
+    bounds = np.arange(rows + 1) * (len(tokens) - 1) // rows
     assert len({*np.diff(bounds)}) == 2  # streams of unequal length
     for start, stop in itertools.pairwise(bounds):
         log_probs = log_probabilities(result, tokens[start:stop])
         nll -= log_probs[np.arange(stop - start), tokens[start + 1 : stop + 1]].sum()
-    assert loss == pytest.approx(nll / 67, rel=RELATIVE_ERROR)
+    loss = result.evaluations["valid"].loss
+    assert loss == pytest.approx(nll / (len(tokens) - 1), rel=RELATIVE_ERROR)
 
 
-def test_a_text_shorter_than_the_batch_is_read_in_fewer_streams(whole_run):
+def test_a_text_shorter_than_the_batch_is_read_in_fewer_streams(whole_run, text):
     result, _ = whole_run
-    tokens = np.arange(6)
-    nll = [-log_probabilities(result, tokens[n : n + 1])[0, n + 1] for n in range(5)]
-    assert loss_of(result, tokens) == pytest.approx(np.mean(nll), rel=RELATIVE_ERROR)
+    tokens = load_corpus(text).test
+    assert 2 < len(tokens) <= result.setup.task.batch_size
+    nll = [
+        -log_probabilities(result, tokens[n : n + 1])[0, tokens[n + 1]]
+        for n in range(len(tokens) - 1)
+    ]
+    loss = result.evaluations["test"].loss
+    assert loss == pytest.approx(np.mean(nll), rel=RELATIVE_ERROR)
     with pytest.raises(ValueError, match="1 tokens are fewer than the 2 that"):
-        loss_of(result, np.arange(1))
+        result.setup.task.batches_of(np.arange(1), None)
 
 
 @pytest.mark.full
@@ -448,23 +422,22 @@ def test_words_that_have_changed_are_not_resumed(text, tmp_path):
 
 @pytest.mark.full
 def test_a_state_is_read_where_its_text_is_gone(text, tmp_path):
-    own = tmp_path / "text"
+    own, out_dir = tmp_path / "text", tmp_path / "run"
     shutil.copytree(text, own)
-    run, folder = make_run(own, tmp_path / "run", num_steps=1), RunFolder(tmp_path / "run")
-    result = fit(*run)
+    result = fit(*make_run(own, out_dir, num_steps=1))
     shutil.rmtree(own)
-    setup, state = folder.restore()
-    assert setup.task.num_words == result.setup.task.num_words
+    run = load_run(out_dir)
+    assert run.setup.task.num_words == result.setup.task.num_words
     expected = dataclasses.replace(result.state, opt_state=())
-    for own, other in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+    for own, other in zip(*map(jax.tree.leaves, (run.state, expected)), strict=True):
         np.testing.assert_array_equal(np.array(own), np.array(other))
-    words = (folder.path / "vocabulary.json").read_text()
-    (folder.path / "vocabulary.json").write_text(words.replace("cat", "cow"))
+    words = (out_dir / "vocabulary.json").read_text()
+    (out_dir / "vocabulary.json").write_text(words.replace("cat", "cow"))
     with pytest.raises(ValueError, match=r"vocabulary\.json is damaged\nFix: restore it"):
-        folder.read("vocabulary.json")
-    (folder.path / "data.json").write_text("{")
+        load_run(out_dir).sample("the cat")
+    (out_dir / "data.json").write_text("{")
     with pytest.raises(ValueError, match=r"data\.json is damaged, or of .*\nFix: restore it"):
-        folder.restore()
+        load_run(out_dir)
 
 
 @pytest.mark.full
@@ -489,17 +462,33 @@ def test_runs_without_a_folder_are_numbered(text, tmp_path, monkeypatch):
     assert str(fit(*run, resume=True).out_dir) == "runs/0002"
 
 
-@pytest.mark.full
-def test_lines_in_buckets_train_alike_on_any_mesh_and_resume_in_mid_epoch(text, tmp_path):
-    def run(name, mesh, num_steps):
-        rate = {"lr_schedule": "constant"}
-        made = make_run(text, tmp_path / name, mesh, (1, 4), num_steps=num_steps, optimizer=rate)
-        return made._replace(task=dataclasses.replace(made.task, num_buckets=3))
+@pytest.fixture(scope="module")
+def bucket_run(text, tmp_path_factory):
+    """A run of lines in buckets: of (name, mesh, number of steps)."""
+    folder = tmp_path_factory.mktemp("buckets")
 
-    whole = fit(*run("whole", (1, 1, 1), 12))
-    split = fit(*run("split", (2, 2, 1), 12))
-    fit(*run("resumed", (2, 2, 1), 5))
-    resumed = fit(*run("resumed", (1, 2, 2), 12), resume=True)
+    def run(name, mesh, num_steps, **options):
+        rate = {"lr_schedule": "constant"}
+        task, parallel, train = make_run(
+            text, folder / name, mesh, (1, 4), num_steps=num_steps, optimizer=rate
+        )
+        return fit(dataclasses.replace(task, num_buckets=3), parallel, train, **options)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole_bucket_run(bucket_run):
+    return bucket_run("whole", (1, 1, 1), 12)
+
+
+@pytest.mark.full
+def test_lines_in_buckets_train_alike_on_any_mesh_and_resume_in_mid_epoch(
+    bucket_run, whole_bucket_run
+):
+    whole, split = whole_bucket_run, bucket_run("split", (2, 2, 1), 12)
+    bucket_run("resumed", (2, 2, 1), 5)
+    resumed = bucket_run("resumed", (1, 2, 2), 12, resume=True)
     assert split.losses == pytest.approx(whole.losses, rel=RELATIVE_ERROR)
     assert resumed.losses == pytest.approx(whole.losses[5:], rel=RELATIVE_ERROR)
     assert split.evaluations["valid"].loss == pytest.approx(
@@ -508,18 +497,17 @@ def test_lines_in_buckets_train_alike_on_any_mesh_and_resume_in_mid_epoch(text, 
 
 
 @pytest.mark.full
-def test_padding_of_buckets_changes_no_evaluation(whole_run, text):
+def test_padding_of_buckets_changes_no_evaluation(whole_bucket_run, text):
     """Each line by itself, without a batch or padding."""
-    result, _ = whole_run
-    corpus = load_corpus(text)
+    result, nll, corpus = whole_bucket_run, 0.0, load_corpus(text)
     tokens, eos = corpus.valid, corpus.vocabulary.separator
-    loss, nll = loss_of(result, tokens, eos, num_buckets=3), 0.0
     ends = np.unique([0, *np.flatnonzero(tokens == eos), len(tokens) - 1])
     for start, end in itertools.pairwise(ends):
         for first in range(start, end, result.setup.task.seq_len):  # longer lines are cut
             last = min(first + result.setup.task.seq_len, end)
             log_probs = log_probabilities(result, tokens[first:last])
             nll -= log_probs[np.arange(last - first), tokens[first + 1 : last + 1]].sum()
+    loss = result.evaluations["valid"].loss
     assert loss == pytest.approx(nll / (len(tokens) - 1), rel=RELATIVE_ERROR)
 
 
@@ -601,49 +589,28 @@ class Walk(Task):
         return {"notes.txt": "Grüße"}
 
 
-LAYOUTS = [((1, 1, 1), (1, 1)), ((2, 1, 1), (1, 1)), ((2, 2, 2), (2, 2)), ((1, 4, 1), (1, 4))]
-
-
 @pytest.fixture(scope="module")
 def whole_walk(tmp_path_factory):
     return fit(Walk(), make_layout(), make_train(tmp_path_factory.mktemp("walk") / "run"))
 
 
-@pytest.mark.more
-@pytest.mark.law
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.more) for n in (1, 2))])
-def test_a_task_of_ones_own_stopped_at_any_step_goes_on_on_another_mesh(tmp_path, whole_walk, seed):
-    rng = np.random.default_rng(seed)
-    step, (before, after) = int(rng.integers(1, 20)), rng.permutation(len(LAYOUTS))[:2]
-    train = make_train(tmp_path / "run", log_every=1, eval_every=7)
-    stop = Recorder(at_step=step, action=lambda: os.kill(os.getpid(), signal.SIGINT))
-    first = fit(Walk(), make_layout(*LAYOUTS[before]), train, report=stop)
-    assert len(first.losses) == step
-    second = fit(Walk(rate=0.03), make_layout(*LAYOUTS[after]), train, resume=True)
-    np.testing.assert_allclose(first.losses + second.losses, whole_walk.losses, rtol=RELATIVE_ERROR)
-    for split, expected in whole_walk.evaluations.items():
-        numbers = second.evaluations[split].metrics
-        assert numbers == pytest.approx(expected.metrics, rel=RELATIVE_ERROR)
-
-
 @pytest.mark.full
 def test_the_lines_of_a_task_of_ones_own_have_its_names(whole_walk):
     assert np.mean(whole_walk.losses[-3:]) < 0.5 * whole_walk.losses[0]
-    folder = RunFolder(whole_walk.out_dir)
-    line = folder.metrics()[1]
+    _, line, *_, last = metrics_of(whole_walk.out_dir)
     assert list(line) == [
         "split", "step", "loss", "grad_norm", "seconds", "steps_per_second", "rmse", "mean_error",
     ]  # fmt: skip
     assert line["rmse"] == line["loss"] ** 0.5
-    assert list(folder.metrics()[-1]) == ["split", "step", "loss", "rmse", "mean_error"]
-    assert evaluate_run(folder, MeshConfig(data=2, devices=(3, 4)))[1].loss == pytest.approx(
-        whole_walk.evaluations["test"].loss, rel=RELATIVE_ERROR
-    )
+    assert list(last) == ["split", "step", "loss", "rmse", "mean_error"]
+    elsewhere = load_run(whole_walk.out_dir, MeshConfig(data=2, devices=(3, 4)))
+    expected = whole_walk.evaluations["test"].loss
+    assert elsewhere.evaluate("test").loss == pytest.approx(expected, rel=RELATIVE_ERROR)
 
 
 @pytest.mark.full
 def test_what_is_frozen_stays_as_it_was(whole_walk):
-    before = init_state(whole_walk.setup)
+    before = init_state(Walk(), make_layout())
     changed = jax.tree.map(
         lambda a, b: bool(np.any(a != b)),
         (before.params, before.frozen),
@@ -680,9 +647,9 @@ def test_a_run_tells_of_itself_unless_it_is_to_be_quiet(tmp_path, capsys):
         fit(*run, report=Recorder(), quiet=True)
 
 
-def test_a_plan_says_what_is_known_of_any_task():
+def test_a_plan_says_what_is_known_of_any_task(tmp_path):
     layout = make_layout((2, 4, 1), (2, 2))
-    rows = dict(summarize(Setup.of(Walk(), layout, TrainConfig(num_steps=1))))
+    rows = api.summary(Walk(), layout, TrainConfig(num_steps=1))
     assert rows["layers"] == (
         "3 filter, 3 dense (first, 0 | 1-2 | 3-4 | 5, last); 2 microbatches x 2 time chunks"
     )
@@ -693,8 +660,8 @@ def test_a_plan_says_what_is_known_of_any_task():
     assert rows["data"] == "900 steps to train on (SeriesBatches): x float32[8], y float32[8]"
     assert rows["batch"] == "8 rows x 8 steps, in 2 microbatches of 4 rows"
     console = Console(width=100, file=io.StringIO())
-    setup = Setup.of(Walk(), layout)
-    ConsoleReport(console).plan(setup, abstract_state(setup))
+    train = make_train(tmp_path / "run", num_steps=1)
+    fit(Walk(), layout, train, report=ConsoleReport(console))
     printed = console.file.getvalue()
     assert "a sine [of one wave]" in printed
     assert re.search(
@@ -704,52 +671,24 @@ def test_a_plan_says_what_is_known_of_any_task():
     assert "109 parameters, 436 B; per device: parameters 148 B, frozen 32 B, optimizer" in printed
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (92.23, "92.2"), (5.6284, "5.628"), (0.9344, "0.934"), (0.00921, "0.00921"), (0.0, "0.000"),
-        (-3.5, "-3.500"), (1234.56, "1234.6"), (3.2e8, "3.2e+08"), (math.inf, "inf"), (9.2e-6, "9.2e-06"),
-    ],
-)  # fmt: skip
-def test_numbers_have_the_digits_that_say_something(value, text):
-    assert format_number(value) == text
-
-
 # ---- what is kept of a task's file ----
 
 
-@pytest.fixture
-def own_file(tmp_path):
-    """A file of a task, and a run of it."""
-    file = tmp_path / "own.py"
+def test_a_run_keeps_the_file_of_its_task(tmp_path, caplog):
+    file, out_dir = tmp_path / "own.py", tmp_path / "run"
     file.write_text(
-        "import dataclasses\nfrom jaxpar.lm.task import LM\n"
-        "@dataclasses.dataclass(frozen=True)\nclass Own(LM):\n    depth: int = 1\n"
+        "import dataclasses\nfrom lib.regression import Regression\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Own(Regression):\n    depth: int = 1\n"
     )
-    (tmp_path / "run").mkdir()
-    folder = RunFolder(tmp_path / "run")
-    task = find_task(f"{file}:Own")
-    parallel = Parallel(ONE_DEVICE)
-    own = task().resolve()
-    start = Settings(own, parallel, make_train(folder.path))
-    setup = Setup.of(*start)
-    folder.start(texts_of(setup, describe_data(setup)))
-    return file, folder, start
-
-
-def test_a_run_keeps_the_file_of_its_task(own_file, caplog):
-    file, folder, start = own_file
-    assert folder.settings() == start._replace(
-        train=dataclasses.replace(start.train, clip_norm=1.0)
-    )
-    assert (folder.path / "task.py").read_text() == file.read_text()
-    folder.check()
+    options = ["--depth", "2", "--train.num-steps", "1", "--train.out-dir", str(out_dir)]
+    assert api.command("train", f"{file}:Own", *options) == 0
+    assert (out_dir / "task.py").read_text() == file.read_text()
+    run = load_run(out_dir)
+    assert (run.setup.task.depth, run.setup.train.out_dir) == (2, str(out_dir))
     assert not caplog.messages
 
     file.write_text(file.read_text() + "# another line\n")
-    folder.check()
-    again = folder.settings()
-    assert dataclasses.asdict(again.task) == dataclasses.asdict(start.task)
+    assert load_run(out_dir).setup.task.depth == 2
     (said,) = caplog.messages
     assert re.search(r"own\.py has changed since the run began, see .*run/task\.py$", said)
 
@@ -758,13 +697,13 @@ def test_a_run_keeps_the_file_of_its_task(own_file, caplog):
         r"own\.py, which has the task of the run in .*, does not exist\n.*run/task\.py is a copy"
     )
     with pytest.raises(FileNotFoundError, match=message):
-        folder.settings()
+        load_run(out_dir)
 
 
 def test_a_run_of_an_older_version_is_named(tmp_path):
     (tmp_path / "config.toml").write_text('[model]\nname = "lstm"\n')
     for use in (
-        RunFolder(tmp_path).settings,
+        lambda: load_run(tmp_path),
         lambda: fit(Walk(), resume=True, train=make_train(tmp_path)),
     ):
         with pytest.raises(ValueError, match=r"is damaged: it names no task\nFix: restore it"):
@@ -791,12 +730,18 @@ def test_settings_that_no_file_can_hold_are_refused_before_a_file_is_written(tmp
 
 
 def test_overwriting_takes_away_what_the_task_before_kept(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    fit(Walk(), make_layout(), make_train(folder.path, num_steps=1))
-    assert (folder.path / "notes.txt").read_text(encoding="utf-8") == "Grüße"
+    class Without(Walk):
+        def files(self):
+            return {}
 
-    folder.clear()
-    assert [path.name for path in folder.path.iterdir()] == [".lock"]
+    out_dir = tmp_path / "run"
+    train = make_train(out_dir, num_steps=1)
+    fit(Walk(), make_layout(), train)
+    assert (out_dir / "notes.txt").read_text(encoding="utf-8") == "Grüße"
+    (out_dir / "mine.txt").write_text("mine")
+    fit(Without(), make_layout(), train, overwrite=True)
+    assert not (out_dir / "notes.txt").exists()
+    assert (out_dir / "mine.txt").exists()
 
 
 # ---- what is refused ----
@@ -814,51 +759,35 @@ def test_a_value_that_the_task_refuses_ends_the_run_before_it_begins(tmp_path):
 
 
 @pytest.mark.full
-def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
-    state, parallel = whole_walk.state, whole_walk.setup.parallel
-
-    class Late(Walk):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda rows: {"starts": False}, "starts must be True in the first batch; False"),
+        (
+            lambda rows: {"weight": np.zeros((8, 8), np.float32)[rows]},
+            r"split 'valid': its weights must be above 0, got 0\.0",
+        ),
+    ],
+)
+def test_an_evaluation_that_would_give_a_wrong_number_is_refused(tmp_path, wrong, message):
+    class Wrong(Walk):
         def make_batches(self, split, seed=None):
             batches = super().make_batches(split, seed)
             whole = batches.batch
-            batches.batch = lambda step, rows=slice(None): {**whole(step, rows), "starts": False}
+            if split == "valid":
+                batches.batch = lambda n, rows=slice(None): {**whole(n, rows), **wrong(rows)}
             return batches
 
-    with pytest.raises(ValueError, match="starts must be True in the first batch; False"):
-        evaluate(Setup.of(Late(), parallel), state, "valid")
-
-    class Nothing(Walk):
-        def make_batches(self, split, seed=None):
-            batches = super().make_batches(split, seed)
-            whole = batches.batch
-            batches.batch = lambda step, rows=slice(None): {
-                **whole(step, rows), "weight": np.zeros((8, 8), np.float32)[rows]
-            }  # fmt: skip
-            return batches
-
-    with pytest.raises(ValueError, match=r"split 'valid': its weights must be above 0, got 0\.0"):
-        evaluate(Setup.of(Nothing(), parallel), state, "valid")
+    with pytest.raises(ValueError, match=message):
+        fit(Wrong(), make_layout(), make_train(tmp_path / "run", num_steps=1))
 
 
 @pytest.mark.full
-def test_the_host_waits_for_a_device_at_log_lines_alone(text, tmp_path, monkeypatch):
+def test_the_host_waits_for_a_device_at_log_lines_alone(text, tmp_path):
     """Between them steps are put into its queue, each with a batch that is put on the device before."""
-    happened = []
-
-    def noting(name, function):
-        def note(*arguments, **options):
-            happened.append(name)
-            return function(*arguments, **options)
-
-        return note
-
-    array = type(jnp.zeros(()))
-    monkeypatch.setattr(CompiledStep, "run", noting("step", CompiledStep.run))
-    monkeypatch.setattr(array, "_value", property(noting("wait", array._value.fget)))
-    monkeypatch.setattr(array, "block_until_ready", noting("wait", array.block_until_ready))
-    monkeypatch.setattr(jax, "block_until_ready", noting("wait", jax.block_until_ready))
-    run = make_run(text, tmp_path / "run", eval_every=0)
-    fit(run.task, run.parallel, dataclasses.replace(run.train, num_steps=13, log_every=4))
+    task, parallel, train = make_run(text, tmp_path / "run", eval_every=0)
+    with api.steps_and_waits() as happened:
+        fit(task, parallel, dataclasses.replace(train, num_steps=13, log_every=4))
     steps = [n for n, name in enumerate(happened) if name == "step"]
     assert len(steps) >= 13
     # After the first step, which compiles, each line of four has its steps without a wait between them.

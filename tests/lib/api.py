@@ -372,6 +372,21 @@ def all_is_large() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def little_is_in_pools(most_filled: float | None = None) -> Iterator[None]:
+    """Small layers and ends lie in pools, too, in short rows.
+
+    Args:
+      most_filled: rows are as long as the largest array's where planes are so many times their arrays.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.partition.partition.FEW", 0)
+        patch.setattr("jaxpar.partition.pool.COLUMNS", 8)
+        if most_filled is not None:
+            patch.setattr("jaxpar.partition.pool.MOST_FILLED", most_filled)
+        yield
+
+
+@contextlib.contextmanager
 def plans_are_estimated() -> Iterator[None]:
     """Commands that plan compile and time no layout."""
     with pytest.MonkeyPatch.context() as patch:

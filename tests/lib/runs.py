@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -21,9 +22,16 @@ from jaxpar import (
     TrainConfig,
 )
 from jaxpar.lm import LM
-from jaxpar.model.task import Settings
 
 NEVER = str(10**6)
+
+
+class Run(NamedTuple):
+    """What `fit` takes."""
+
+    task: LM
+    parallel: Parallel
+    train: TrainConfig
 
 
 def start_by_hand(arguments, num_processes=2, program=("-m", "jaxpar")):
@@ -66,7 +74,7 @@ def make_run(text, out_dir, mesh=(1, 1, 1), units=(1, 1), optimizer=None, **trai
         task = dataclasses.replace(
             task, optimizer=dataclasses.replace(task.optimizer, warmup_steps=0)
         )
-    return Settings(task, make_layout(mesh, units), make_train(out_dir, **train))
+    return Run(task, make_layout(mesh, units), make_train(out_dir, **train))
 
 
 def flip_a_bit(checkpoint):
@@ -106,9 +114,19 @@ def read_until(process, pattern):
     raise AssertionError("".join(lines))
 
 
+def metrics_of(out_dir):
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def train_losses(out_dir):
-    lines = (json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line["split"] == "train"]
+    return [line["loss"] for line in metrics_of(out_dir) if line["split"] == "train"]
+
+
+def whole_checkpoints(out_dir):
+    """The steps of those that are written: one that is being written has another name."""
+    folders = (out_dir / "checkpoints").iterdir()
+    return sorted(int(folder.name) for folder in folders if folder.name.isdecimal())
 
 
 class Act(Report):
