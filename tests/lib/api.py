@@ -11,8 +11,9 @@ import functools
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +58,9 @@ from jaxpar.step.state import TrainState
 from jaxpar.step.step import CompiledStep
 from jaxpar.training import comparison, loop
 from jaxpar.training.checkpoint import Checkpoints, write_table
+from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.nonfinite import find_origin
+from jaxpar.training.predict import predict
 from jaxpar.training.summary import summarize
 
 Arrays = dict[str, np.ndarray]
@@ -160,6 +163,21 @@ def evaluation(
     return found, dataclasses.replace(state, carry=carry)
 
 
+def epoch_sums(
+    task: Task, parallel: Parallel | None, state: TrainState, batches: Any
+) -> dict[str, float]:
+    """Sums over all batches of an epoch, named as those of `evaluation`."""
+    sums = sum_batches(Setup.of(task, parallel), state, batches)
+    return {"loss": sums.loss, "weight": sums.weight, **sums.metrics}
+
+
+def epoch_predictions(
+    task: Task, parallel: Parallel | None, state: TrainState, batches: Any
+) -> Arrays:
+    """What the model predicts for all rows of an epoch."""
+    return predict(Setup.of(task, parallel), state, batches, quiet=True)
+
+
 # ---- states ----
 
 
@@ -190,6 +208,12 @@ def stored(task: Task, parallel: Parallel | None, state: TrainState) -> Arrays:
     """All arrays of a state, by the names of a checkpoint."""
     arrays = by_layer.by_layer(state, Setup.of(task, parallel).storage)
     return {name: np.asarray(array) for name, array in arrays.items()}
+
+
+def stored_bytes(task: Task, parallel: Parallel | None, state: TrainState) -> dict[str, int]:
+    """Of each array of a state that a checkpoint has, the bytes on one device while it is written."""
+    arrays = by_layer.by_layer(state, Setup.of(task, parallel).storage)
+    return {name: trees.device_bytes(array) for name, array in arrays.items()}
 
 
 def with_arrays(
@@ -234,6 +258,12 @@ def estimates(task: Task, layouts: Sequence[Parallel], machine: Machine) -> list
     return [estimate(counts, parallel, task.train, machine) for parallel in layouts]
 
 
+def layer_flops(task: Task, steps: int, rows: int) -> list[tuple[float, float]]:
+    """What the planner counts for a block: of each kind of layer, (forward, weight gradients computed apart)."""
+    unit = counts_of(task, task.train.num_steps, "cpu").unit(steps, rows)
+    return [(kind.forward.flops, kind.weights.flops) for kind in unit.kinds]
+
+
 def estimated_param_bytes(task: Task, parallel: Parallel) -> int:
     """What the planner counts for the parameters of a device."""
     step = Step(counts_of(task, task.train.num_steps, "cpu"), parallel, task.train)
@@ -253,16 +283,49 @@ def check_before_run(task: Task, parallel: Parallel | None = None) -> None:
 # ---- runs and commands ----
 
 
-def save(folder: Any, task: Task, parallel: Parallel | None, state: TrainState) -> None:
-    """Writes a checkpoint."""
-    setup = Setup.of(task, parallel).replace(keep_checkpoints=1)
-    with Checkpoints(folder, setup) as checkpoints:
+def save(
+    folder: Any,
+    task: Task,
+    parallel: Parallel | None,
+    *states: TrainState,
+    keep: int = 1,
+    run: str | None = None,
+    losses: Mapping[int, float] = MappingProxyType({}),
+) -> None:
+    """Writes a checkpoint of each state.
+
+    Args:
+      keep: how many of the newest are kept.
+      run: the name of the run that writes them.
+      losses: of validation, by the step; each is known from its step on.
+    """
+    setup = Setup.of(task, parallel).replace(keep_checkpoints=keep)
+    with Checkpoints(folder, setup, run=run) as checkpoints:
+        for state in states:
+            known = {step: loss for step, loss in losses.items() if step <= int(state.step)}
+            checkpoints.losses |= known
+            checkpoints.save(state)
+
+
+@contextlib.contextmanager
+def saving(folder: Any, task: Task, parallel: Parallel | None, state: TrainState) -> Iterator[None]:
+    """Writes a checkpoint while other things happen."""
+    with Checkpoints(folder, Setup.of(task, parallel).replace(keep_checkpoints=1)) as checkpoints:
         checkpoints.save(state)
+        yield
 
 
-def restored(folder: Any, task: Task, parallel: Parallel | None) -> TrainState:
-    """Reads the newest checkpoint."""
-    return Checkpoints(folder, Setup.of(task, parallel).replace(keep_checkpoints=1)).restore()
+def restored(
+    folder: Any, task: Task, parallel: Parallel | None, *, run: str | None = None, **which: Any
+) -> TrainState:
+    """Reads the newest checkpoint, or the one of a `step`, or the `best`."""
+    setup = Setup.of(task, parallel).replace(keep_checkpoints=1)
+    return Checkpoints(folder, setup, run=run).restore(**which)
+
+
+def whole_steps(folder: Any, task: Task) -> list[int]:
+    """The steps of the checkpoints in a folder that are whole."""
+    return Checkpoints(folder, Setup.of(task)).steps()
 
 
 def describe_checkpoint(folder: Any, changes: dict[str, Any]) -> None:
