@@ -259,7 +259,7 @@ def estimates(task: Task, layouts: Sequence[Parallel], machine: Machine) -> list
 
 
 def layer_flops(task: Task, steps: int, rows: int) -> list[tuple[float, float]]:
-    """What the planner counts for a block: of each kind of layer, (forward, weight gradients computed apart)."""
+    """What the planner counts for a block: of each kind, (forward, gradients of weights on their own)."""
     unit = counts_of(task, task.train.num_steps, "cpu").unit(steps, rows)
     return [(kind.forward.flops, kind.weights.flops) for kind in unit.kinds]
 
