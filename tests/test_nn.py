@@ -1,6 +1,7 @@
 """Layers against independent ones, and dropout against its definition."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,6 @@ import pytest
 from flax import nnx
 
 from jaxpar import RULES, LayerContext, Stack
-from jaxpar.model.stack import values
 from jaxpar.nn import (
     LSTM,
     GateParams,
@@ -17,12 +17,11 @@ from jaxpar.nn import (
     dot_general,
     dropout,
     extend,
+    linear_recurrence,
     lstm_layer,
     named_param,
 )
-from jaxpar.nn.linear import matmul
 from jaxpar.pipeline import make_slots
-from jaxpar.sharding import is_variable
 
 # float32 sums in another order.
 RELATIVE_ERROR = 1e-5
@@ -43,10 +42,14 @@ def lstms(width, num_layers, seed=1, **options):
 
 def run(stack, carry, x):
     """The stack as a function of arrays: carry, an `LSTMCarry` [layers, B, H], and inputs [T, B, H]."""
+
+    def is_variable(leaf):
+        return isinstance(leaf, nnx.Variable)
+
     variables = stack.initial_carry(x.shape[1])["lstm"]
     given = jax.tree.map(lambda v, a: v.replace(a), variables, carry, is_leaf=is_variable)
     after, y = stack({"lstm": given}, x, LayerContext(0, 0, 0))
-    return values(after["lstm"]), y
+    return jax.tree.map(lambda v: v[...], after["lstm"], is_leaf=is_variable), y
 
 
 def random_inputs(inputs, hidden, num_layers, num_steps=T, num_rows=B):
@@ -169,23 +172,6 @@ def test_bfloat16_is_near_float32_and_keeps_its_parameters_float32():
     jax.tree.map(lambda a, b: assert_close(a, b, BFLOAT16_ERROR), (y16, grads16), (y, grads))
 
 
-def test_a_float32_gradient_of_a_narrower_matmul_is_rounded_nowhere():
-    keys = jax.random.split(jax.random.key(3), 3)
-    x, kernel, dy = (
-        jax.random.normal(key, shape)
-        for key, shape in zip(keys, ((5, 16), (16, 24), (5, 24)), strict=True)
-    )
-    y, vjp = jax.vjp(lambda x, kernel: matmul(x, kernel, jnp.dtype("bfloat16")), x, kernel)
-    dx, dkernel = vjp(dy)
-    rounded_x, rounded_kernel = (
-        np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (x, kernel)
-    )
-    assert {a.dtype for a in (y, dx, dkernel)} == {jnp.dtype("float32")}
-    assert_close(y, rounded_x @ rounded_kernel, 1e-6)
-    assert_close(dx, dy @ rounded_kernel.T, 1e-6)
-    assert_close(dkernel, rounded_x.T @ dy, 1e-6)
-
-
 LAYER = ((2,), (0,)), ((), ())
 
 
@@ -299,3 +285,17 @@ def test_residuals_hold_no_weights():
     shapes = [leaf.shape for leaf in jax.tree.leaves(vjp) if id(leaf) not in weights]
     assert isinstance(params, GateParams)
     assert not {leaf.shape for leaf in params} & set(shapes)
+
+
+def test_linear_recurrences_in_parallel_equal_those_step_by_step():
+    """And their gradients, which are linear recurrences backward in time."""
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.random((13, B, 8)), jnp.float32) for _ in range(2))
+    h, d_last, dy = (
+        jnp.asarray(rng.random(shape), jnp.float32) for shape in ((B, 8),) * 2 + (a.shape,)
+    )
+    found = []
+    for one_by_one in (False, True):
+        outputs, vjp = jax.vjp(functools.partial(linear_recurrence, one_by_one=one_by_one), a, b, h)
+        found.append((outputs, vjp((d_last, dy))))
+    jax.tree.map(assert_close, *found)

@@ -11,7 +11,7 @@ import functools
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from jaxpar import (
     make_train_step,
     value_and_grad,
 )
+from jaxpar.analysis import ProgramReport
 from jaxpar.base import trees
 from jaxpar.base.at import Processor
 from jaxpar.base.keys import key_data
@@ -40,6 +41,7 @@ from jaxpar.cli.parse import read_command
 from jaxpar.data.bucketed import BucketedBatches as BucketedBatches  # documented for users
 from jaxpar.data.bucketed import choose_edges as choose_edges  # documented for users
 from jaxpar.data.packed import PackedBatches as PackedBatches  # documented for users
+from jaxpar.mesh import described_devices
 from jaxpar.model.adopt.variables import find_in
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import find_task
@@ -252,7 +254,7 @@ def machine_of(sheet: str) -> Machine:
     return Machine(sheet, 8, 8, **SHEETS[sheet])
 
 
-def estimates(task: Task, layouts: Sequence[Parallel], machine: Machine) -> list[StepCost]:
+def estimates(task: Task, layouts: Iterable[Parallel], machine: Machine) -> list[StepCost]:
     """As of `estimate_step` for each layout; the task is traced once."""
     counts = counts_of(task, task.train.num_steps, machine.platform)
     return [estimate(counts, parallel, task.train, machine) for parallel in layouts]
@@ -262,6 +264,11 @@ def layer_flops(task: Task, steps: int, rows: int) -> list[tuple[float, float]]:
     """What the planner counts for a block: of each kind, (forward, gradients of weights on their own)."""
     unit = counts_of(task, task.train.num_steps, "cpu").unit(steps, rows)
     return [(kind.forward.flops, kind.weights.flops) for kind in unit.kinds]
+
+
+def devices_of(machine: str) -> list[Any]:
+    """Devices of a machine that is not there; ValueError if there is no compiler for it."""
+    return described_devices(machine)
 
 
 def estimated_param_bytes(task: Task, parallel: Parallel) -> int:
@@ -446,6 +453,52 @@ def little_is_in_pools(most_filled: float | None = None) -> Iterator[None]:
         patch.setattr("jaxpar.partition.pool.COLUMNS", 8)
         if most_filled is not None:
             patch.setattr("jaxpar.partition.pool.MOST_FILLED", most_filled)
+        yield
+
+
+@contextlib.contextmanager
+def finalists_are(
+    compiled: Callable[[int], list[ProgramReport | str]],
+    timed: Callable[[list[Parallel], int], list[list[float]]] | None = None,
+) -> Iterator[None]:
+    """What a plan finds out about its finalists, which are not compiled and do not run.
+
+    Args:
+      compiled: of a number of layouts, the program of each, or why the compiler refuses it.
+      timed: of layouts and a number of rounds, the seconds of each round of each.
+    """
+
+    def compile_steps(settings: list[Any], machine: Machine) -> Iterator[tuple[int, Any]]:
+        yield from enumerate(compiled(len(settings)))
+
+    def time_steps(settings: list[Any], num_rounds: int) -> list[list[float]]:
+        assert timed is not None
+        return timed([own.parallel for own in settings], num_rounds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.planning.planner.described_devices", lambda machine: [])
+        patch.setattr("jaxpar.planning.planner.setup_of", lambda cost: cost.settings)
+        patch.setattr("jaxpar.planning.planner.compile_steps", compile_steps)
+        patch.setattr("jaxpar.planning.planner.time_steps", time_steps)
+        yield
+
+
+@contextlib.contextmanager
+def compiler_of_others(compiled: Callable[[], ProgramReport]) -> Iterator[None]:
+    """Machines that are not there have the first two devices of this one, and this compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        module = "jaxpar.planning.compiled"
+        patch.setattr(f"{module}.described_devices", lambda machine: jax.devices()[:2])
+        patch.setattr(f"{module}.inspect_lowered", lambda setup, lowered: compiled())
+        yield
+
+
+@contextlib.contextmanager
+def other_options_of_compilers() -> Iterator[None]:
+    """As another version of jaxpar may compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        options = {"gpu": (("stage",), {"xla_gpu_other": 1})}
+        patch.setattr("jaxpar.planning.compiled.OPTIONS", options)
         yield
 
 

@@ -1,7 +1,6 @@
 """The LSTM kernels for GPUs like H100: in interpret mode on a CPU, and their plans."""
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +9,11 @@ import pytest
 from flax import nnx
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from lib import api
+from lib.programs import equations_in
 
-from jaxpar import LayerContext
-from jaxpar.base.at import Processor
-from jaxpar.base.compiler import compiler_options
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, fused_lstm, lstm_layer
 from jaxpar.nn.fused_lstm import Plan
-from jaxpar.nn.lstm import has_kernels
 
 pytestmark = [
     pytest.mark.law,
@@ -117,68 +112,21 @@ def test_a_plan_fits_every_width():
     assert Plan.of(64, 4096, "float32", cores=132) is None
 
 
-ON_GPU = LayerContext(0, 0, 0, processor=Processor("gpu", 132))
-X_TBH = jax.ShapeDtypeStruct((4, 64, 256), jnp.float32)
+def runs_as_kernel(**options):
+    """Whether a layer does, on a GPU that has room for it."""
+    layer, x = LSTM(256, rngs=nnx.Rngs(0), **options), jnp.zeros((4, 64, 256))
+    at = api.context_on("gpu", 132)
+    program = jax.make_jaxpr(lambda x: layer(layer.initial_carry(64), x, at))(x)
+    return any(equation.primitive.name == "run_scoped" for equation in equations_in(program.jaxpr))
 
 
 @pytest.mark.parametrize("precision", ["highest", "float32"])
 def test_products_that_are_not_rounded_are_left_to_the_loop(precision):
-    layer = LSTM(256, rngs=nnx.Rngs(0), fused=True)
-    assert layer._plan(X_TBH, ON_GPU) == Plan.of(64, 256, "float32", cores=132)
+    assert runs_as_kernel(fused=True)
     with jax.default_matmul_precision(precision):
-        assert layer._plan(X_TBH, ON_GPU) is None
+        assert not runs_as_kernel(fused=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True, "num_heads": 4}])
 def test_other_layers_are_left_to_the_loop(options):
-    assert LSTM(256, rngs=nnx.Rngs(0), **options)._plan(X_TBH, ON_GPU) is None
-
-
-def gpus(number, capability="9.0"):
-    """What `Processor` reads of a mesh of GPUs."""
-    device = types.SimpleNamespace(platform="gpu", compute_capability=capability, core_count=132)
-    return types.SimpleNamespace(
-        devices=np.full((number,), device), shape={"data": number, "tensor": 1}, size=number
-    )
-
-
-@pytest.mark.parametrize(
-    ("mesh", "version", "cores"),
-    [
-        (gpus(1), (0, 12, 0), 132),
-        (gpus(1), (0, 10, 1), 0),
-        (gpus(1, "8.0"), (0, 12, 0), 0),
-        (gpus(2), (0, 12, 0), 0),
-    ],
-    ids=["an H100", "an older JAX", "an A100", "the compiler divides arrays"],
-)
-def test_which_devices_run_kernels(mesh, version, cores, monkeypatch):
-    monkeypatch.setattr(jax, "__version_info__", version)
-    assert Processor.of(mesh) == ("gpu", cores)
-
-
-def test_kernels_run_where_every_axis_is_divided_by_hand():
-    mesh, found = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2), []
-    of = types.SimpleNamespace(devices=gpus(4).devices, shape=dict(mesh.shape))
-
-    def note(x):
-        found.append(Processor.of(of).cores)
-        return x
-
-    for axes in ({"data"}, {"data", "tensor"}):
-        run = jax.shard_map(note, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes)
-        jax.jit(run).trace(jnp.zeros(4))
-    assert found == [0, 132]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_nothing_is_sent_beside_kernels(fused, monkeypatch):
-    """Also where a flag of the user's says otherwise; on one GPU nothing is sent at all."""
-    name = "xla_gpu_disable_async_collectives"
-    monkeypatch.setenv("XLA_FLAGS", f"--{name}=ALLREDUCE")
-    for number in (1, 2):
-        mesh = gpus(number)
-        mesh.shape["stage"] = 1
-        model = nnx.Sequential(LSTM(8, rngs=nnx.Rngs(0), fused=fused))
-        options = compiler_options(mesh, has_kernels=has_kernels(model, mesh))
-        assert options == ({name: "ALLCOLLECTIVES"} if fused and number > 1 else {})
+    assert not runs_as_kernel(**options)

@@ -21,8 +21,8 @@ from jax.scipy import linalg, special
 from jax.scipy.sparse.linalg import cg, gmres
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from lib.programs import equations_in
 
-from jaxpar.trace.jaxprs import equations_in
 from jaxpar.trace.varying import on_any_mesh
 
 pytestmark = pytest.mark.law

@@ -1,0 +1,23 @@
+"""What stands in traced programs."""
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+
+def programs_in(equation):
+    """The programs of a loop, a conditional or a call."""
+    found = []
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, ClosedJaxpr):
+                found.append(part.jaxpr)
+            elif isinstance(part, Jaxpr):
+                found.append(part)
+    return found
+
+
+def equations_in(program):
+    """All equations of a program, and of those within it."""
+    for equation in program.eqns:
+        yield equation
+        for part in programs_in(equation):
+            yield from equations_in(part)
