@@ -17,29 +17,21 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from lib import checkpoints
+from lib import api, checkpoints
 from lib.checkpoints import (
     RELATIVE_ERROR,
     TASK,
     Toy,
     assert_bit_equal,
-    canonical,
-    latest_step,
+    leaves_of,
     make_setup,
     next_losses,
-    restore,
-    variables,
 )
 from lib.laws import more
 from orbax.checkpoint import v1 as orbax
 
 from jaxpar import OptimizerConfig, init_state
 from jaxpar.nn import named_param
-from jaxpar.partition.by_layer import by_layer
-from jaxpar.sharding import is_variable
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit
-from jaxpar.training.checkpoint import Checkpoints, best_of
 
 run = checkpoints.run  # a fixture
 SMALL = dataclasses.replace(TASK, num_layers=2)
@@ -50,6 +42,16 @@ def small():
     """A state that costs nothing, and its setup."""
     setup = make_setup(task=SMALL)
     return init_state(*setup), setup
+
+
+def newest(folder, setup):
+    return int(api.restored(folder, *setup).step)
+
+
+def stored_losses(folder):
+    """Of all validations before a checkpoint."""
+    losses = json.loads((folder / "checkpoint.json").read_text())["losses"]
+    return {int(step): float(loss) for step, loss in losses.items()}
 
 
 def at_step(state, step):
@@ -90,32 +92,27 @@ INTERLEAVED = make_setup((2, 2, 2), (3, 2, 2, 1), num_groups=2)
     ],
 )
 def test_goes_on_on_another_mesh(run, before, after):
-    folder, expected, expected_losses = run(before)
-    state = restore(folder, after)
-    audit(state)
-    assert_bit_equal(canonical(state, *after), expected)
-    np.testing.assert_allclose(next_losses(after, state), expected_losses, rtol=RELATIVE_ERROR)
+    saved = run(before)
+    state = api.restored(saved.folder, *after)
+    api.audit(state)
+    assert_bit_equal(api.stored(*after, state), saved.arrays)
+    np.testing.assert_allclose(next_losses(after, state), saved.losses, rtol=RELATIVE_ERROR)
 
 
 @pytest.mark.rows(1)
 @pytest.mark.parametrize("setup", [ONE, ALL_FSDP, ALL_SHARDED, UNEVEN, UNEVEN_HOST, INTERLEAVED])
 def test_goes_on_bit_for_bit_on_the_same_mesh(run, setup):
-    folder, expected, expected_losses = run(setup)
-    state = restore(folder, setup)
-    audit(state)
-    assert_bit_equal(canonical(state, *setup), expected)
-    assert next_losses(setup, state) == expected_losses
+    saved = run(setup)
+    state = api.restored(saved.folder, *setup)
+    api.audit(state)
+    assert_bit_equal(api.stored(*setup, state), saved.arrays)
+    assert next_losses(setup, state) == saved.losses
 
 
-def test_empty_slots_are_zero_after_a_restore(run):
-    folder, _, _ = run(ALL_AXES)
-    state = restore(folder, UNEVEN)
-    empty = np.array([0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 1, 1], bool)
-    stacked = [value for _, value, dims in variables(state) if "layers" in dims]
-    assert len(stacked) == 3 * 3 + 2
-    for value in stacked:
-        assert not value[empty].any()
-        assert value[~empty].any(axis=tuple(range(1, value.ndim))).all()
+def test_a_state_comes_back_as_it_was_where_stages_have_fewer_layers_than_others(tmp_path):
+    state = init_state(*UNEVEN)
+    api.save(tmp_path, *UNEVEN, state)
+    assert_bit_equal(leaves_of(api.restored(tmp_path, *UNEVEN)), leaves_of(state))
 
 
 @pytest.mark.more
@@ -131,18 +128,15 @@ def test_empty_slots_are_zero_after_a_restore(run):
 def test_every_optimizer_comes_back(tmp_path, optimizer):
     setup = make_setup(task=dataclasses.replace(SMALL, optimizer=OptimizerConfig(**optimizer)))
     state = jax.tree.map(lambda a: a + jnp.ones_like(a), init_state(*setup))
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)) as checkpoints:
-        checkpoints.save(state)
-        restored = checkpoints.restore()
+    api.save(tmp_path, *setup, state)
+    restored = api.restored(tmp_path, *setup)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-    assert_bit_equal(canonical(restored, *setup), canonical(state, *setup))
+    assert_bit_equal(leaves_of(restored), leaves_of(state))
 
 
 def test_stored_arrays_have_readable_names_and_no_empty_slots():
-    shapes = {
-        name: array.shape
-        for name, array in by_layer(init_state(*UNEVEN), Setup.of(*UNEVEN).storage).items()
-    }
+    arrays = api.stored(*UNEVEN, init_state(*UNEVEN))
+    shapes = {name: array.shape for name, array in arrays.items()}
     assert shapes["params/layers/lstm/w_x"] == (8, 16, 4, 16)
     assert shapes["opt_state/0/mu/layers/lstm/w_x"] == (8, 16, 4, 16)
     assert shapes["carry/lstm/h_BH"] == (8, 8, 16)
@@ -156,23 +150,20 @@ def test_no_device_holds_more_for_a_checkpoint_than_for_a_step(mesh, num_layers)
     placement = (num_layers - 5, 2, 2, 1)
     setup = make_setup(mesh, placement, dataclasses.replace(TASK, num_layers=num_layers))
     state = init_state(*setup)
-    stored = by_layer(state, Setup.of(*setup).storage)
-    arrays = [
-        leaf.get_value() if is_variable(leaf) else leaf
-        for leaf in jax.tree.leaves(state, is_leaf=is_variable)
-    ]
-    for (name, now), before in zip(stored.items(), arrays, strict=True):
-        assert shard_size(now) <= shard_size(before), name
-
-
-def shard_size(array):
-    return np.prod(array.sharding.shard_shape(array.shape))
+    leaves = jax.tree.leaves_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    held = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): api.device_bytes(leaf)
+        for path, leaf in leaves
+    }
+    stored = api.stored_bytes(*setup, state)
+    assert stored.keys() == held.keys()
+    for name, num_bytes in stored.items():
+        assert num_bytes <= held[name], name
 
 
 def test_the_task_is_stored_as_text(tmp_path, small):
     state, setup = small
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)) as checkpoints:
-        checkpoints.save(at_step(state, 3))
+    api.save(tmp_path, *setup, at_step(state, 3))
     stored = json.loads((tmp_path / "3" / "checkpoint.json").read_text())
     assert stored["task"] == "Toy"
     optimizer = dataclasses.asdict(setup[0].optimizer)
@@ -186,37 +177,24 @@ def test_the_task_is_stored_as_text(tmp_path, small):
 
 def test_the_newest_are_kept(tmp_path, small):
     state, setup = small
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
-        for step in (2, 4, 6, 10):
-            checkpoints.save(at_step(state, step))
-        assert latest_step(checkpoints) == 10
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
-        checkpoints.save(at_step(state, 11))
+    states = [at_step(state, step) for step in (2, 4, 6, 10)]
+    api.save(tmp_path, *setup, *states, keep=2)
+    assert newest(tmp_path, setup) == 10
+    api.save(tmp_path, *setup, at_step(state, 11), keep=2)
     assert {each.name for each in tmp_path.iterdir()} == {"10", "11"}
-    assert (
-        int(
-            Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2))
-            .restore(step=10)
-            .step
-        )
-        == 10
-    )
+    assert int(api.restored(tmp_path, *setup, step=10).step) == 10
 
 
 def test_half_written_checkpoints_do_not_count(tmp_path, small):
     state, setup = small
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
-        checkpoints.save(at_step(state, 3))
+    api.save(tmp_path, *setup, at_step(state, 3), keep=2)
     killed = tmp_path / "4.orbax-checkpoint-tmp"
     shutil.copytree(tmp_path / "3", killed)
-
-    reader = Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2))
-    assert latest_step(reader) == 3
-    assert int(reader.restore().step) == 3
+    assert api.whole_steps(tmp_path, SMALL) == [3]
+    assert newest(tmp_path, setup) == 3
     assert killed.exists()  # it may be another process's, still at work
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
-        checkpoints.save(at_step(state, 5))
-        assert latest_step(checkpoints) == 5
+    api.save(tmp_path, *setup, at_step(state, 5), keep=2)
+    assert api.whole_steps(tmp_path, SMALL) == [3, 5]
     assert not killed.exists()
 
 
@@ -272,9 +250,7 @@ DAMAGES = {
 
 def test_a_checkpoint_that_the_disk_cannot_read_is_skipped(tmp_path, small, monkeypatch, caplog):
     state, setup = small
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=3)) as checkpoints:
-        for step in (3, 8):
-            checkpoints.save(at_step(state, step))
+    api.save(tmp_path, *setup, at_step(state, 3), at_step(state, 8), keep=3)
     path, opened = largest(tmp_path / "8"), Path.open
 
     def open_others(file, mode="r", **options):
@@ -283,8 +259,7 @@ def test_a_checkpoint_that_the_disk_cannot_read_is_skipped(tmp_path, small, monk
         return opened(file, mode, **options)
 
     monkeypatch.setattr(Path, "open", open_others)
-    reader = Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=3))
-    assert int(reader.restore().step) == 3
+    assert newest(tmp_path, setup) == 3
     said = f"skipped the damaged checkpoint {tmp_path}/8: [Errno 5] Input/output error: '{path}'"
     assert caplog.messages[-1] == said
 
@@ -293,16 +268,13 @@ def test_a_checkpoint_that_the_disk_cannot_read_is_skipped(tmp_path, small, monk
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, caplog):
     state, setup = small
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=3)) as checkpoints:
-        for step in (3, 8):
-            checkpoints.save(at_step(state, step))
+    api.save(tmp_path, *setup, at_step(state, 3), at_step(state, 8), keep=3)
     change, message = DAMAGES[damage]
     change(tmp_path / "8")
 
-    reader = Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=3))
     if "a bit of the" not in damage:  # that is not looked for in passing
-        assert (latest_step(reader), reader.steps()) == (3, [3])
-    assert int(reader.restore().step) == 3
+        assert api.whole_steps(tmp_path, SMALL) == [3]
+    assert newest(tmp_path, setup) == 3
     if message is not None:
         assert re.search(
             rf"^skipped the damaged checkpoint {tmp_path}/8: .*{message}", caplog.messages[-1]
@@ -311,104 +283,78 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
             FileNotFoundError,
             match=rf"no complete checkpoint of step 8; 8: .*{message}.*\nFix: use one of \[3\]",
         ):
-            reader.restore(step=8)
+            api.restored(tmp_path, *setup, step=8)
     # The run comes to this step again.
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=3)) as checkpoints:
-        for step in (7, 8):
-            checkpoints.save(at_step(state, step))
-    assert reader.steps() == [3, 7, 8]
+    api.save(tmp_path, *setup, at_step(state, 7), at_step(state, 8), keep=3)
+    assert api.whole_steps(tmp_path, SMALL) == [3, 7, 8]
     aside = [path.name for path in tmp_path.iterdir() if not path.name.isdecimal()]
     assert aside == []
 
 
 def test_a_checkpoint_knows_its_step_and_its_run(tmp_path, small, caplog):
-    state, setup = small
+    (state, setup), one = small, tmp_path / "one"
     for run, step in (("one", 3), ("other", 5)):
-        with Checkpoints(
-            tmp_path / run, Setup.of(*setup).replace(keep_checkpoints=2), run=run
-        ) as checkpoints:
-            checkpoints.save(at_step(state, step))
-    reader = Checkpoints(tmp_path / "one", Setup.of(*setup).replace(keep_checkpoints=2), run="one")
-    shutil.copytree(tmp_path / "one" / "3", tmp_path / "one" / "8")  # renamed
-    assert int(reader.restore().step) == 3
+        api.save(tmp_path / run, *setup, at_step(state, step), keep=2, run=run)
+    shutil.copytree(one / "3", one / "8")  # renamed
+    assert int(api.restored(one, *setup, run="one").step) == 3
     assert re.search(r"one/8: it is the checkpoint of step 3", caplog.text)
     caplog.clear()
-    shutil.rmtree(tmp_path / "one" / "8")
-    shutil.copytree(tmp_path / "other" / "5", tmp_path / "one" / "5")
-    assert int(reader.restore().step) == 3
+    shutil.rmtree(one / "8")
+    shutil.copytree(tmp_path / "other" / "5", one / "5")
+    assert int(api.restored(one, *setup, run="one").step) == 3
     assert re.search(r"one/5: it is of another run \(other, not", caplog.text)
-    shutil.rmtree(tmp_path / "one" / "3")
+    shutil.rmtree(one / "3")
     with pytest.raises(FileNotFoundError, match=r"no complete checkpoint; 5: it is of another run"):
-        reader.restore()
+        api.restored(one, *setup, run="one")
     # What is in the way is replaced.
-    with Checkpoints(
-        tmp_path / "one", Setup.of(*setup).replace(keep_checkpoints=2), run="one"
-    ) as checkpoints:
-        checkpoints.save(at_step(state, 5))
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["5"]
+    api.save(one, *setup, at_step(state, 5), keep=2, run="one")
+    assert sorted(path.name for path in one.iterdir()) == ["5"]
 
 
 def test_nothing_but_damage_is_an_error(tmp_path, small):
     state, setup = small
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)) as checkpoints:
-        checkpoints.save(at_step(state, 3))
+    api.save(tmp_path, *setup, at_step(state, 3))
     cut(tmp_path / "3" / "checkpoint.json")
     with pytest.raises(FileNotFoundError, match=r"no complete checkpoint; 3: .*\nFix: name a run"):
-        Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)).restore()
+        newest(tmp_path, setup)
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path, small):
     state, setup = small
     losses = {2: 3.0, 4: 1.0, 6: 1.0, 8: 2.0}
     for steps in ((2, 4), (6, 7, 8, 9)):  # in two processes, the second told of the losses before
-        with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)) as checkpoints:
-            checkpoints.losses |= {step: loss for step, loss in losses.items() if step < steps[0]}
-            for step in steps:
-                if step in losses:
-                    checkpoints.losses[step] = losses[step]
-                checkpoints.save(at_step(state, step))
-    steps = Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)).steps()
-    assert steps == [6, 9]
-    assert best_of(steps, losses) == 6
-    assert best_of([1, 3], losses) is None
-    assert (
-        Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)).stored_losses()
-        == losses
-    )
+        states = [at_step(state, step) for step in steps]
+        api.save(tmp_path, *setup, *states, losses=losses)
+    assert api.whole_steps(tmp_path, SMALL) == [6, 9]
+    assert int(api.restored(tmp_path, *setup, best=True).step) == 6
+    assert stored_losses(tmp_path / "9") == losses
 
 
 def test_no_loss_that_is_not_finite_is_the_best(tmp_path, small):
     state, setup = small
     losses = {1: math.nan, 2: 3.0, 3: -math.inf, 4: 4.0, 5: math.inf}
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)) as checkpoints:
-        for step, loss in losses.items():
-            checkpoints.losses[step] = loss
-            checkpoints.save(at_step(state, step))
-    reader = Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1))
-    assert reader.steps() == [2, 5]
-    assert int(reader.restore(best=True).step) == 2
-    np.testing.assert_equal(reader.stored_losses(), losses)
+    api.save(tmp_path, *setup, *(at_step(state, step) for step in losses), losses=losses)
+    assert api.whole_steps(tmp_path, SMALL) == [2, 5]
+    assert int(api.restored(tmp_path, *setup, best=True).step) == 2
+    np.testing.assert_equal(stored_losses(tmp_path / "5"), losses)
     shutil.rmtree(tmp_path / "2")
     with pytest.raises(FileNotFoundError, match="holds no complete checkpoint of a validated step"):
-        reader.restore(best=True)
+        api.restored(tmp_path, *setup, best=True)
 
 
 def test_a_failed_save_is_reported_and_takes_nothing_away(tmp_path, small, monkeypatch):
     state, setup = small
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
-        checkpoints.save(at_step(state, 3))
-        latest_step(checkpoints)
-        with monkeypatch.context() as patch:
-            patch.setattr("os.rename", fail)
-            patch.setattr("os.replace", fail)
-            patch.setattr("shutil.move", fail)
-            checkpoints.save(at_step(state, 4))
-            with pytest.raises(
-                OSError,
-                match=r"/4 could not be written: .*No space left on device\nFix: .*newest is of step 3",
-            ):
-                latest_step(checkpoints)
-        assert latest_step(checkpoints) == 3
+    api.save(tmp_path, *setup, at_step(state, 3), keep=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", fail)
+        patch.setattr("os.replace", fail)
+        patch.setattr("shutil.move", fail)
+        with pytest.raises(
+            OSError,
+            match=r"/4 could not be written: .*No space left on device\nFix: .*newest is of step 3",
+        ):
+            api.save(tmp_path, *setup, at_step(state, 4), keep=2)
+    assert newest(tmp_path, setup) == 3
 
 
 def fail(*_args, **_kwargs):
@@ -417,17 +363,14 @@ def fail(*_args, **_kwargs):
 
 def test_a_reader_leaves_no_trace(tmp_path):
     folder = tmp_path / "nothing"
-    with Checkpoints(folder, Setup.of(*ONE).replace(keep_checkpoints=1)) as checkpoints:
-        assert latest_step(checkpoints) is None
+    assert api.whole_steps(folder, SMALL) == []
     assert not folder.exists()
 
 
 def test_nothing_is_printed(tmp_path, small, capfd):
     state, setup = small
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)) as checkpoints:
-        for step in range(3):
-            checkpoints.save(at_step(state, step))
-        checkpoints.restore()
+    api.save(tmp_path, *setup, *(at_step(state, step) for step in range(3)))
+    newest(tmp_path, setup)
     assert capfd.readouterr() == ("", "")
 
 
@@ -437,22 +380,19 @@ def test_missing_checkpoints_are_errors(tmp_path, small):
         with pytest.raises(
             FileNotFoundError, match=rf"{folder} holds no complete checkpoint\nFix: name a run that"
         ):
-            restore(folder, setup)
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=2)) as checkpoints:
-        checkpoints.save(at_step(state, 3))
-        checkpoints.save(at_step(state, 5))
+            newest(folder, setup)
+    api.save(tmp_path, *setup, at_step(state, 3), at_step(state, 5), keep=2)
     with pytest.raises(
         FileNotFoundError, match=r"no complete checkpoint of step 4\nFix: use one of \[3, 5\]"
     ):
-        restore(tmp_path, setup, step=4)
+        api.restored(tmp_path, *setup, step=4)
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     """A folder with a checkpoint of a small state."""
     folder, setup = tmp_path_factory.mktemp("stored"), make_setup(task=SMALL)
-    with Checkpoints(folder, Setup.of(*setup).replace(keep_checkpoints=1)) as checkpoints:
-        checkpoints.save(init_state(*setup))
+    api.save(folder, *setup, init_state(*setup))
     return folder
 
 
@@ -488,16 +428,15 @@ SGD = OptimizerConfig("sgd", 0.01, warmup_steps=2, momentum=0.5)
 )
 def test_what_does_not_fit_is_named(stored, change, message):
     with pytest.raises(ValueError, match=message):
-        restore(stored, make_setup(task=dataclasses.replace(SMALL, **change)))
+        api.restored(stored, *make_setup(task=dataclasses.replace(SMALL, **change)))
 
 
 def test_what_makes_no_other_arrays_may_differ_and_is_named(stored, caplog):
     optimizer = OptimizerConfig(learning_rate=0.5, lr_schedule="constant", warmup_steps=0)
     changes = {"dropout": 0.5, "dtype": "bfloat16", "corpus": "elsewhere", "optimizer": optimizer}
     changes["num_words"] = 60
-    restored = restore(stored, make_setup(task=dataclasses.replace(SMALL, **changes)))
-    setup = make_setup(task=SMALL)
-    assert_bit_equal(canonical(restored, *setup), canonical(init_state(*setup), *setup))
+    restored = api.restored(stored, *make_setup(task=dataclasses.replace(SMALL, **changes)))
+    assert_bit_equal(leaves_of(restored), leaves_of(init_state(*make_setup(task=SMALL))))
     for change in (
         "num_words was None, is 60", "dropout was 0.1, is 0.5", "dtype was float32, is bfloat16",
         "optimizer.lr_schedule was cosine, is constant",
@@ -549,19 +488,14 @@ Biased.__name__ = Frozen.__name__ = Halved.__name__ = (
 )
 def test_another_model_of_the_same_fields_is_named(stored, kind, message):
     with pytest.raises(ValueError, match=message):
-        restore(stored, make_setup(task=kind(**vars(SMALL))))
+        api.restored(stored, *make_setup(task=kind(**vars(SMALL))))
 
 
 @pytest.mark.full
 def test_saving_in_another_placement_is_an_error(tmp_path):
     state = init_state(*UNEVEN)
-    with (
-        Checkpoints(
-            tmp_path, Setup.of(*make_setup((1, 4, 1))).replace(keep_checkpoints=2)
-        ) as checkpoints,
-        pytest.raises(ValueError, match=r"has 12 rows of layers, but the placement has 8"),
-    ):
-        checkpoints.save(state)
+    with pytest.raises(ValueError, match=r"has 12 rows of layers, but the placement has 8"):
+        api.save(tmp_path, *make_setup((1, 4, 1)), state)
 
 
 class Factored(Toy):
@@ -580,14 +514,10 @@ def test_state_of_other_shapes_is_stored_by_layer(placement, tmp_path):
     task = Factored(**vars(dataclasses.replace(SMALL, num_layers=sum(placement))))
     setup = make_setup((1, 2, 1), placement, task)
     state = init_state(*setup)
-    with Checkpoints(tmp_path, Setup.of(*setup).replace(keep_checkpoints=1)) as checkpoints:
-        checkpoints.save(state)
+    api.save(tmp_path, *setup, state)
     one = make_setup(task=setup[0])
-    actual = by_layer(restore(tmp_path, one), Setup.of(*one).storage)
-    expected = by_layer(state, Setup.of(*setup).storage)
-    assert actual.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_array_equal(np.array(actual[name]), np.array(array))
+    restored = api.restored(tmp_path, *one)
+    assert_bit_equal(api.stored(*one, restored), api.stored(*setup, state))
 
 
 @pytest.mark.parametrize("metadata", [None, {"config": {}}, {"task": "LM", "fields": 1}])
@@ -598,4 +528,4 @@ def test_a_foreign_checkpoint_is_an_error(tmp_path, metadata):
     with pytest.raises(
         FileNotFoundError, match=r"no complete checkpoint; 1: checkpoint\.json is missing"
     ):
-        restore(tmp_path, setup)
+        newest(tmp_path, setup)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,13 +18,9 @@ from jaxpar import (
     init_state,
     make_train_step,
 )
-from jaxpar.data.batches import put_batch
 from jaxpar.lm import LM, Batch
 from jaxpar.partition.by_layer import abstract_by_layer, from_layers
-from jaxpar.sharding import is_variable
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import batch_sharding
-from jaxpar.training.checkpoint import Checkpoints
+from lib import api
 
 # Another mesh sums in another order: float32 rounding, 6e-8 a term; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5
@@ -51,28 +49,10 @@ def make_setup(mesh=(1, 1, 1), placement="even", task=TASK, num_groups=1, **layo
     return task, Parallel(MeshConfig(*mesh, devices=devices), pipeline, **layout)
 
 
-def batch_of(step, task, parallel, mesh):
+def batch_of(step, task):
     shape = (2, task.batch_size, task.seq_len)
     tokens = np.random.default_rng(step).integers(0, task.vocab_size, shape, np.int32)
-    return put_batch(
-        Batch(*tokens, starts=step == 0), batch_sharding(Setup.of(task, parallel, mesh=mesh))
-    )
-
-
-def variables(state):
-    for path, leaf in jax.tree.leaves_with_path(state, is_leaf=is_variable):
-        value = np.array(leaf.get_value() if is_variable(leaf) else leaf)
-        dims = leaf.get_metadata("out_sharding") if is_variable(leaf) else ()
-        yield jax.tree_util.keystr(path), value, dims
-
-
-def canonical(state, task, parallel):
-    """Host copies; stacked layers in the order of the layers."""
-    [rows] = Setup.of(task, parallel).partition.slots.rows
-    order = [rows.index(layer) for layer in range(task.num_layers)]
-    return {
-        name: value[order] if "layers" in dims else value for name, value, dims in variables(state)
-    }
+    return Batch(*tokens, starts=step == 0)
 
 
 def assert_bit_equal(actual, expected):
@@ -84,28 +64,53 @@ def assert_bit_equal(actual, expected):
 
 @functools.cache
 def step_of(setup):
-    mesh = setup[1].mesh.build()
-    return mesh, make_train_step(*setup, TRAIN, mesh)
+    return make_train_step(*setup, TRAIN)
+
+
+def leaves_of(state):
+    """Host copies of all arrays, as they are on the devices."""
+    leaves = jax.tree.leaves_with_path(state)
+    return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in leaves}
+
+
+class Saved(NamedTuple):
+    """A run of some steps.
+
+    Attributes:
+      folder: with the checkpoint after two steps.
+      arrays: of the state at that time, by the names of a checkpoint.
+      losses: of the next steps.
+    """
+
+    folder: Path
+    arrays: dict[str, np.ndarray]
+    losses: list[float]
+
+
+def canonical(state, task, parallel):
+    return api.stored(task, parallel, state)
+
+
+def restore(folder, setup):
+    return api.restored(folder, *setup)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """setup -> (folder, the state after two steps, the losses of the next ones): each run once."""
+    """setup -> `Saved`: each run once."""
     runs = {}
 
     def run_once(setup):
         if setup not in runs:
             folder = tmp_path_factory.mktemp("run") / "checkpoints"
-            mesh, step = step_of(setup)
-            state = init_state(*setup, mesh=mesh)
+            state = init_state(*setup)
             for number in range(2):
-                state, _ = step(state, batch_of(number, *setup, mesh))
-            arrays = canonical(state, *setup)
-            with Checkpoints(folder, Setup.of(*setup).replace(keep_checkpoints=1)) as checkpoints:
-                checkpoints.save(state)
+                state, _ = step_of(setup)(state, batch_of(number, setup[0]))
+            arrays = api.stored(*setup, state)
+            with api.saving(folder, *setup, state):
                 # The state is donated to the third step while it is being written.
                 losses = next_losses(setup, state)
-            runs[setup] = folder, arrays, losses
+            runs[setup] = Saved(folder, arrays, losses)
         return runs[setup]
 
     return run_once
@@ -113,16 +118,11 @@ def run(tmp_path_factory):
 
 def next_losses(setup, state):
     """Of the 20 steps after the second."""
-    mesh, step = step_of(setup)
     losses = []
     for number in range(2, 22):
-        state, metrics = step(state, batch_of(number, *setup, mesh))
+        state, metrics = step_of(setup)(state, batch_of(number, setup[0]))
         losses.append(float(metrics.loss))
     return losses
-
-
-def restore(folder, setup, step=None):
-    return Checkpoints(folder, Setup.of(*setup).replace(keep_checkpoints=1)).restore(step)
 
 
 def with_parameters(state, layout, arrays):
