@@ -214,7 +214,19 @@ def test_the_devices_that_are_there_are_a_machine():
 
 
 @pytest.mark.parametrize(
-    "name", ["gpu", "h100", "h100:8", "cpu:1x1x8", "v5e", "v5e:2x", "h100:1x1x8x2", "m.json"]
+    "name",
+    [
+        "gpu",
+        "h100",
+        "h100:8",
+        "cpu:1x1x8",
+        "v5e",
+        "v5e:",
+        "v5e:2x",
+        "h100:1x1x8x2",
+        "x100:1x2",
+        "m.json",
+    ],
 )
 def test_machines_that_are_none_are_refused(name):
     with pytest.raises(ValueError, match=rf"machine '{name}': must be one of v5e"):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import pickle
 import re
 import statistics
 import time
@@ -10,39 +9,28 @@ import time
 import jax
 import numpy as np
 import pytest
-from lib import flax_models
+from lib import api, flax_models
 from lib.adopted import Adopted
-from lib.laws import make_settings
-from lib.planned import CPU, H100, task_of
+from lib.planned import CPU, H100, SHOWN, task_of
 
-from jaxpar import RULES, MeshConfig, Parallel, PipelineConfig
+from jaxpar import RULES, MeshConfig, Parallel, PipelineConfig, TrainConfig, fit
 from jaxpar.analysis import inspect_step
-from jaxpar.base.axes import STAGE
-from jaxpar.cli.main import main
 from jaxpar.lm import LM
-from jaxpar.mesh import described_devices
-from jaxpar.model.facts import ModelFacts
-from jaxpar.partition.partition import Partition
 from jaxpar.planning import (
     check_fits,
     compare,
-    compiled,
     describe,
     estimate_step,
+    find_machine,
     plan,
-    planner,
+    plan_in_steps,
     time_steps,
 )
-from jaxpar.planning.compiled import compile_step, compile_steps, setup_on
-from jaxpar.planning.cost import LEAST_SHARE, estimate
-from jaxpar.planning.counts import counts_of
-from jaxpar.planning.machine import Link
-from jaxpar.planning.planner import SHOWN
-from jaxpar.step.setup import Setup
 
 TASK = LM(4, 96, 96, vocab_size=768, batch_size=16, seq_len=12)
 TEXT = LM(2, 16, 16, batch_size=8, seq_len=4)
 TWO = Parallel(MeshConfig(data=2, devices=(0, 1)))
+LEAST_SHARE = 0.8  # of the memory that is estimated: with less, a layout is not tried
 
 
 def of(machine, num_devices, **fields):
@@ -83,8 +71,7 @@ def on_devices(parallel):
 @pytest.mark.full
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_the_first_choice_is_the_best_of_all(num_devices):
-    counts = counts_of(TASK, TASK.train.num_steps, CPU.platform)
-    costs = [estimate(counts, p, TASK.train, CPU) for p in every_layout(num_devices)]
+    costs = api.estimates(TASK, every_layout(num_devices), CPU)
     smallest = min(cost.estimated_bytes for cost in costs)
     least = LEAST_SHARE * smallest
     for room in (100, 1.5, 1.02):  # all fit, some, and those that save all they can
@@ -138,7 +125,8 @@ def test_the_words_are_those_of_the_numbers():
     )
     for cost in ranking.fitting[:12]:
         assert describe(cost.parallel) in str(ranking)
-    slow = plan(TASK, machine=of(CPU, 2, near=Link(1e6, 1e-2)), num_finalists=0)
+    link = dataclasses.replace(CPU.near, bytes_per_second=1e6, seconds=1e-2)
+    slow = plan(TASK, machine=of(CPU, 2, near=link), num_finalists=0)
     assert slow.explain().splitlines()[1].startswith("Estimated time per step: communication")
 
 
@@ -157,10 +145,9 @@ def test_every_choice_of_the_planner_is_a_config_that_can_be_built(name, num_dev
         assert {cost.parallel.mesh.stage for cost in ranking.fitting} >= {1, 2}
     for cost in ranking.fitting[:: max(len(ranking.fitting) // 3, 1)]:
         assert cost.settings == (task, cost.parallel, task.train)
-        layout = Partition(ModelFacts.of(task), cost.parallel)
-        assert sum(layout.placement or (0,)) == len(layout.facts.kind_of)
+        api.abstract_state(task, cost.parallel)
         assert np.prod([*cost.parallel.mesh.sizes.values()]) == num_devices
-    steps = 1 if task.unit == "rows" else ModelFacts.of(task).num_steps or 1
+    steps = 1 if task.unit == "rows" else getattr(task, "seq_len", 1)
     counted = task.batch_size * steps
     assert f"~{counted / ranking.best.seconds:,.0f} {task.unit}/s" in ranking.explain()
 
@@ -215,24 +202,22 @@ def test_finalists_run_and_the_quickest_is_chosen():
 
 
 @pytest.mark.full
-def test_what_was_measured_decides(monkeypatch):
+def test_what_was_measured_decides():
     """The first by arithmetic is slow on the clock, the third is quick; the best few run again."""
     asked = []
 
-    def timed(setups, num_rounds, num_steps=3):
-        asked.append([describe(setup.parallel) for setup in setups])
+    def timed(layouts, num_rounds):
+        asked.append([describe(layout) for layout in layouts])
         return [
             [{2: 0.1}.get(n, 0.5 + n) if len(asked) == 1 else 0.2 + n] * num_rounds
-            for n in range(len(setups))
+            for n in range(len(layouts))
         ]
 
-    monkeypatch.setattr(planner, "time_steps", timed)
-    monkeypatch.setattr(
-        planner, "compile_steps", lambda setups, machine: ((n, REPORT) for n in range(len(setups)))
-    )
-    first, *_, last = planner.plan_in_steps(
-        TEXT.resolve(), TWO, TEXT.train, planner.find_machine(), 6
-    )
+    def compiled(num_layouts):
+        return [REPORT] * num_layouts
+
+    with api.finalists_are(compiled, timed):
+        first, *_, last = plan_in_steps(TEXT.resolve(), TWO, TEXT.train, find_machine(), 6)
     third = describe(first.fitting[2].parallel)
     assert len(asked[0]) == 6
     assert asked[1][0] == third
@@ -245,20 +230,18 @@ REPORT = inspect_step(TEXT, "dp1")
 
 
 @pytest.mark.full
-def test_what_does_not_fit_by_the_compiler_falls_out(monkeypatch, capsys):
+def test_what_does_not_fit_by_the_compiler_falls_out(capsys):
     """The compiler refuses the first, and finds the second too large: others take their places."""
     large = dataclasses.replace(REPORT, memory=dataclasses.replace(REPORT.memory, temporary=10**12))
-
-    def found(setups, machine):
-        waves.append(len(setups))
-        results = ["Ran out of memory", large] if len(waves) == 1 else []
-        yield from enumerate(results + [REPORT] * (len(setups) - len(results)))
-
     waves = []
-    monkeypatch.setattr(planner, "compile_steps", found)
-    monkeypatch.setattr(planner, "setup_of", lambda cost: cost.settings)
-    monkeypatch.setattr(planner, "described_devices", lambda machine: [])
-    first, *_, last = planner.plan_in_steps(TASK, Parallel(), TASK.train, of(H100, 4), 4)
+
+    def compiled(num_layouts):
+        waves.append(num_layouts)
+        results = ["Ran out of memory", large] if len(waves) == 1 else []
+        return results + [REPORT] * (num_layouts - len(results))
+
+    with api.finalists_are(compiled):
+        first, *_, last = plan_in_steps(TASK, Parallel(), TASK.train, of(H100, 4), 4)
     said = capsys.readouterr().err
     assert f"  1 of 4: {describe(first.fitting[0].parallel)}: Ran out of memory\n" in said
     assert [wave for wave in waves if wave] == [4, 2]
@@ -271,63 +254,81 @@ def test_what_does_not_fit_by_the_compiler_falls_out(monkeypatch, capsys):
 
 @pytest.mark.full
 def test_setups_take_turns_on_states_of_their_own():
-    setups = [Setup.of(TEXT, shape) for shape in ("dp1", "dp2")]
-    seconds = time_steps(setups, 2, num_steps=1)
+    runs = [fit(TEXT, shape, TrainConfig(num_steps=1), quiet=True) for shape in ("dp1", "dp2")]
+    seconds = time_steps([run.setup for run in runs], 2, num_steps=1)
     assert [len(each) for each in seconds] == [2, 2]
     assert min(min(each) for each in seconds) > 0
+
+
+# ---- compilers of machines that are not there ----
+
+
+class Compiler:
+    """Counts what it compiles.
+
+    Attributes:
+      said: of each program; "" compiles it.
+    """
+
+    def __init__(self, said=""):
+        self.said, self.count = said, 0
+
+    def __call__(self):
+        self.count += 1
+        if self.said:
+            raise jax.errors.JaxRuntimeError(f"{self.said}\nand more")
+        return REPORT
+
+
+def cost_on(name, parallel="dp2"):
+    """Of a step on two devices of a machine."""
+    return estimate_step(TEXT.resolve(), parallel, machine=of(H100, 2, name=f"{name}:1x1x2"))
 
 
 @pytest.mark.full
 def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
-    times = []
+    compiler = Compiler()
+    with api.compiler_of_others(compiler):
+        for _ in range(2):
+            for parallel in ("dp2", "pp2"):
+                assert compare(cost_on("h100", parallel)).program == REPORT
+            assert compiler.count == 2
+        assert compare(cost_on("h200")).program == REPORT
+        assert compiler.count == 3  # of another machine
+        with api.other_options_of_compilers():
+            assert compare(cost_on("h100")).program == REPORT
+        assert compiler.count == 4
+    assert len([*(tmp_path / "jaxpar" / "compiled").iterdir()]) == 4
 
-    def inspected(setup, lowered):
-        times.append(1)
-        return REPORT
 
-    monkeypatch.setattr(compiled, "inspect_lowered", inspected)
-    machine = of(H100, 2, name="h100:1x1x2")
-    costs = [estimate_step(TEXT.resolve(), shape, machine=machine) for shape in ("dp2", "pp2")]
-    setups = [setup_on(cost.settings, machine) for cost in costs]
-    assert dict(compile_steps(setups, machine)) == {0: REPORT, 1: REPORT}
-    assert len(times) == 2
-    assert dict(compile_steps(setups, machine)) == {0: REPORT, 1: REPORT}
-    assert len(times) == 2
-    assert compile_step(setups[0], of(machine, 2, name="h200:1x1x2")) == REPORT
-    assert len(times) == 3  # of another machine
-    with monkeypatch.context() as changed:
-        changed.setattr(compiled, "OPTIONS", {"gpu": ((STAGE,), {"xla_gpu_other": 1})})
-        assert compile_step(setups[0], machine) == REPORT
-    assert len(times) == 4  # by a compiler with other options
-    files = [*(tmp_path / "jaxpar" / "compiled").iterdir()]
-    assert [pickle.loads(file.read_bytes()) for file in files] == [REPORT] * 4
+@pytest.mark.full
+def test_a_program_whose_compiler_has_crashed_is_not_compiled_again(monkeypatch, tmp_path):
+    """What a process leaves that has ended meanwhile: a note of the program."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAXPAR_COMPILES", str(tmp_path))
+    refuses, notes = Compiler("RESOURCE_EXHAUSTED: too large"), []
 
-    def refuses(setup, lowered):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large\nand more")
+    def compiler():
+        notes.extend(tmp_path.iterdir())
+        return refuses()
 
-    monkeypatch.setattr(compiled, "inspect_lowered", refuses)
-    assert (
-        compile_step(setups[1], of(machine, 2, name="a100:1x1x2"))
-        == "RESOURCE_EXHAUSTED: too large"
-    )
-    monkeypatch.setenv(compiled.WATCHED, str(tmp_path))
-    crashed = of(machine, 2, name="b200:1x1x2")
-    (tmp_path / compiled._name_of(compiled.lower_step(setups[1]), crashed)).touch()
-    assert compile_step(setups[1], crashed) == "it crashed"
+    with api.compiler_of_others(compiler):
+        assert compare(cost_on("h100")).refusal == "RESOURCE_EXHAUSTED: too large"
+        [note] = notes
+        assert not note.exists()
+        note.touch()
+        assert compare(cost_on("h100")).refusal == "it crashed"
+        assert note.exists()
+    assert refuses.count == 1
 
 
 def test_inspect_tells_why_a_compiler_refuses_a_step(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
-
-    def refuses(setup, lowered):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large\nand more")
-
-    monkeypatch.setattr(compiled, "inspect_lowered", refuses)
     small = "--num-layers 2 --hidden-size 16 --embed-size 16 --batch-size 8 --seq-len 4"
-    assert main(["inspect", "lm", *small.split(), "--machine", "h100:1x1x2", "--mesh", "dp2"]) == 2
+    words = ["inspect", "lm", *small.split(), "--machine", "h100:1x1x2", "--mesh", "dp2"]
+    with api.compiler_of_others(Compiler("RESOURCE_EXHAUSTED: too large")):
+        assert api.command(*words) == 2
     error = capsys.readouterr().err
     refusal = "the compiler of h100:1x1x2 refuses this step: RESOURCE_EXHAUSTED: too large\nFix: use a layout"
     assert refusal in error
@@ -337,43 +338,38 @@ def test_inspect_tells_why_a_compiler_refuses_a_step(monkeypatch, tmp_path, caps
 @pytest.mark.full
 def test_a_step_that_the_compiler_refuses_does_not_fit(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
+    said = "INTERNAL: no such kernel"
+    with api.compiler_of_others(Compiler(said)):
+        known = compare(cost_on("h100"))
+        assert (known.refusal, known.program, known.measured) == (said, None, ())
+        with pytest.raises(ValueError, match=rf"^the compiler refuses this step: {said}\n"):
+            check_fits(cost_on("h100"))
 
-    def refuses(setup, lowered):
-        raise jax.errors.JaxRuntimeError("INTERNAL: no such kernel\nand more")
 
-    monkeypatch.setattr(compiled, "inspect_lowered", refuses)
-    cost = estimate_step(TEXT.resolve(), "dp2", machine=of(H100, 2, name="h100:1x1x2"))
-    known = compare(cost)
-    assert (known.refusal, known.program, known.measured) == ("INTERNAL: no such kernel", None, ())
-    with pytest.raises(
-        ValueError, match=r"^the compiler refuses this step: INTERNAL: no such kernel\n"
-    ):
-        check_fits(cost)
+@pytest.mark.full
+def test_a_cache_that_is_broken_costs_a_compilation(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = Compiler()
+    with api.compiler_of_others(compiler):
+        compare(cost_on("h100"))
+        [file] = (tmp_path / "jaxpar" / "compiled").iterdir()
+        file.write_text("{")
+        for _ in range(2):  # it is written anew
+            assert compare(cost_on("h100")).program == REPORT
+    assert compiler.count == 2
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("home", ["/proc/nowhere", None, "broken"])
-def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
-    monkeypatch.setattr(compiled, "inspect_lowered", lambda setup, lowered: REPORT)
-    machine = of(H100, 2, name="h100:1x1x2")
-    setup = setup_on(estimate_step(TEXT.resolve(), "dp2", machine=machine).settings, machine)
-    if home == "broken":
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        compile_step(setup, machine)
-        [file] = (tmp_path / "jaxpar" / "compiled").iterdir()
-        file.write_text("{")
-        assert compile_step(setup, machine) == REPORT
-        assert pickle.loads(file.read_bytes()) == REPORT
-        return
+@pytest.mark.parametrize("home", ["/proc/nowhere", None])
+def test_a_cache_that_cannot_be_written_costs_a_compilation(home, monkeypatch, caplog):
     monkeypatch.delenv("XDG_CACHE_HOME")
     if home is None:
         monkeypatch.delenv("HOME")
         monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a container's user without a name
     else:
         monkeypatch.setenv("HOME", home)
-    assert compile_step(setup, machine) == REPORT
+    with api.compiler_of_others(Compiler()):
+        assert compare(cost_on("h100")).program == REPORT
     (said,) = caplog.messages
     assert "compiled programs cannot be kept: " in said
     assert "Fix: set XDG_CACHE_HOME" in said
@@ -395,23 +391,21 @@ def test_a_step_is_compared_with_its_program_and_with_the_clock():
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("lm", (2, 1, 1)), ("mixed", (1, 2, 1))],
+    [("lm", "dp2"), ("mixed", "pp2")],
 )
 def test_a_config_that_cannot_fit_is_refused(name, mesh):
     task = TEXT if name == "lm" else task_of(name)
-    settings = make_settings(mesh, (1, 1), task)
-    cost = check_fits(estimate_step(*settings))
+    cost = check_fits(estimate_step(task, mesh))
     assert cost.program is not None
     machine = dataclasses.replace(cost.machine, memory_bytes=0.8 * cost.memory_bytes)
     with pytest.raises(ValueError, match=r"a step needs .* per device, but 8 x cpu has"):
-        check_fits(estimate_step(*settings, machine))
+        check_fits(estimate_step(task, mesh, machine=machine))
 
 
 def test_a_config_that_nothing_makes_fit_is_refused():
-    settings = make_settings((1, 2, 1), (1, 1), TEXT)
-    tiny = dataclasses.replace(planner.find_machine(), memory_bytes=1e3)
+    tiny = find_machine(None, memory_bytes=1e3)
     with pytest.raises(ValueError, match="Fix: use a layout that plan finds, more devices, or"):
-        check_fits(estimate_step(*settings, tiny))
+        check_fits(estimate_step(TEXT, "pp2", machine=tiny))
 
 
 def test_what_cannot_be_planned_is_refused(monkeypatch):
@@ -429,7 +423,7 @@ def test_what_cannot_be_planned_is_refused(monkeypatch):
 
 def has_compiler(machine):
     try:
-        return bool(described_devices(machine))
+        return bool(api.devices_of(machine))
     except ValueError:
         return False
 
@@ -446,29 +440,23 @@ def test_a_compiler_that_is_missing_is_named(machine, extra, capsys):
     if has_compiler(machine):
         pytest.skip("the compiler is installed")
     flags = "--vocab-size 768 --num-layers 2 --hidden-size 96 --embed-size 96"
-    assert main(["plan", "lm", "--machine", machine, *flags.split()]) == 0
+    assert api.command("plan", "lm", "--machine", machine, *flags.split()) == 0
     said = capsys.readouterr().out
     assert "is installed: the estimates leave out how much memory a layout needs" in said
     assert f"\nFix: pip install 'jax[{extra}]'.\n" in said
     assert "To train with the first layout: " in said
-    assert main(["inspect", "lm", "--machine", machine, "--mesh", "dp4", *flags.split()]) == 2
+    assert api.command("inspect", "lm", "--machine", machine, "--mesh", "dp4", *flags.split()) == 2
     assert f"Fix: pip install 'jax[{extra}]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("machine", ["h100:8", "h100", "x100:1x2", "v5e:"])
-def test_a_machine_that_cannot_be_described_is_refused(machine):
-    with pytest.raises(ValueError, match=rf"machine '{machine}': must be one of|no compiler"):
-        described_devices(machine)
 
 
 @pytest.mark.full
 def test_sizes_of_memory_are_numbers_with_units(capsys):
     flags = "--vocab-size 768 --num-layers 2 --hidden-size 96 --embed-size 96 --machine h100:1x1x1"
     for size in ("16 potatoes", "1.2.3GB", "GB"):
-        assert main(["plan", "lm", *flags.split(), "--memory", size]) == 2
+        assert api.command("plan", "lm", *flags.split(), "--memory", size) == 2
         assert f"--memory {size} is not a size" in capsys.readouterr().err
     for size in ("1kB", "1.5MB"):
-        assert main(["plan", "lm", *flags.split(), "--memory", size]) == 2
+        assert api.command("plan", "lm", *flags.split(), "--memory", size) == 2
         assert "no layout fits" in capsys.readouterr().err
 
 
@@ -481,7 +469,7 @@ def test_training_takes_the_mesh_that_is_planned(capsys, tmp_path):
         *sizes.split(), "--train.num-steps", "1", "--optimizer.warmup-steps", "0",
         "--train.out-dir", str(tmp_path / "run"),
     ]  # fmt: skip
-    assert main(flags) == 0
+    assert api.command(*flags) == 0
     printed = capsys.readouterr().out
     [chosen] = re.findall(r"Use (\w+).* a step", printed.rpartition("status")[2])
     mesh = MeshConfig.parse(chosen)

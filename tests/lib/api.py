@@ -9,11 +9,12 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from flax import nnx
 from jaxpar import (
     LayerContext,
     Parallel,
+    Report,
     Task,
     TrainConfig,
     init_state,
@@ -38,27 +40,33 @@ from jaxpar.base.keys import key_data
 from jaxpar.base.sheets import SHEETS
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
+from jaxpar.data.batches import place_batch
 from jaxpar.data.bucketed import BucketedBatches as BucketedBatches  # documented for users
 from jaxpar.data.bucketed import choose_edges as choose_edges  # documented for users
 from jaxpar.data.packed import PackedBatches as PackedBatches  # documented for users
+from jaxpar.hosts import distributed
+from jaxpar.hosts.launch import environs
 from jaxpar.mesh import described_devices
 from jaxpar.model.adopt.variables import find_in
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import find_task
 from jaxpar.partition import by_layer
+from jaxpar.pipeline import Pipeline
 from jaxpar.planning import Machine, StepCost, plan_in_steps
 from jaxpar.planning.cost import Step, estimate
 from jaxpar.planning.counts import counts_of
 from jaxpar.sharding import array_of, is_variable
+from jaxpar.step import custom_backward
+from jaxpar.step import forward
 from jaxpar.step import state as state_of
-from jaxpar.step.custom_backward import check_custom_backward
 from jaxpar.step.functions import make_eval_step
 from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.parts import Parts
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
-from jaxpar.step.step import CompiledStep
+from jaxpar.step.step import CompiledStep, batch_sharding
 from jaxpar.training import comparison, loop
+from jaxpar.training.callbacks import TRACKERS
 from jaxpar.training.checkpoint import Checkpoints, write_table
 from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.nonfinite import find_origin
@@ -284,7 +292,44 @@ def check_before_run(task: Task, parallel: Parallel | None = None) -> None:
     """Raises ValueError where numbers would depend on the mesh, as before the first step."""
     parts = Setup.of(task, parallel).parts
     check_rows_alone(parts)
-    check_custom_backward(parts)
+    custom_backward.check_custom_backward(parts)
+
+
+@contextlib.contextmanager
+def tried_backward_passes() -> Iterator[list[str]]:
+    """Collects the functions of users whose backward passes checks before a run try."""
+    tried, check = [], custom_backward._check_rule
+
+    def check_rule(rule: Any, part: Any, function: str, *args: Any, **options: Any) -> bool:
+        tried.append(function)
+        return check(rule, part, function, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(custom_backward, "_check_rule", check_rule)
+        yield tried
+
+
+# ---- batches ----
+
+
+def placed_batch(task: Task, parallel: Parallel, batches: Any, number: int) -> Any:
+    """A batch on the devices of a mesh, of which each process has read its rows."""
+    return place_batch(batches, number, batch_sharding(Setup.of(task, parallel)))
+
+
+# ---- several processes ----
+
+
+def environments(
+    num_processes: int, num_devices: int, environ: Mapping[str, str] = os.environ
+) -> list[dict[str, str]]:
+    """Variables of processes of this machine that train together, each with so many devices."""
+    return environs(num_processes, num_devices, environ)
+
+
+def start_processes() -> None:
+    """Joins the other processes, in one that has an environment of `environments`."""
+    distributed.start_processes()
 
 
 # ---- runs and commands ----
@@ -411,6 +456,23 @@ def all_but_steps_is_slow() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
+def clock_of_runs(rate: float) -> Iterator[None]:
+    """The clock that a run reads is so many times as fast."""
+    clock = time.perf_counter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: rate * clock()))
+        yield
+
+
+@contextlib.contextmanager
+def tracker_is(name: str, tracker: Report) -> Iterator[None]:
+    """`--train.track NAME` means this tracker."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TRACKERS, name, lambda: tracker)
+        yield
+
+
+@contextlib.contextmanager
 def steps_and_waits() -> Iterator[list[str]]:
     """Gives each "step" put into the queue of the devices and each "wait" for one, as they happen."""
     happened, array = list[str](), type(jax.numpy.zeros(()))
@@ -428,6 +490,21 @@ def steps_and_waits() -> Iterator[list[str]]:
         patch.setattr(array, "block_until_ready", noting("wait", array.block_until_ready))
         patch.setattr(jax, "block_until_ready", noting("wait", jax.block_until_ready))
         yield happened
+
+
+@contextlib.contextmanager
+def buffers_hold_nan() -> Iterator[None]:
+    """Pipelines keep NaN where nothing was written yet."""
+    made = list[Pipeline]()
+
+    def poisoned(**options: Any) -> Pipeline:
+        made.append(Pipeline(**options, buffer_fill=float("nan")))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "Pipeline", poisoned)
+        yield
+    assert made, "no pipeline was made"
 
 
 @contextlib.contextmanager

@@ -11,6 +11,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 CPU, H100 = map(api.machine_of, ("cpu", "h100"))
+# The parts of a step's time, as a plan prints them.
+SHOWN = {
+    "layers": "layers", "head": "output head", "bubble": "pipeline bubble", "sending": "communication",
+    "update": "optimizer", "ticks": "overhead",
+}  # fmt: skip
 
 
 @functools.cache
