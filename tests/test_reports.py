@@ -1,6 +1,7 @@
 """The law: reports hear a run to its end, whatever that is, and no error of theirs ends it."""
 
 import dataclasses
+import json
 import logging
 import re
 import shutil
@@ -8,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from lib import api
 from lib.models import Regress
-from lib.runs import start_by_hand
+from lib.runs import metrics_of, start_by_hand, whole_checkpoints
 
 from jaxpar import (
     ConsoleReport,
@@ -24,12 +27,6 @@ from jaxpar import (
     WandB,
     fit,
 )
-from jaxpar.cli.main import main
-from jaxpar.step.setup import Setup
-from jaxpar.training.callbacks import TRACKERS
-from jaxpar.training.loop import validations_since_best
-from jaxpar.training.progress import Skipped
-from jaxpar.training.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -54,8 +51,9 @@ def train(folder, num_steps=6, **options):
     return TrainConfig(num_steps, log_every=1, out_dir=str(folder), **options)
 
 
-def steps_of(folder):
-    return RunFolder(folder).checkpoints(Setup.of(*RunFolder(folder).settings())).steps()
+def name_of(folder):
+    """What trackers call a run."""
+    return json.loads((folder / "data.json").read_text())["run"]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +99,7 @@ def test_a_report_ends_a_run_that_is_resumed_without_a_trace(whole, tmp_path):
     assert "3 of 6 steps" in repr(stopped)
     assert "; stopped (enough); in " in repr(stopped)
     assert [*stopped.evaluations] == ["valid", "test"]
-    assert steps_of(tmp_path / "run") == [3]
+    assert whole_checkpoints(tmp_path / "run") == [3]
     hears.actions.clear()  # of the run before
     resumed = fit(TASK, ONE, train(tmp_path / "run"), report=hears, resume=True)
     assert (resumed.stopped_by, stopped.losses + resumed.losses) == (None, whole.losses)
@@ -109,15 +107,11 @@ def test_a_report_ends_a_run_that_is_resumed_without_a_trace(whole, tmp_path):
 
 STOPS = """
 import sys
-import jax
-from jaxpar.hosts.distributed import start_processes
-from jaxpar.training import loop
-
-start_processes()
 sys.path.insert(0, sys.argv[2])
-from jaxpar.config import TrainConfig
-from jaxpar.training.fit import fit
-from jaxpar.training.callbacks import Report
+import jax
+from lib import api
+api.start_processes()
+from jaxpar import Report, TrainConfig, fit
 from lib.models import Regress
 
 
@@ -127,14 +121,12 @@ class Stops(Report):
             self.stop("enough")
 
 
-fast = loop.time.perf_counter
-rate = 1000 if jax.process_index() == 0 else 0.001  # clocks that do not agree
-loop.time = type("time", (), {"perf_counter": lambda: rate * fast()})
 train = TrainConfig(
     10**6, log_every=2, checkpoint_every=0, checkpoint_minutes=1e-6, keep_checkpoints=10**6,
     out_dir=sys.argv[1],
 )
-result = fit(Regress(("dense",)), "dp2", train, report=Stops())
+with api.clock_of_runs(1000 if jax.process_index() == 0 else 0.001):  # clocks that do not agree
+    result = fit(Regress(("dense",)), "dp2", train, report=Stops())
 print(result.stopped_by, int(result.state.step), *result.evaluations)
 """
 
@@ -155,26 +147,10 @@ def test_processes_stop_and_save_after_the_same_steps(tmp_path):
     assert found, ends
     last = int(found[1])
     assert 4 <= last < 10**6
-    assert steps_of(tmp_path / "run") == sorted({1, *range(2, last + 1, 2), last})
+    assert whole_checkpoints(tmp_path / "run") == sorted({1, *range(2, last + 1, 2), last})
 
 
 # ---- patience, and checkpoints by the clock ----
-
-
-@pytest.mark.parametrize(
-    ("losses", "expected"),
-    [
-        ({}, 0),
-        ({4: 1.0}, 0),
-        ({2: 2.0, 4: 1.0, 6: 1.5, 8: 1.2}, 2),
-        ({2: 1.0, 4: 1.0}, 1),  # no lower one
-        ({2: float("nan"), 4: float("inf")}, 2),
-        ({2: float("nan"), 4: 3.0, 6: float("nan")}, 1),
-        ({8: 1.2, 2: 2.0, 4: 1.0}, 1),
-    ],
-)
-def test_validations_are_counted_from_the_best(losses, expected):
-    assert validations_since_best(losses) == expected
 
 
 @pytest.mark.full
@@ -190,7 +166,7 @@ def test_patience_counts_on_in_a_resumed_run(tmp_path):
     ended = run("whole", 3, quiet=True)
     assert int(ended.state.step) == 8
     assert ended.stopped_by == "patience=3: no lower validation loss in the last 3"
-    valid = [line for line in RunFolder(tmp_path / "whole").metrics() if line["split"] == "valid"]
+    valid = [line for line in metrics_of(tmp_path / "whole") if line["split"] == "valid"]
     assert [line["step"] for line in valid] == [2, 4, 6, 8]
     assert ended.evaluations["valid"].loss == valid[-1]["loss"]
     hears = Hears()
@@ -209,10 +185,10 @@ def test_checkpoints_by_the_clock(tmp_path):
         log_every=2,
     )
     fit(TASK, ONE, config, quiet=True)
-    assert steps_of(tmp_path / "run") == [1, 2, 4, 6]
+    assert whole_checkpoints(tmp_path / "run") == [1, 2, 4, 6]
     rarely = dataclasses.replace(config, checkpoint_minutes=1e3)
     fit(TASK, ONE, rarely, quiet=True, overwrite=True)
-    assert steps_of(tmp_path / "run") == [6]
+    assert whole_checkpoints(tmp_path / "run") == [6]
 
 
 # ---- trackers ----
@@ -229,13 +205,27 @@ class Notes(Tracker):
         self.lines.append((step, numbers))
 
 
-SKIPPED = Skipped(step=3, nonfinite="loss", epoch=0, window=2, num_windows=8, skipped=2)
+@dataclasses.dataclass(frozen=True)
+class WithoutNumbers(Regress):
+    """The third batch of its training is not finite."""
+
+    def make_batches(self, split, seed=None):
+        batches = super().make_batches(split, seed)
+        whole = batches.batch
+
+        def batch(step, rows=slice(None)):
+            found = whole(step, rows)
+            is_bad = split == "train" and step == 2
+            return {**found, "y": found["y"] * np.float32(np.nan)} if is_bad else found
+
+        batches.batch = batch
+        return batches
 
 
 def lines_of(folder):
     """What trackers are told of a run, by its metrics.jsonl."""
     lines = []
-    for line in RunFolder(folder).metrics():
+    for line in metrics_of(folder):
         split, step = line.pop("split"), line.pop("step")
         lines.append((step, {f"{split}/{n}": v for n, v in line.items() if v is not None}))
     return lines
@@ -249,23 +239,29 @@ def test_a_tracker_of_ones_own_hears_all_numbers_by_name(tmp_path):
     assert splits == ["train"] * 3 + ["valid"] + ["train"] * 3 + ["valid", "test"]
 
 
-def test_a_tracker_of_ones_own_hears_of_skipped_steps_and_of_failure():
+def test_callbacks_hear_of_skipped_steps(tmp_path, capsys):
+    notes, skips = Notes(), {"nonfinite": "skip", "max_skipped": 5}
+    reports = [notes, ConsoleReport()]
+    fit(WithoutNumbers(("dense",)), ONE, train(tmp_path / "run", 4, **skips), report=reports)
+    assert (3, {"train/skipped": 1}) in notes.lines
+    assert re.search(
+        r"the loss of step 3 is not finite \(batch 2 of \d+ in epoch 0, from 0\): skipped, 1 of 5 allowed\n",
+        capsys.readouterr().out,
+    )
+
+
+def test_a_tracker_of_ones_own_hears_of_failure():
     notes = Notes()
-    notes.skipped(SKIPPED, 5)
-    assert notes.lines == [(3, {"train/skipped": 2})]
     notes.failed(ConnectionError())
     assert notes.exit_code == 1
 
 
 def test_the_console_tells_what_happens_between_the_numbers(capsys):
     report = ConsoleReport()
-    report.skipped(SKIPPED, 5)
     report.warning("batch 7 has [no] loss")
     report.adjusted(4)
     assert capsys.readouterr().out == (
-        "the loss of step 3 is not finite (batch 2 of 8 in epoch 0, from 0): skipped, 2 of 5 allowed\n"
-        "warning: batch 7 has [no] loss\n"
-        "step 4  optimizer state updated by Task.after_validation\n"
+        "warning: batch 7 has [no] loss\nstep 4  optimizer state updated by Task.after_validation\n"
     )
 
 
@@ -273,20 +269,20 @@ def test_a_package_that_is_not_there_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="WandB needs the package wandb\nFix: pip install wandb"):
         WandB()
-    assert main(["train", "lm", "--train.track", "wandb"]) == 2
+    assert api.command("train", "lm", "--train.track", "wandb") == 2
     assert "error: WandB needs the package wandb" in capsys.readouterr().err
 
 
 def test_the_command_line_tells_trackers_as_well(monkeypatch, tmp_path, capsys):
     notes = Notes()
-    monkeypatch.setitem(TRACKERS, "wandb", lambda: notes)
     monkeypatch.chdir(tmp_path)
     task = f"{Path(__file__).parent}/lib/models.py:Regress"
-    command = ["train", task, "--mesh", "dp1", "--kinds", "dense", "--train.track", "wandb"]
-    assert main([*command, "--train.num-steps", "2"]) == 0
-    assert notes.lines == lines_of(tmp_path / "runs" / "0001")
-    assert "step 2/2  loss" in capsys.readouterr().out
-    assert main(["train", "--resume", "--train.num-steps", "3"]) == 0
+    with api.tracker_is("wandb", notes):
+        options = ["--mesh", "dp1", "--kinds", "dense", "--train.track", "wandb"]
+        assert api.command("train", task, *options, "--train.num-steps", "2") == 0
+        assert notes.lines == lines_of(tmp_path / "runs" / "0001")
+        assert "step 2/2  loss" in capsys.readouterr().out
+        assert api.command("train", "--resume", "--train.num-steps", "3") == 0
     assert notes.lines[-3:] == lines_of(tmp_path / "runs" / "0001")[-3:]
     assert notes.lines[-3][0] == 3
 
@@ -335,7 +331,7 @@ def test_wandb_knows_a_resumed_run_and_a_failed_one(tmp_path, monkeypatch, caplo
     codes = [record.exit.exit_code for record in found if record.HasField("exit")]
     lines = [{i.nested_key[0]: i.value_json for i in record.history.item} for record in found]
     losses = [(int(n["step"]), float(n["train/loss"])) for n in lines if "train/loss" in n]
-    assert ids == {RunFolder(tmp_path / "away").data()["run"]}
+    assert ids == {name_of(tmp_path / "away")}
     assert codes == [0, 0, 1]
     assert losses == [(step, n["train/loss"]) for step, n in known if "train/loss" in n]
     assert [record for record in caplog.records if record.name.startswith("jaxpar")] == []
@@ -363,7 +359,7 @@ def test_trackio_goes_on_with_a_resumed_run(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.WARNING, "jaxpar")
     known = run_in_two_parts(tmp_path / "run", Trackio("learned"))
     [name] = SQLiteStorage.get_runs("learned")
-    assert name == f"run-{RunFolder(tmp_path / 'away').data()['run']}"
+    assert name == f"run-{name_of(tmp_path / 'away')}"
     logs = SQLiteStorage.get_logs("learned", name)
     losses = [(log["step"], log["train/loss"]) for log in logs if "train/loss" in log]
     assert losses == [(step, n["train/loss"]) for step, n in known if "train/loss" in n]
