@@ -4,7 +4,6 @@ import dataclasses
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax
@@ -12,76 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from lib import api
 from lib.predictions import SEPARATOR, TASK, plain, predicted, text_of
 
 import jaxpar
-from jaxpar import MeshConfig, Parallel, PipelineConfig, Stack, Sums, init_state
-from jaxpar.cli.main import main
-from jaxpar.lm import LanguageModel
-from jaxpar.model.task import find_task
+from jaxpar import MeshConfig, Parallel, PipelineConfig, Stack, Sums
 from jaxpar.nn import Stateless
-from jaxpar.step.setup import Setup
-from jaxpar.training import loaded
-from jaxpar.training.evaluate import in_batches
-from jaxpar.training.loaded import LoadedRun
 
-more = pytest.mark.more
-Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
+Digits = api.task_class(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
 READ = {
     "stream": TASK,
     "packed": dataclasses.replace(TASK, packed=True),
     "buckets": dataclasses.replace(TASK, num_buckets=3, bucket_multiple=2),
 }
-MESHES = {
-    "dp4": Parallel("dp4"),
-    "tp2": Parallel("tp2"),
-    "microbatches": Parallel("dp2", PipelineConfig(num_microbatches=2, num_chunks=4)),
-    "shares": Parallel("dp2pp2", shares=(3, 1)),
-    "all axes": Parallel("dp2pp2tp2", PipelineConfig(num_microbatches=2, num_chunks=4)),
-    "fsdp": Parallel("dp2pp2", PipelineConfig(num_chunks=4, head="last"), fsdp=True),
-    "empty stages": Parallel(
-        "pp4", PipelineConfig(placement="first | 0-2 | | 3, last", num_chunks=4)
-    ),
-    "interleaved": Parallel(
-        "pp2", PipelineConfig("interleaved", num_groups=2, num_chunks=4, num_microbatches=2)
-    ),
-    "v": Parallel("pp2", PipelineConfig("v", num_chunks=4, num_microbatches=2)),
-    "remat": Parallel("dp2pp2", PipelineConfig(remat=True, num_chunks=4)),
-    "segments": Parallel(
-        "pp2", PipelineConfig(remat=True, remat_keeps="carries", num_chunks=8, head="last")
-    ),
-}
-ROWS = [
-    ("stream", "dp4"), ("packed", "tp2"), ("buckets", "microbatches"), ("packed", "shares"),
-    ("buckets", "all axes"), ("stream", "empty stages"), ("buckets", "v"),
-    *(pytest.param(*row, marks=more) for row in (
-        ("packed", "interleaved"), ("stream", "fsdp"), ("stream", "remat"), ("stream", "segments"),
-    )),
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def expected():
-    return {name: plain(task, text_of()) for name, task in READ.items()}
+ALL_AXES = Parallel("dp2pp2tp2", PipelineConfig(num_microbatches=2, num_chunks=4))
 
 
 @pytest.mark.more
 @pytest.mark.law
-@pytest.mark.parametrize(("read", "mesh"), ROWS)
-def test_every_token_has_its_log_likelihood_on_any_mesh(read, mesh, expected):
-    found = predicted(READ[read], MESHES[mesh])
-    np.testing.assert_allclose(found["log_likelihood"], expected[read], rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("read", READ)
+def test_every_token_has_its_log_likelihood(read):
+    found = predicted(READ[read], ALL_AXES)
+    expected = plain(READ[read], text_of())
+    np.testing.assert_allclose(found["log_likelihood"], expected, rtol=1e-5, atol=1e-6)
     assert np.isnan(found["log_likelihood"]).sum() == 1
-
-
-@pytest.mark.full
-def test_a_head_in_parts_is_gathered_where_a_model_predicts_as_a_whole(monkeypatch):
-    task = dataclasses.replace(TASK, hidden_size=6)
-    monkeypatch.delattr(LanguageModel, "predict_part")
-    found = predicted(task, Parallel("pp2", PipelineConfig(num_chunks=2, head="sharded")))
-    np.testing.assert_allclose(
-        found["log_likelihood"], plain(task, text_of()), rtol=1e-5, atol=1e-6
-    )
 
 
 # ---- any model, any batches ----
@@ -120,7 +73,7 @@ class Rows(jaxpar.Task):
     """Arrays in memory, or batches of one's own."""
 
     batch_size: int = 8
-    optimizer: jaxpar.OptimizerConfig = jaxpar.OptimizerConfig()
+    optimizer: jaxpar.OptimizerConfig = jaxpar.OptimizerConfig(warmup_steps=0)
 
     def make_model(self, rngs):
         return Net(rngs)
@@ -195,8 +148,8 @@ class Listed:
 
 @pytest.mark.law
 def test_a_folder_has_what_the_memory_has(tmp_path):
-    inside = predicted(TASK, MESHES["dp4"])
-    outside = predicted(TASK, MESHES["dp4"], out=tmp_path / "new")
+    inside = predicted(TASK, "dp4")
+    outside = predicted(TASK, "dp4", out=tmp_path / "new")
     np.testing.assert_array_equal(outside["log_likelihood"], inside["log_likelihood"])
     loaded = np.load(tmp_path / "new/log_likelihood.npy")
     np.testing.assert_array_equal(loaded, inside["log_likelihood"])
@@ -204,7 +157,7 @@ def test_a_folder_has_what_the_memory_has(tmp_path):
     with pytest.raises(
         FileExistsError, match=r"new/log_likelihood\.npy exists already\.\nFix: rem"
     ):
-        predicted(TASK, MESHES["dp4"], out=tmp_path / "new")
+        predicted(TASK, "dp4", out=tmp_path / "new")
 
 
 def test_an_interrupted_prediction_leaves_nothing(tmp_path):
@@ -218,7 +171,7 @@ def test_an_interrupted_prediction_leaves_nothing(tmp_path):
 
     batches.batch = stop
     with pytest.raises(KeyboardInterrupt):
-        predicted(TASK, MESHES["dp4"], batches, out=tmp_path)
+        predicted(TASK, "dp4", batches, out=tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
@@ -309,11 +262,8 @@ import dataclasses, resource, sys
 import jax.numpy as jnp, numpy as np
 from flax import nnx
 import jaxpar
-from jaxpar.step.setup import Setup
-from jaxpar.training import loaded
-from jaxpar.training.evaluate import in_batches
-from jaxpar.training.loaded import LoadedRun
-from jaxpar.training.predict import predict
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from lib import api
 
 class Model(nnx.Module):
     time_major = False
@@ -337,11 +287,11 @@ class Task(jaxpar.Task):
     def example_batch(self):
         return {{"x": np.ones((4096, 1), np.float32), "weight": np.ones(4096, np.float32)}}
 
-setup = Setup.of(Task(), "dp1")
-state = jaxpar.init_state(setup)
+state = jaxpar.init_state(Task(), "dp1")
 peaks = []
 for rows in (8192, 600_000):
-    predict(setup, state, Task().make_batches(str(rows)), f"{tmp_path}/{{rows}}", quiet=True)
+    batches = Task().make_batches(str(rows))
+    api.epoch_predictions(Task(), "dp1", state, batches, f"{tmp_path}/{{rows}}")
     peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 print(peaks[1] - peaks[0])
 """
@@ -358,18 +308,11 @@ print(peaks[1] - peaks[0])
 @pytest.fixture(scope="module")
 def text_run(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "run"
-    sizes = [
-        "--hidden-size",
-        "8",
-        "--embed-size",
-        "8",
-        "--num-layers",
-        "2",
-        "--optimizer.warmup-steps",
-        "0",
-    ]
-    run = ["--train.num-steps", "3", "--train.out-dir", str(folder)]
-    assert main(["train", "lm", "--corpus", str(text), *sizes, *run]) == 0
+    options = [
+        "--corpus", str(text), "--hidden-size", "8", "--embed-size", "8", "--num-layers", "2",
+        "--optimizer.warmup-steps", "0", "--train.num-steps", "3", "--train.out-dir", str(folder),
+    ]  # fmt: skip
+    assert api.command("train", "lm", *options) == 0
     return jaxpar.load_run(folder)
 
 
@@ -409,9 +352,8 @@ def test_a_run_predicts_its_splits_and_other_texts(text_run, text, tmp_path, cap
     one = text_run.predict("valid", quiet=True, batch_size=1)["log_likelihood"]
     np.testing.assert_allclose(one[:3], found[:3], rtol=1e-4)  # the first of 16 streams
     out = tmp_path / "out"
-    assert (
-        main(["predict", str(text_run.folder), "valid", "--mesh", "dp2pp2", "--out", str(out)]) == 0
-    )
+    words = [str(text_run.folder), "valid", "--mesh", "dp2pp2", "--out", str(out)]
+    assert api.command("predict", *words) == 0
     assert f"{out}/log_likelihood.npy: float32[{len(found)}]" in capsys.readouterr().out
     np.testing.assert_allclose(np.load(out / "log_likelihood.npy"), found, rtol=1e-5, atol=1e-6)
 
@@ -433,7 +375,7 @@ CALLS = {
         lambda run: run.predict(jaxpar.ArrayBatches({"inputs_BT": np.zeros((16, 32), np.int32)}, 16)),
         "the batch is a dict of inputs_BT, weight, those of task LM are a Batch of inputs_BT, targets_BT",
     ),
-    "a mesh of a number": (lambda run: jaxpar.load_run(run.folder.path, 4), r"mesh=4 \(int\): must be"),
+    "a mesh of a number": (lambda run: jaxpar.load_run(str(run.folder), 4), r"mesh=4 \(int\): must be"),
     "a run of a number": (lambda run: jaxpar.load_run(3), r"folder=3 \(int\): must be a path"),
     "a run without a name": (lambda run: jaxpar.load_run(""), "folder='' names nothing\nFix: give a path"),
     "a start without a name": (lambda run: jaxpar.Start(""), "start='' names nothing\nFix: give a path"),
@@ -451,24 +393,38 @@ def test_a_wrong_call_of_a_run_is_told_at_once(name, text_run):
     assert str(raised.value).count("\n") <= 2
 
 
-def test_a_size_that_changes_the_model_is_refused():
-    @dataclasses.dataclass(frozen=True)
-    class Wide(Rows):
-        width: int = 4
+@dataclasses.dataclass(frozen=True)
+class Wide(Rows):
+    """A size of the data, and one of the model; batches of three splits."""
 
-        def make_model(self, rngs):
-            model = Net(rngs)
-            model.more = nnx.Param(jnp.zeros(self.width))
-            return model
+    width: int = 4
 
-    setup = Setup.of(Wide(), "dp1")
-    state = init_state(setup)
+    def make_model(self, rngs):
+        model = Net(rngs)
+        model.more = nnx.Param(jnp.zeros(self.width))
+        return model
+
+    def make_batches(self, split, seed=None):
+        arrays = {"x": super().make_batches(split).arrays["x"][:16]}
+        return {name: jaxpar.ArrayBatches(arrays, self.batch_size, seed) for name in SPLITS}[split]
+
+
+SPLITS = ("train", "valid", "test")
+
+
+@pytest.fixture(scope="module")
+def wide_run(tmp_path_factory):
+    train = jaxpar.TrainConfig(num_steps=1, out_dir=str(tmp_path_factory.mktemp("wide") / "run"))
+    return jaxpar.load_run(jaxpar.fit(Wide(), "dp1", train, quiet=True).out_dir)
+
+
+def test_a_size_that_changes_the_model_is_refused(wide_run):
     with pytest.raises(
         ValueError, match=r"'width': 5\} changes the parameters of the model\nFix: use"
     ):
-        in_batches(setup, state, batch_size=4, width=5)
-    changed, _ = in_batches(setup, state, batch_size=4)
-    assert changed.task == Wide(batch_size=4)
+        wide_run.predict("test", batch_size=4, width=5)
+    task = wide_run.in_batches(batch_size=4).setup.task
+    assert (task.batch_size, task.width) == (4, 4)
 
 
 @pytest.mark.full
@@ -491,20 +447,15 @@ def test_a_split_that_is_not_there_is_refused():
         TASK.make_batches("tset")
 
 
-def test_a_file_for_a_task_that_knows_splits_alone_is_refused(monkeypatch):
-    def of_split(split):
-        return {"train": 0, "test": 2}[split]
-
-    monkeypatch.setattr(loaded, "describe_data", lambda setup: {})
-    task = types.SimpleNamespace(name="own", make_batches=of_split)
-    folder = types.SimpleNamespace(check_data=lambda data: None)
-    run = types.SimpleNamespace(folder=folder, setup=types.SimpleNamespace(task=task))
-    assert LoadedRun.batches(run, "test") == 2
-    message = r"data='new\.csv' is no split of task own \(KeyError: .*\)\.\nFix: use train"
+def test_a_file_for_a_task_that_knows_splits_alone_is_refused(wide_run, monkeypatch):
+    assert wide_run.batches("test").batch_size == 8
+    message = r"data='new\.csv' is no split of task Wide \(KeyError: .*\)\.\nFix: use train"
     with pytest.raises(ValueError, match=message):
-        LoadedRun.batches(run, "new.csv")
-    with pytest.raises(KeyError, match="valid"):  # a mistake of the task
-        LoadedRun.batches(run, "valid")
+        wide_run.batches("new.csv")
+    task_type = type(wide_run.setup.task)
+    monkeypatch.setattr(task_type, "make_batches", lambda self, split, seed=None: {}[split])
+    with pytest.raises(KeyError):  # a mistake of the task
+        wide_run.batches("valid")
 
 
 # ---- what is refused ----

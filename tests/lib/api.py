@@ -8,6 +8,7 @@ says so, those of a checkpoint ("params/layers/gru/w_x", stacked by kind).
 import contextlib
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -33,20 +35,22 @@ from jaxpar import (
     make_train_step,
     value_and_grad,
 )
-from jaxpar.analysis import ProgramReport
+from jaxpar.analysis import ProgramReport, program
 from jaxpar.base import trees
 from jaxpar.base.at import Processor
 from jaxpar.base.keys import key_data
 from jaxpar.base.sheets import SHEETS
+from jaxpar.cli.commands import PlotRuns
 from jaxpar.cli.main import main
-from jaxpar.cli.parse import read_command
-from jaxpar.data.batches import place_batch
+from jaxpar.cli.parse import all_commands, read_command
+from jaxpar.data import batches
 from jaxpar.data.bucketed import BucketedBatches as BucketedBatches  # documented for users
 from jaxpar.data.bucketed import choose_edges as choose_edges  # documented for users
 from jaxpar.data.packed import PackedBatches as PackedBatches  # documented for users
 from jaxpar.hosts import distributed
 from jaxpar.hosts.launch import environs
 from jaxpar.mesh import described_devices
+from jaxpar.model import task as task_module
 from jaxpar.model.adopt.variables import find_in
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import find_task
@@ -56,11 +60,10 @@ from jaxpar.planning import Machine, StepCost, plan_in_steps
 from jaxpar.planning.cost import Step, estimate
 from jaxpar.planning.counts import counts_of
 from jaxpar.sharding import array_of, is_variable
-from jaxpar.step import custom_backward
-from jaxpar.step import forward
+from jaxpar.step import custom_backward, forward, independence, per_layer
 from jaxpar.step import state as state_of
+from jaxpar.step import step as step_of
 from jaxpar.step.functions import make_eval_step
-from jaxpar.step.independence import check_rows_alone
 from jaxpar.step.parts import Parts
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
@@ -72,6 +75,7 @@ from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.predict import predict
 from jaxpar.training.summary import summarize
+from jaxpar.training.weights import model_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -163,6 +167,11 @@ def predictions(task: Task, parallel: Parallel, batch: Any) -> tuple[Arrays, Arr
     return found, by_name(setup, state.params, state.frozen)
 
 
+def eval_step(task: Task, parallel: Parallel | None = None) -> CompiledStep:
+    """(state, batch) -> (carry, sums), without dropout."""
+    return make_eval_step(task, parallel)
+
+
 def evaluation(
     task: Task, parallel: Parallel | None, state: TrainState, batch: Any
 ) -> tuple[dict[str, float], TrainState]:
@@ -182,10 +191,66 @@ def epoch_sums(
 
 
 def epoch_predictions(
-    task: Task, parallel: Parallel | None, state: TrainState, batches: Any
+    task: Task, parallel: Parallel | None, state: TrainState, batches: Any, out: Any = None
 ) -> Arrays:
-    """What the model predicts for all rows of an epoch."""
-    return predict(Setup.of(task, parallel), state, batches, quiet=True)
+    """What the model predicts for all rows of an epoch; `out` is a folder to write it to."""
+    return predict(Setup.of(task, parallel), state, batches, out, quiet=True)
+
+
+# ---- updates of a task's own optimizer ----
+
+
+def loss_of_update(number: int) -> np.floating:
+    """The loss that an optimizer is given in a step of `optimizer_updates`."""
+    return np.float32(number / 4 + 1)
+
+
+def optimizer_updates(
+    task: Task, parallel: Parallel, params: Arrays, grads: Sequence[Arrays]
+) -> tuple[list[Arrays], Any]:
+    """The updates for gradients, step by step, and the optimizer's state after them.
+
+    Parameters, gradients and updates have the names of a checkpoint.
+    """
+    optimizer, first = Setup.of(task, parallel).optimizer, init_state(task, parallel)
+
+    def in_stacks(arrays: Arrays) -> Any:
+        return with_arrays(task, parallel, first, arrays).params
+
+    own, found = in_stacks(params), []
+    with jax.numpy_dtype_promotion("standard"):
+        opt_state, update = jax.jit(optimizer.init)(own), jax.jit(optimizer.update)
+        for number, of_step in enumerate(grads):
+            loss = loss_of_update(number)
+            updates, opt_state = update(in_stacks(of_step), opt_state, own, loss)
+            own = optax.apply_updates(own, updates)
+            arrays = stored(task, parallel, dataclasses.replace(first, params=updates))
+            found.append({name: arrays[name] for name in params})
+    return found, opt_state
+
+
+def lowered_update(task: Task, parallel: Parallel) -> jax.stages.Lowered:
+    """The program of (gradients, optimizer's state, parameters, loss) -> (updates, state)."""
+    setup = Setup.of(task, parallel)
+    state = state_of.abstract_state(setup)
+    places = jax.tree.map(lambda leaf: leaf.sharding, (state.params, state.opt_state))
+    update = jax.jit(setup.optimizer.update, out_shardings=places)
+    with jax.numpy_dtype_promotion("standard"):
+        return update.lower(state.params, state.opt_state, state.params, np.float32(1))
+
+
+@contextlib.contextmanager
+def updates_of_single_layers() -> Iterator[list[str]]:
+    """Collects the programs of updates that run for each layer by itself, not for all of a kind."""
+    found, one_by_one = [], per_layer._one_by_one
+
+    def run(program: Any, *args: Any) -> Any:
+        found.append(str(program))
+        return one_by_one(program, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(per_layer, "_one_by_one", run)
+        yield found
 
 
 # ---- states ----
@@ -207,6 +272,11 @@ def compiled_init(task: Task, parallel: Parallel | None = None) -> jax.stages.Co
 def audit(state: TrainState) -> None:
     """Raises ValueError where an array is not sharded as declared."""
     state_of.audit(state)
+
+
+def model(task: Task, parallel: Parallel | None, state: TrainState) -> nnx.Module:
+    """The user's model with the parameters of a state, on one device."""
+    return model_of(Setup.of(task, parallel), state, sharded=False)
 
 
 def params_of(task: Task, parallel: Parallel | None, state: TrainState) -> Arrays:
@@ -254,6 +324,25 @@ def precision(task: Task, platform: str) -> float:
     return comparison._precision(ModelFacts.of(task, platform))
 
 
+# ---- programs of steps ----
+
+
+def abstract_batch(task: Task, parallel: Parallel | None = None) -> Any:
+    """Shapes and shardings of a batch."""
+    return step_of.abstract_batch(Setup.of(task, parallel))
+
+
+def lowered_step(task: Task, parallel: Parallel | None = None) -> jax.stages.Lowered:
+    """A training step that is not compiled yet."""
+    return program.lower_step(Setup.of(task, parallel))
+
+
+def lowered_evaluation(task: Task, parallel: Parallel | None = None) -> jax.stages.Lowered:
+    """The evaluation of a batch that is not compiled yet."""
+    given = abstract_state(task, parallel), abstract_batch(task, parallel)
+    return make_eval_step(task, parallel).lower(*given)
+
+
 # ---- what the planner knows ----
 
 
@@ -274,6 +363,12 @@ def layer_flops(task: Task, steps: int, rows: int) -> list[tuple[float, float]]:
     return [(kind.forward.flops, kind.weights.flops) for kind in unit.kinds]
 
 
+def part_costs(task: Task) -> dict[str, list[tuple[float, float]]]:
+    """FLOPs forward and backward of what is before the layers, of each layer, and of what is after them."""
+    costs = ModelFacts.of(task).costs
+    return {"first": [costs.first], "layers": [*costs.layers], "last": [costs.last]}
+
+
 def devices_of(machine: str) -> list[Any]:
     """Devices of a machine that is not there; ValueError if there is no compiler for it."""
     return described_devices(machine)
@@ -291,8 +386,29 @@ def estimated_param_bytes(task: Task, parallel: Parallel) -> int:
 def check_before_run(task: Task, parallel: Parallel | None = None) -> None:
     """Raises ValueError where numbers would depend on the mesh, as before the first step."""
     parts = Setup.of(task, parallel).parts
-    check_rows_alone(parts)
+    independence.check_rows_alone(parts)
     custom_backward.check_custom_backward(parts)
+
+
+def check_all_rows(task: Task, parallel: Parallel | None = None) -> None:
+    """Checks that no row depends on another, also in jaxpar's own modules, which a run leaves out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(independence, "_known_parts", lambda facts: ())
+        independence.check_rows_alone(Setup.of(task, parallel).parts)
+
+
+@contextlib.contextmanager
+def checks_of_rows() -> Iterator[list[str]]:
+    """Collects the names of tasks whose rows are checked before a run."""
+    found, check = [], independence.IndependenceCheck
+
+    def begin(parts: Parts, *args: Any, **options: Any) -> Any:
+        found.append(parts.facts.task.name)
+        return check(parts, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(independence, "IndependenceCheck", begin)
+        yield found
 
 
 @contextlib.contextmanager
@@ -312,9 +428,14 @@ def tried_backward_passes() -> Iterator[list[str]]:
 # ---- batches ----
 
 
-def placed_batch(task: Task, parallel: Parallel, batches: Any, number: int) -> Any:
+def put_batch(task: Task, parallel: Parallel, batch: Any) -> Any:
+    """A whole batch on the devices of a mesh."""
+    return batches.put_batch(batch, batch_sharding(Setup.of(task, parallel)))
+
+
+def placed_batch(task: Task, parallel: Parallel, source: Any, number: int) -> Any:
     """A batch on the devices of a mesh, of which each process has read its rows."""
-    return place_batch(batches, number, batch_sharding(Setup.of(task, parallel)))
+    return batches.place_batch(source, number, batch_sharding(Setup.of(task, parallel)))
 
 
 # ---- several processes ----
@@ -396,6 +517,23 @@ def command(*words: str) -> int:
 def task_class(spec: str) -> type[Task]:
     """The class of "path/to/file.py:Name", as commands find it."""
     return find_task(spec)
+
+
+def spec_of(task: Task) -> str:
+    """The text by which commands find the class of a task."""
+    return task_module.spec_of(task)
+
+
+def command_names() -> list[str]:
+    """Those of jaxpar and of its tasks."""
+    return [*all_commands()]
+
+
+def docstrings_of_commands() -> dict[str, str]:
+    """Of commands, and of the options that they share, by the name of the class."""
+    commands = (*all_commands().values(), PlotRuns)
+    classes = {base for command in commands for base in command.__mro__ if base is not object}
+    return {cls.__name__: inspect.getdoc(cls) or "" for cls in classes}
 
 
 def settings(*words: str) -> tuple[Task, Parallel, TrainConfig]:
@@ -576,6 +714,14 @@ def other_options_of_compilers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         options = {"gpu": (("stage",), {"xla_gpu_other": 1})}
         patch.setattr("jaxpar.planning.compiled.OPTIONS", options)
+        yield
+
+
+@contextlib.contextmanager
+def nvidia_driver_is_installed() -> Iterator[None]:
+    """Whatever this machine has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.cli.doctor.NVIDIA_DRIVER", Path(__file__))
         yield
 
 

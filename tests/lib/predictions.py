@@ -5,9 +5,7 @@ import numpy as np
 
 from jaxpar import init_state
 from jaxpar.lm import LM
-from jaxpar.lm.streams import line_places
-from jaxpar.step.setup import Setup
-from jaxpar.training.predict import predict
+from lib import api
 
 WORDS, SEPARATOR = 11, 0
 TASK = LM(
@@ -25,14 +23,13 @@ def text_of(num_tokens=117):
 
 def plain(task, tokens):
     """The log-likelihood of every token but the first: piece after piece, by the model called as it is."""
-    setup = Setup.of(task, "dp1")
-    state = init_state(setup, seed=3)
-    model = setup.storage.merge(state.params, state.frozen)
+    model = api.model(task, "dp1", init_state(task, "dp1", seed=3))
     B, T, num_steps = task.batch_size, task.seq_len, len(tokens) - 1
     bounds = np.arange(B + 1) * num_steps // B
     starts, lengths = bounds[:-1], np.diff(bounds)
     if task.reads_lines:
-        starts, lengths = line_places(tokens, SEPARATOR)
+        ends = np.unique([0, *np.flatnonzero(tokens == SEPARATOR), num_steps])
+        starts, lengths = ends[:-1], np.diff(ends)
     if task.num_buckets:  # what is longer than a batch begins anew
         pieces = [
             (s + n, min(T, m - n))
@@ -51,6 +48,7 @@ def plain(task, tokens):
 
 
 def predicted(task, parallel, batches=None, **options):
-    setup = Setup.of(task, parallel)
+    """Of all rows of a text, or of other batches."""
     batches = task.batches_of(text_of(), SEPARATOR) if batches is None else batches
-    return predict(setup, init_state(setup, seed=3), batches, quiet=True, **options)
+    state = init_state(task, parallel, seed=3)
+    return api.epoch_predictions(task, parallel, state, batches, **options)
