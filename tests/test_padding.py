@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from lib import api
 from lib.awd import awd
-from lib.laws import MODEL, by_layer, more, on_devices
+from lib.laws import MODEL, more, on_devices, state_with_carry
 from lib.models import SGD
 from lib.references import FOLDER
 
@@ -26,17 +27,10 @@ from jaxpar import (
     Task,
     TrainConfig,
     init_state,
+    make_predict_step,
     nn,
 )
-from jaxpar.data.bucketed import BucketedBatches
-from jaxpar.data.packed import PackedBatches
 from jaxpar.lm import IGNORE
-from jaxpar.model.task import Settings, find_task
-from jaxpar.step.independence import check_rows_alone
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_loss_and_grad
-from jaxpar.training.evaluate import sum_batches
-from jaxpar.training.predict import predict
 from recipes.awd import Window
 
 WIDTH, ROWS, REAL, LONG = 8, 4, 7, 70  # a matrix memory takes 64 steps at once
@@ -49,7 +43,7 @@ ROUNDING = 1e-5
 
 def xlstm(number):
     """A block of the example: with an mLSTM, or with an sLSTM (the fourth)."""
-    task = find_task(f"{FOLDER}/xlstm.py:XLSTM")
+    task = api.task_class(f"{FOLDER}/xlstm.py:XLSTM")
     task = task(num_layers=4, hidden_size=WIDTH, embed_size=WIDTH, num_heads=2, vocab_size=9)
     return lambda rngs: task.make_model(rngs).layers.layer(number)
 
@@ -171,11 +165,11 @@ def make_batches(kind, length=LONGEST, seed=None, rows=2):
     """Batches of a class that pads time."""
     x = np.random.default_rng(0).normal(size=(sum(LENGTHS_S), FEATURES)).astype(np.float32)
     if kind == "packed":
-        return PackedBatches({"x": x}, LENGTHS_S, rows, length, seed)
+        return api.PackedBatches({"x": x}, LENGTHS_S, rows, length, seed)
     if kind == "series":
         return SeriesBatches({"x": x}, rows, length, seed, warmup=3 if seed is None else 0)
     edges = (4, length) if kind == "buckets" else (length,)
-    return BucketedBatches({"x": x}, LENGTHS_S, rows, edges, seed)
+    return api.BucketedBatches({"x": x}, LENGTHS_S, rows, edges, seed)
 
 
 def repadded(batches, by, *names):
@@ -243,43 +237,35 @@ class Tag(Task):
         return batches.batch(batches.num_windows - 1)  # the longest
 
 
-def everything(task, parallel, batches=None):
-    """Sums and predictions of all batches, and of one of them loss, gradients and the carry after it."""
-    setup = Setup.of(task, parallel)
-    state, batches = init_state(setup), batches or task.make_batches("test")
-    sums, found = sum_batches(setup, state, batches), predict(setup, state, batches, quiet=True)
-    loss, (_, grads) = loss_and_grads(setup, state, task.example_batch())
-    return {"sums": sums, "found": found, "loss": loss, "grads": grads}
+def everything(task):
+    """Sums and predictions of all batches, and of one of them loss and gradients."""
+    state, batches = init_state(task, ONE), task.make_batches("test")
+    loss, grads, _ = of_step(task, ONE, state, task.example_batch())
+    return {
+        "sums": api.epoch_sums(task, ONE, state, batches),
+        "found": api.epoch_predictions(task, ONE, state, batches),
+        "loss": loss,
+        "grads": grads,
+    }
 
 
-def loss_and_grads(setup, state, batch):
-    (loss, (carry, _)), grads = jax.jit(make_loss_and_grad(setup))(state, batch)
-    settings = Settings(setup.task, setup.parallel, TrainConfig())
-    return loss, (by_layer(carry, settings), by_layer(grads, settings))
+def of_step(task, parallel, state, batch):
+    """Loss, gradients, and the carry after it."""
+    found = api.gradients(task, parallel, batch, state)
+    return found.loss, found.grads, found.carry
 
 
 ONE = Parallel(on_devices((1, 1, 1)))
-ON_MESHES = [
-    ("buckets", (1, 1, 1), {}),
-    more("one bucket", (2, 2, 1), {"num_microbatches": 2}),
-    more("one bucket", (1, 1, 2), {}),
-    more("packed", (1, 2, 2), {"num_microbatches": 2}),
-    more("packed", (1, 1, 1), {}),
-    more("packed", (2, 1, 1), {}),
-    more("series", (2, 2, 1), {}),
-    more("series", (1, 1, 1), {}),
-]
 
 
 @pytest.mark.more
 @pytest.mark.law
-@pytest.mark.parametrize(("kind", "mesh", "units"), ON_MESHES)
-def test_runs_are_independent_of_what_pads_sequences(kind, mesh, units):
-    parallel = Parallel(on_devices(mesh), PipelineConfig(**units))
-    expected = everything(Tag(kind), ONE)
-    assert_near(everything(Tag(kind, by=30.0), parallel), expected)
+@pytest.mark.parametrize("kind", ["buckets", more("one bucket"), more("packed"), more("series")])
+def test_runs_are_independent_of_what_pads_sequences(kind):
+    expected = everything(Tag(kind))
+    assert_near(everything(Tag(kind, by=30.0)), expected)
     if kind != "series":  # whose windows are what a layer that looks ahead reads
-        more = everything(Tag(kind, 2 * LONGEST, by=30.0), parallel)
+        more = everything(Tag(kind, 2 * LONGEST, by=30.0))
         same = ("found", "sums") if kind == "packed" else expected.keys()
         assert_near({name: more[name] for name in same}, {name: expected[name] for name in same})
 
@@ -315,14 +301,15 @@ def test_at_tells_how_many_steps_of_a_block_are_real():
 
 
 class Marked(nnx.Module):
-    """Multiplies each real step by how many are real in its block and in all blocks before it."""
+    """Multiplies each real step by how many are real up to it, in its chunk and in all before."""
 
     def initial_carry(self, rows):
         return jnp.zeros((rows, 1))
 
     def __call__(self, carry, x, at):
-        carry = carry + at.lengths[:, None].astype(jnp.float32)
-        return carry, nn.mask_padding(x * carry[None], at)
+        here = jnp.minimum(jnp.arange(1, len(x) + 1)[:, None], at.lengths[None])
+        y = x * (carry[None] + here[..., None].astype(jnp.float32))
+        return carry + at.lengths[:, None].astype(jnp.float32), nn.mask_padding(y, at)
 
 
 LAYERS["marked"] = lambda rngs: Marked()
@@ -332,17 +319,11 @@ LAYERS["marked"] = lambda rngs: Marked()
 @pytest.mark.law
 def test_chunks_of_time_know_their_own_lengths():
     task = Tag(kinds=("marked", "gru"))
-    setups = [
-        Setup.of(task, parallel)
-        for parallel in (
-            Parallel(on_devices((2, 2, 1)), PipelineConfig(num_microbatches=2, num_chunks=2)),
-            Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2)),
-        )
-    ]
-    found = [loss_and_grads(setup, init_state(setup), task.example_batch()) for setup in setups]
+    pipeline = PipelineConfig(num_microbatches=2, num_chunks=2)
+    layouts, batch = (Parallel(on_devices((2, 2, 1)), pipeline), ONE), task.example_batch()
+    found = [of_step(task, each, init_state(task, each), batch) for each in layouts]
     assert_near(*found)
-    lengths = task.example_batch()["lengths"]
-    np.testing.assert_array_equal(found[0][1][0]["['marked']"][0, :, 0], lengths)
+    np.testing.assert_array_equal(found[0][2]["layers.0"][:, 0], batch["lengths"])
 
 
 # ---- what is shipped, and pads ----
@@ -371,22 +352,17 @@ def test_lines_of_a_text_are_independent_of_padding(text, more):
         num_layers=2, hidden_size=8, embed_size=8, corpus=str(text), batch_size=4, seq_len=8, layer="mlstm",
         num_heads=2, **more,
     ).resolve()  # fmt: skip
-    setup = Setup.of(task, ONE)
-    state, found = init_state(setup), []
+    state, found = init_state(task, ONE), []
     for by, wider in ((0, task), (5, task), (0, dataclasses.replace(task, seq_len=16))):
         batches = other_tokens(wider.make_batches("valid"), by)
-        setup = Setup.of(wider, ONE)
         batch = other_tokens(wider.make_batches("train"), by).batch(0)
-        of_step = loss_and_grads(setup, state, batch) if wider is task else ()
-        found.append(
-            (
-                predict(setup, state, batches, quiet=True),
-                sum_batches(setup, state, batches),
-                of_step,
-            )
+        of_epoch = (
+            api.epoch_predictions(wider, ONE, state, batches),
+            api.epoch_sums(wider, ONE, state, batches),
         )
+        found.append((of_epoch, of_step(wider, ONE, state, batch)))
     assert_near(found[1], found[0])
-    assert_near(found[2][:2], found[0][:2])
+    assert_near(found[2][0], found[0][0])
 
 
 def late_batch(task, padding, token):
@@ -412,21 +388,19 @@ def test_windows_that_begin_late_are_independent_of_padding(layer, mesh, chunks)
     found = []
     for length, token in ((8, 0), (8, 7), (16, 3)):
         task = awd(dataclasses.replace(model, seq_len=length), **rates)
-        setup = Setup.of(task, Parallel(on_devices(mesh), PipelineConfig(num_chunks=chunks)))
-        state = init_state(setup)
-        carried = jax.tree.map(lambda a: a + 0.5, state.carry)
-        state = dataclasses.replace(state, carry=carried)
-        found.append(loss_and_grads(setup, state, late_batch(task, length - 5, token)))
+        parallel = Parallel(on_devices(mesh), PipelineConfig(num_chunks=chunks))
+        batch = late_batch(task, length - 5, token)
+        found.append(of_step(task, parallel, state_with_carry(task, parallel), batch))
     for other in found[1:]:
         assert_near(other, found[0])
-    begun_anew, _ = loss_and_grads(setup, init_state(setup), late_batch(task, length - 5, token))
+    begun_anew, *_ = of_step(task, parallel, init_state(task, parallel), batch)
     assert abs(begun_anew - found[0][0]) > 1e-3  # what is carried is read
 
 
 @pytest.mark.full
 def test_translations_are_independent_of_what_fills_sentences_up():
     """Also of what is learned of the token that does."""
-    make = find_task(f"{FOLDER}/translation.py:Translate")
+    make = api.task_class(f"{FOLDER}/translation.py:Translate")
     options = {"width": 8, "num_encoders": 2, "num_decoders": 2, "batch_size": 4, "optimizer": SGD}
     found = []
     for filled, max_tokens in ((0.0, 11), (30.0, 11), (30.0, 19)):
@@ -437,25 +411,26 @@ def test_translations_are_independent_of_what_fills_sentences_up():
         width = max_tokens + 1
         arrays = {name: np.pad(a, ((0, 0), (0, width - a.shape[1]))) for name, a in short.items()}
         batches = jaxpar.ArrayBatches(arrays, task.batch_size)
-        setup = Setup.of(task, ONE)
-        state = init_state(setup)
+        state = init_state(task, ONE)
         table = state.params["embed"]["embedding"]
         table[...] = table[...].at[0].set(filled)
-        given = predict(setup, state, batches, quiet=True)
+        given = api.epoch_predictions(task, ONE, state, batches)
         given = {name: a[:, 0] for name, a in given.items()}
-        loss, (_, grads) = loss_and_grads(setup, state, batches.batch(0))
-        found.append((given, sum_batches(setup, state, batches), loss, grads))
+        sums = api.epoch_sums(task, ONE, state, batches)
+        loss, grads, _ = of_step(task, ONE, state, batches.batch(0))
+        found.append((given, sums, loss, grads))
     for other in found[1:]:
         assert_near(other, found[0])
 
 
 @pytest.mark.full
 def test_a_forecast_is_independent_of_what_follows_a_stream():
-    make = find_task(f"{FOLDER}/forecaster.py:Forecast")
+    make = api.task_class(f"{FOLDER}/forecaster.py:Forecast")
     task = make(num_layers=2, width=8, batch_size=4, seq_len=24)
-    setup, valid = Setup.of(task, ONE), task.make_batches("valid")
-    state, expected = init_state(setup), sum_batches(setup, init_state(setup), valid)
-    assert_near(sum_batches(setup, state, repadded(valid, 30.0, "seen", "next")), expected)
+    state, valid = init_state(task, ONE), task.make_batches("valid")
+    expected = api.epoch_sums(task, ONE, state, valid)
+    other = repadded(valid, 30.0, "seen", "next")
+    assert_near(api.epoch_sums(task, ONE, state, other), expected)
 
 
 # ---- the check before a run ----
@@ -577,7 +552,7 @@ def check(part, call, task=Tag):
         def make_model(self, rngs):
             return Changed(part, call, rngs=rngs)
 
-    check_rows_alone(Setup.of(Changing(), ONE).parts, predicts=part == "predict")
+    (make_predict_step if part == "predict" else api.check_before_run)(Changing(), ONE)
 
 
 @pytest.mark.parametrize(
@@ -687,6 +662,10 @@ class OfLayers(Task):
         return rows_of(split, seed)
 
 
+def sums_of_rows(task):
+    return api.epoch_sums(task, "dp1", init_state(task, "dp1"), task.make_batches("valid"))
+
+
 @pytest.mark.parametrize("make", [adopted, OfLayers])
 @pytest.mark.parametrize("kind", ["ignored", "metric"])
 def test_a_loss_that_counts_rows_which_fill_a_batch_is_refused_before_a_run(make, kind, tmp_path):
@@ -695,12 +674,10 @@ def test_a_loss_that_counts_rows_which_fill_a_batch_is_refused_before_a_run(make
     with pytest.raises(ValueError, match=message):
         jaxpar.fit(make(kind), "dp1", TrainConfig(num_steps=1, out_dir=str(folder)), quiet=True)
     assert not list(folder.glob("checkpoints/*"))
-    setup = Setup.of(make(kind), "dp1")
     with pytest.raises(ValueError, match=message):
-        sum_batches(setup, setup.init_state(), setup.task.make_batches("valid"))
+        sums_of_rows(make(kind))
 
 
 @pytest.mark.parametrize("make", [adopted, OfLayers])
 def test_a_loss_that_reads_weights_counts_every_row_once(make):
-    setup = Setup.of(make("weight"), "dp1")
-    assert sum_batches(setup, setup.init_state(), setup.task.make_batches("valid")).weight == 9
+    assert sums_of_rows(make("weight"))["weight"] == 9

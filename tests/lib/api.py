@@ -47,7 +47,7 @@ from jaxpar.data import batches
 from jaxpar.data.bucketed import BucketedBatches as BucketedBatches  # documented for users
 from jaxpar.data.bucketed import choose_edges as choose_edges  # documented for users
 from jaxpar.data.packed import PackedBatches as PackedBatches  # documented for users
-from jaxpar.hosts import distributed
+from jaxpar.hosts import distributed, stopping
 from jaxpar.hosts.launch import environs
 from jaxpar.mesh import described_devices
 from jaxpar.model import task as task_module
@@ -70,10 +70,11 @@ from jaxpar.step.state import TrainState
 from jaxpar.step.step import CompiledStep, batch_sharding
 from jaxpar.training import comparison, loop
 from jaxpar.training.callbacks import TRACKERS
-from jaxpar.training.checkpoint import Checkpoints, write_table
+from jaxpar.training.checkpoint import Checkpoints, Writing, write_table
 from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.predict import predict
+from jaxpar.training.run_folder import FolderLock, RunFolder
 from jaxpar.training.summary import summarize
 from jaxpar.training.weights import model_of
 
@@ -496,6 +497,26 @@ def restored(
     return Checkpoints(folder, setup, run=run).restore(**which)
 
 
+def run_steps(folder: Any) -> list[int]:
+    """The steps of the checkpoints of a run that are whole."""
+    return _checkpoints_of(folder).steps()
+
+
+def run_state(folder: Any) -> TrainState:
+    """The whole state of a run's newest checkpoint."""
+    return _checkpoints_of(folder).restore()
+
+
+def _checkpoints_of(folder: Any) -> Checkpoints:
+    run = RunFolder(folder)
+    return run.checkpoints(Setup.of(*run.settings()))
+
+
+def holds(folder: Any) -> contextlib.AbstractContextManager[Any]:
+    """As if a run of this process were in the folder."""
+    return RunFolder(folder).lock
+
+
 def whole_steps(folder: Any, task: Task) -> list[int]:
     """The steps of the checkpoints in a folder that are whole."""
     return Checkpoints(folder, Setup.of(task)).steps()
@@ -608,6 +629,48 @@ def tracker_is(name: str, tracker: Report) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TRACKERS, name, lambda: tracker)
         yield
+
+
+MOMENTS = {
+    "take the folder": (FolderLock, "_take"),
+    "begin": (RunFolder, "start"),
+    "add a line": (RunFolder, "append_metrics"),
+    "make the folder of a checkpoint": (Writing, "_make_folder"),
+    "write arrays": (Writing, "_write"),
+    "finish a checkpoint": (Writing, "_finish"),
+}
+
+
+@contextlib.contextmanager
+def instead_of(moment: str, do: Callable[[Path, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Where a run comes to a moment of `MOMENTS`, it calls this.
+
+    Args:
+      do: of the folder of the run or checkpoint, and a function that does what the run would do.
+    """
+    kind, name = MOMENTS[moment]
+    work = getattr(kind, name)
+
+    def other(self: Any, *args: Any) -> Any:
+        folder = self._folder if kind is FolderLock else self.path
+        return do(folder, lambda: work(self, *args))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, name, other)
+        yield
+
+
+@contextlib.contextmanager
+def lines_are_put_at_once() -> Iterator[None]:
+    """A bucket gets each line of metrics.jsonl as soon as it is written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.training.run_folder._PUT_SECONDS", 0.0)
+        yield
+
+
+def tell_stalls_after(seconds: float) -> None:
+    """From here on, this process says where it is if no step begins for so long."""
+    stopping.STALL_SECONDS = seconds
 
 
 @contextlib.contextmanager
