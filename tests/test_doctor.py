@@ -9,8 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
-
-from jaxpar.cli import doctor
+from lib import api
 
 ROOT = Path(__file__).parents[1]
 GPU = types.SimpleNamespace(
@@ -20,7 +19,7 @@ GPU = types.SimpleNamespace(
 
 def said(capsys):
     """The exit code, and what is printed, in one line."""
-    code = doctor.main()
+    code = api.command("doctor")
     return code, " ".join(capsys.readouterr().out.split())
 
 
@@ -64,16 +63,17 @@ def test_jaxpar_itself_may_be_missing(capsys, monkeypatch):
     )
 
 
-def test_gpus_that_jax_does_not_use_are_missed(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert said(capsys)[0] == 0
-    monkeypatch.setenv("JAX_PLATFORMS", "")
-    code, text = said(capsys)
-    assert code == 1
-    assert "missing NVIDIA GPUs: this machine has some, but JAX does not use them Fix: pip" in text
-    monkeypatch.setattr(jax, "local_devices", lambda: [GPU, GPU])
-    code, text = said(capsys)
+def test_gpus_that_jax_does_not_use_are_missed(capsys, monkeypatch):
+    with api.nvidia_driver_is_installed():
+        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+        assert said(capsys)[0] == 0
+        monkeypatch.setenv("JAX_PLATFORMS", "")
+        code, text = said(capsys)
+        assert code == 1
+        fact = "missing NVIDIA GPUs: this machine has some, but JAX does not use them Fix: pip"
+        assert fact in text
+        monkeypatch.setattr(jax, "local_devices", lambda: [GPU, GPU])
+        code, text = said(capsys)
     assert code == 0
     assert "devices 2 x H100 (gpu)" in text
     assert "80.0 GB on each device" in text

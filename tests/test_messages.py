@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lib import api
 
 import jaxpar
-from jaxpar.cli.command import Options, TrainedOptions
-from jaxpar.cli.commands import BatchOptions, PlotRuns, RunOptions, TaskOptions
-from jaxpar.cli.parse import all_commands
 
 PACKAGE = Path(jaxpar.__file__).parent
 MOST_WORDS = 40
@@ -84,16 +82,16 @@ def test_headings_named_by_messages_are_on_the_page_on_troubleshooting():
     assert named - headings == set()
 
 
-OPTIONS = [
-    *(Options, TrainedOptions, TaskOptions, RunOptions, BatchOptions, PlotRuns),
-    *(jaxpar.MeshConfig, jaxpar.Parallel, jaxpar.PipelineConfig, jaxpar.TrainConfig),
-    *(jaxpar.OptimizerConfig, jaxpar.lm.LM, *all_commands().values()),
-]
+CONFIGS = (
+    jaxpar.MeshConfig, jaxpar.Parallel, jaxpar.PipelineConfig, jaxpar.TrainConfig,
+    jaxpar.OptimizerConfig, jaxpar.lm.LM,
+)  # fmt: skip
+DOCSTRINGS = api.docstrings_of_commands() | {cls.__name__: inspect.getdoc(cls) for cls in CONFIGS}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("options", sorted(DOCSTRINGS))
 def test_help_of_options_is_a_phrase(options):
-    listed = (inspect.getdoc(options) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    listed = DOCSTRINGS[options].partition("Attributes:\n")[2].partition("\n\n")[0]
     helps = re.findall(r"^  (\w+): ((?:.*\n?)(?:    .*\n?)*)", listed, re.MULTILINE)
     for name, text in helps:
         assert text[0].isupper(), (name, text)

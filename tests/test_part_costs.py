@@ -5,43 +5,37 @@ import dataclasses
 import jax
 import pytest
 from flax import nnx
-from lib.laws import make_settings, more
+from lib import api
 from lib.models import FEATURES, WIDTH, Regress, Regression
-
-from jaxpar.model.facts import ModelFacts
-from jaxpar.partition.partition import Partition
 
 STEPS = Regress().batch_size * Regress().seq_len
 END = 2 * STEPS * FEATURES * WIDTH  # FLOPs of the product before the layers, and of that after them
 
 
-def laid_out(task, mesh, units=(1, 1), **pipeline):
-    settings = make_settings(mesh, units, task, **pipeline)
-    return Partition(ModelFacts.of(task), settings.parallel)
-
-
 def test_costs_are_those_of_each_part_and_pass():
-    costs = ModelFacts.of(Regress()).costs
+    costs = api.part_costs(Regress())
     # Nobody asks for the gradient of the inputs.
-    assert (costs.first, costs.last) == ((END, END), (END, 2 * END))
-    gru, dense = costs.layers[0], costs.layers[2]
-    assert costs.layers[:2] == (gru, gru)
+    assert (costs["first"], costs["last"]) == ([(END, END)], [(END, 2 * END)])
+    gru, other_gru, dense, _ = costs["layers"]
+    assert gru == other_gru
     assert gru[1] == 2 * gru[0] > dense[1] == 2 * dense[0] > 0
 
 
 @pytest.mark.parametrize(
-    ("frozen", "part"), [("inputs", "first"), ("outputs", "last"), more("gru", "layers")]
+    ("frozen", "part"),
+    [
+        ("inputs", "first"),
+        ("outputs", "last"),
+        pytest.param("gru", "layers", marks=pytest.mark.more),
+    ],
 )
 def test_what_is_frozen_costs_no_gradient_of_its_weights(frozen, part):
-    costs, plain = (ModelFacts.of(Regress(freeze=freeze)).costs for freeze in (frozen, None))
-    saved = {"first": END, "last": END, "layers": plain.layers[0][0]}[part]
-    less, more = getattr(costs, part), getattr(plain, part)
-    if part == "layers":
-        less, more = less[0], more[0]
-    assert less == (more[0], more[1] - saved)
-    assert {costs._replace(**{part: None}), plain._replace(**{part: None})} == {
-        plain._replace(**{part: None})
-    }
+    costs, plain = (api.part_costs(Regress(freeze=freeze)) for freeze in (frozen, None))
+    saved = {"first": END, "last": END, "layers": plain["layers"][0][0]}[part]
+    forward, backward = plain[part][0]
+    assert costs[part][0] == (forward, backward - saved)
+    others = plain.keys() - {part}
+    assert {name: costs[name] for name in others} == {name: plain[name] for name in others}
 
 
 class Stem(Regression):
@@ -65,7 +59,9 @@ class Stemmed(Regress):
 
 
 def test_layers_give_way_to_what_is_before_them():
-    layout = laid_out(Stemmed(), (1, 2, 1))
-    assert sum(layout.costs.first) > sum(layout.costs.layers[0])
-    assert layout.placement[0] < 3
-    assert laid_out(Regress(kinds=("gru",) * 6), (1, 2, 1)).placement == (3, 3)
+    costs = api.part_costs(Stemmed())
+    assert sum(costs["first"][0]) > sum(costs["layers"][0])
+    plain = Regress(kinds=("gru",) * 6)
+    placed = [api.summary(task, "pp2")["layers"] for task in (Stemmed(), plain)]
+    expected = ["6 (first | 0-5, last)", "6 (first, 0-2 | 3-5, last)"]
+    assert [text.partition(";")[0] for text in placed] == expected

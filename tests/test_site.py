@@ -9,11 +9,11 @@ import sys
 
 import mkdocs.config
 import pytest
+from lib import api
 from lib.browser import BROWSER
 from lib.pages import ROOT
 
 import jaxpar
-from jaxpar.cli.parse import all_commands
 
 CUT = """<script>addEventListener("load", () => {
   console.error("LOOKED at", innerWidth);
@@ -154,7 +154,7 @@ def test_what_is_internal_in_the_reference_exists(hooks):
 def test_the_page_of_commands_has_every_option(hooks):
     """Of the parser, which is what reads them."""
     text = hooks.command_line()
-    for name in all_commands():
+    for name in api.command_names():
         assert f"\n## {name}\n" in f"\n{text}"
         for action in hooks.parser_of([name])._actions:
             for option in action.option_strings:
