@@ -216,3 +216,11 @@ def test_fields_that_cannot_be_settings_are_refused(fields, message):
     task = dataclasses.make_dataclass("Own", fields, bases=(Task,), frozen=True)
     with pytest.raises(ValueError, match=message):
         default_settings(task)
+
+
+def test_a_limit_that_is_left_open_stays_open(tmp_path):
+    for given in (None, 0.0, 0.25):
+        settings = PLAIN._replace(train=TrainConfig(clip_norm=given))
+        assert read_config(write(tmp_path, to_toml(settings))).train.clip_norm == given
+        words = [] if given is None else ["--train.clip-norm", str(given)]
+        assert option_words(settings, PLAIN) == words

@@ -36,7 +36,7 @@ from jaxpar import (
     value_and_grad,
 )
 from jaxpar.analysis import ProgramReport, program
-from jaxpar.base import trees
+from jaxpar.base import jax_private, trees
 from jaxpar.base.at import Processor
 from jaxpar.base.keys import key_data
 from jaxpar.base.sheets import SHEETS
@@ -68,6 +68,7 @@ from jaxpar.step.parts import Parts
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
 from jaxpar.step.step import CompiledStep, batch_sharding
+from jaxpar.trace.counts import amount
 from jaxpar.training import comparison, loop
 from jaxpar.training.callbacks import TRACKERS
 from jaxpar.training.checkpoint import Checkpoints, Writing, write_table
@@ -342,6 +343,17 @@ def lowered_evaluation(task: Task, parallel: Parallel | None = None) -> jax.stag
     """The evaluation of a batch that is not compiled yet."""
     given = abstract_state(task, parallel), abstract_batch(task, parallel)
     return make_eval_step(task, parallel).lower(*given)
+
+
+def flops(function: Any, *shapes: jax.ShapeDtypeStruct) -> float:
+    """Of all matrix products, also of those in loops."""
+    return amount(function, *shapes).flops
+
+
+def forget_programs() -> None:
+    """What was compiled in this process is compiled again."""
+    jax.clear_caches()
+    jax_private._executables.clear()
 
 
 # ---- what the planner knows ----

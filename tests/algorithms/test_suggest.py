@@ -10,14 +10,13 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lib import api
 
 import jaxpar
 from jaxpar import MeshConfig
 from jaxpar.analysis import inspect_function
-from jaxpar.base.axes import TENSOR
 from jaxpar.lm import LM
 from jaxpar.model.adopt.suggest import by_pattern, format_rules, proposals
-from jaxpar.step.state import audit
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5
@@ -466,7 +465,7 @@ HEADS_WHOLE = {
 def test_a_wide_head_is_split_by_columns(name):
     build, expected = HEADS_SPLIT[name]
     run, (params, *others), splits = traced(build, (NORMAL, TARGETS), of_loss=True)
-    assert {n: split.dims.index(TENSOR) for n, split in splits.items()} == expected
+    assert {n: split.dims.index("tensor") for n, split in splits.items()} == expected
     placed, specs, whole, mesh = place(params, others, splits)
 
     def step(params, inputs, others):
@@ -490,9 +489,9 @@ def test_a_head_stays_whole_where_more_would_be_sent(name):
 def test_pairs_are_proposed(name):
     build, inputs, expected = SPLIT[name]
     _, (params, *_), splits = traced(build, inputs)
-    assert {n: split.dims.index(TENSOR) for n, split in splits.items()} == expected
+    assert {n: split.dims.index("tensor") for n, split in splits.items()} == expected
     for n, split in splits.items():
-        assert (len(split.dims), split.dims.count(TENSOR)) == (params[n].ndim, 1)
+        assert (len(split.dims), split.dims.count("tensor")) == (params[n].ndim, 1)
 
 
 def place(params, others, splits):
@@ -638,7 +637,7 @@ def test_rules_of_a_task_are_taken_by_adopt(is_stacked):
     assert f'"{first}up.kernel":' in str(rules)
     assert "# columns; rows of" in str(rules)
     state = jaxpar.init_state(task(rules=rules), "tp2")
-    audit(state)
+    api.audit(state)
     shards = {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state.params)}
     assert (3, WIDTH, 2 * WIDTH) in shards  # half of the columns
     assert (3, 2 * WIDTH, WIDTH) in shards
