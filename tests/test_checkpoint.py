@@ -28,6 +28,7 @@ from lib.checkpoints import (
     next_losses,
 )
 from lib.laws import more
+from lib.runs import validation_losses
 from orbax.checkpoint import v1 as orbax
 
 from jaxpar import OptimizerConfig, init_state
@@ -46,12 +47,6 @@ def small():
 
 def newest(folder, setup):
     return int(api.restored(folder, *setup).step)
-
-
-def stored_losses(folder):
-    """Of all validations before a checkpoint."""
-    losses = json.loads((folder / "checkpoint.json").read_text())["losses"]
-    return {int(step): float(loss) for step, loss in losses.items()}
 
 
 def at_step(state, step):
@@ -327,7 +322,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, small):
         api.save(tmp_path, *setup, *states, losses=losses)
     assert api.whole_steps(tmp_path, SMALL) == [6, 9]
     assert int(api.restored(tmp_path, *setup, best=True).step) == 6
-    assert stored_losses(tmp_path / "9") == losses
+    assert validation_losses(tmp_path / "9") == losses
 
 
 def test_no_loss_that_is_not_finite_is_the_best(tmp_path, small):
@@ -336,7 +331,7 @@ def test_no_loss_that_is_not_finite_is_the_best(tmp_path, small):
     api.save(tmp_path, *setup, *(at_step(state, step) for step in losses), losses=losses)
     assert api.whole_steps(tmp_path, SMALL) == [2, 5]
     assert int(api.restored(tmp_path, *setup, best=True).step) == 2
-    np.testing.assert_equal(stored_losses(tmp_path / "5"), losses)
+    np.testing.assert_equal(validation_losses(tmp_path / "5"), losses)
     shutil.rmtree(tmp_path / "2")
     with pytest.raises(FileNotFoundError, match="holds no complete checkpoint of a validated step"):
         api.restored(tmp_path, *setup, best=True)

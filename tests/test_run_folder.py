@@ -15,14 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from lib.runs import Act
+from lib import api
+from lib.runs import Act, metrics_of, validation_losses, whole_checkpoints
 
-from jaxpar import MeshConfig, OptimizerConfig, Parallel, Report, TrainConfig, fit
-from jaxpar.cli.main import main
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, Report, TrainConfig, fit, load_run
 from jaxpar.lm import LM
-from jaxpar.step.setup import Setup
-from jaxpar.training.checkpoint import Writing
-from jaxpar.training.run_folder import FolderLock, RunFolder
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -31,8 +28,9 @@ END_SECONDS = 600  # which only a process that hangs takes
 
 HOLD = """
 import sys, time
-from jaxpar.training.run_folder import RunFolder
-with RunFolder(sys.argv[1]).lock:
+sys.path.insert(0, sys.argv[2])
+from lib import api
+with api.holds(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -63,7 +61,7 @@ def run(text, tmp_path):
 @contextlib.contextmanager
 def another_process(folder):
     """Holds a folder's lock; killed at the end."""
-    command = [sys.executable, "-c", HOLD, str(folder)]
+    command = [sys.executable, "-c", HOLD, str(folder), str(Path(__file__).parent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "held\n"
@@ -89,19 +87,22 @@ def test_one_run_at_a_time_and_the_other_is_named(run, text):
 
 
 @pytest.mark.full
-def test_a_run_that_is_begun_meanwhile_is_not_overwritten(text, tmp_path, monkeypatch):
-    folder, take = tmp_path / "run", FolderLock._take
-    task, train = make_task(text), make_train(tmp_path / "run")
+def test_a_run_that_is_begun_meanwhile_is_not_overwritten(text, tmp_path):
+    task, train, begun = make_task(text), make_train(tmp_path / "run"), []
 
-    def late(self):
-        monkeypatch.undo()
-        fit(task, ONE, train)
-        return take(self)
+    def begin_another(folder, take):
+        if not begun:
+            begun.append(folder)
+            fit(task, ONE, train)
+        return take()
 
-    monkeypatch.setattr(FolderLock, "_take", late)
-    with pytest.raises(FileExistsError, match="run' holds a run already"):
+    with (
+        api.instead_of("take the folder", begin_another),
+        pytest.raises(FileExistsError, match="run' holds a run already"),
+    ):
         fit(task, ONE, train)
-    assert len(RunFolder(folder).metrics()) == 6
+    assert begun == [tmp_path / "run"]
+    assert len(metrics_of(tmp_path / "run")) == 6
 
 
 @pytest.mark.full
@@ -112,13 +113,13 @@ def test_a_run_holds_its_folder_to_its_end(text, tmp_path):
         told.append((folder / ".lock").read_text().split()[1])
         with (
             pytest.raises(BlockingIOError, match=f"process {os.getpid()} on "),
-            RunFolder(folder).lock,
+            api.holds(folder),
         ):
             pass
 
     fit(make_task(text), ONE, make_train(folder), report=Act(2, look))
     assert told == [str(os.getpid())]
-    with RunFolder(folder).lock:
+    with api.holds(folder):
         pass
 
 
@@ -129,12 +130,12 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with RunFolder(tmp_path).lock:
+    with api.holds(tmp_path):
         assert re.search("has no locks: make sure", caplog.text)
     number = errno.EIO
     with (
         pytest.raises(OSError, match=r"cannot lock .*: Input/output error\nFix: "),
-        RunFolder(tmp_path).lock,
+        api.holds(tmp_path),
     ):
         pass
 
@@ -156,23 +157,23 @@ def test_a_run_goes_on_in_the_folder_that_was_asked_for(run, tmp_path, monkeypat
         run = elsewhere
     before = sorted(run.rglob("*")), [p.read_bytes() for p in sorted(run.rglob("*.jsonl"))]
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--resume", "--train.num-steps", "6"]) == 0
+    assert api.command("train", "--resume", "--train.num-steps", "6") == 0
     assert before == (
         sorted(run.rglob("*")),
         [p.read_bytes() for p in sorted(run.rglob("*.jsonl"))],
     )
     assert not elsewhere.exists()
-    folder = RunFolder("runs/0001")
-    assert folder.settings().train.out_dir == "runs/0001"
-    assert max(line["step"] for line in folder.metrics()) == 6
-    assert "out_dir" not in folder.config_path.read_text()
+    folder = Path("runs/0001")
+    assert load_run(folder).setup.train.out_dir == "runs/0001"
+    assert max(line["step"] for line in metrics_of(folder)) == 6
+    assert "out_dir" not in (folder / "config.toml").read_text()
 
 
 def test_a_file_of_settings_does_not_say_which_run_goes_on(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(run, "runs/0001")
     (tmp_path / "more.toml").write_text('[train]\nout_dir = "run"\n')
-    assert main(["train", "--resume", "--config", "more.toml"]) == 2
+    assert api.command("train", "--resume", "--config", "more.toml") == 2
     assert re.search(
         r"more\.toml has out_dir='run', and the latest run is runs/0001\nFix: name one",
         capsys.readouterr().err,
@@ -200,22 +201,24 @@ def test_a_folder_that_is_removed_at_the_end_ends_the_run_with_an_error(text, tm
         fit(make_task(text), ONE, make_train(tmp_path / "run"), report=Remove())
 
 
-@pytest.mark.parametrize("moment", ["_make_folder", "_write", "_finish"])
-def test_a_folder_that_is_removed_in_mid_save_gets_no_checkpoint(
-    text, tmp_path, monkeypatch, moment
-):
+@pytest.mark.parametrize(
+    "moment", ["make the folder of a checkpoint", "write arrays", "finish a checkpoint"]
+)
+def test_a_folder_that_is_removed_in_mid_save_gets_no_checkpoint(text, tmp_path, moment):
     """What writes the arrays makes its folders anew."""
-    work, calls = getattr(Writing, moment), []
+    calls = []
 
-    def late(self, *args):
+    def remove_at_the_second(_, work):
         calls.append(moment)
         if len(calls) == 2:
             shutil.rmtree(tmp_path / "run")
-        return work(self, *args)
+        return work()
 
-    monkeypatch.setattr(Writing, moment, late)
     train = make_train(tmp_path / "run", checkpoint_every=1)
-    with pytest.raises(FileNotFoundError, match=r"run was removed during its run"):
+    with (
+        api.instead_of(moment, remove_at_the_second),
+        pytest.raises(FileNotFoundError, match=r"run was removed during its run"),
+    ):
         fit(make_task(text), ONE, train)
     assert len(calls) == 2
     assert not [*tmp_path.glob("run/checkpoints/[0-9]")]
@@ -276,80 +279,27 @@ def test_a_folder_of_another_program_is_not_overwritten(text, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "epoch1.pt").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["..", "", ".", "../mine.txt", "folder", "checkpoints/../../mine.txt"]
-)
-def test_only_files_that_a_run_can_have_written_are_removed(run, tmp_path, name):
-    folder = tmp_path / "work" / "run"
-    shutil.copytree(run, folder)
-    mine = [folder.parent / "mine.txt", folder / "folder" / "mine.txt"]
-    for path in mine:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("keep me")
-    data = json.loads((folder / "data.json").read_text())
-    (folder / "data.json").write_text(json.dumps({**data, "files": {name: "0"}}))
-    RunFolder(folder).clear()
-    assert all(path.read_text() == "keep me" for path in mine)
-    assert not (folder / "data.json").exists()
-
-
-def test_a_link_in_a_run_is_removed_and_what_it_leads_to_stays(run, tmp_path):
-    folder, mine = tmp_path / "copy", tmp_path / "mine"
-    shutil.copytree(run, folder)
-    mine.mkdir()
-    (mine / "file").write_text("keep me")
-    shutil.rmtree(folder / "checkpoints")
-    (folder / "checkpoints").symlink_to(mine)
-    RunFolder(folder).clear()
-    assert (mine / "file").read_text() == "keep me"
-    assert not (folder / "checkpoints").is_symlink()
-
-
 # ---- what has changed, or is damaged ----
 
 
 def test_a_run_of_an_older_version_is_refused_in_one_line(run):
-    folder = RunFolder(run)
-    data = json.loads(folder.data_path.read_text())
-    folder.data_path.write_text(
-        json.dumps({"data": data["data"], "files": data["files"], "sha256": ""})
-    )
+    data = json.loads((run / "data.json").read_text())
+    older = {"data": data["data"], "files": data["files"], "sha256": ""}
+    (run / "data.json").write_text(json.dumps(older))
     with pytest.raises(
         ValueError,
         match=r"^\S*data\.json is damaged, or of another version of jaxpar\n",
     ):
-        folder.restore()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"note":1}',
-        "[]",
-        "",
-        "\ufffd",
-        '{"step": 1, "split": "valid"}',
-        "[" * 100_000,
-        '{"step": 1e999, "split": "valid", "loss": 1}',
-    ],
-)
-def test_a_line_of_metrics_that_no_run_writes_is_named_and_passed_over(tmp_path, line, caplog):
-    folder = RunFolder(tmp_path)
-    written = [{"split": "train", "step": step, "loss": 1.0} for step in range(3)]
-    lines = [json.dumps(each) for each in written]
-    folder.metrics_path.write_text("\n".join([*lines[:2], line, *lines[2:], ""]), encoding="utf-8")
-    assert folder.metrics() == written
-    assert re.search(r"metrics\.jsonl: line 3 is not what a run writes", caplog.text)
+        load_run(run)
 
 
 def test_an_unfinished_last_line_is_no_damage(run, caplog):
     path = run / "metrics.jsonl"
-    whole, written = path.read_bytes(), RunFolder(run).metrics()
+    whole, written = path.read_bytes(), metrics_of(run)
     last = whole.splitlines()[-1]
     for size in (1, len(last) // 2, len(last)):
         path.write_bytes(whole + last[:size])
-        assert RunFolder(run).metrics() == written
-        RunFolder(run).check()
+        assert load_run(run).metrics() == written
     assert not caplog.messages
 
 
@@ -364,8 +314,7 @@ def test_the_best_state_is_known_without_metrics(run, text, damage, caplog):
     rate = OptimizerConfig(learning_rate=30.0, warmup_steps=0)  # it becomes worse at once
     task = dataclasses.replace(make_task(text), optimizer=rate)
     fit(task, ONE, make_train(run, num_steps=3, clip_norm=0.0, **more), overwrite=True)
-    with RunFolder(run).checkpoints(Setup.of(*RunFolder(run).settings())) as checkpoints:
-        losses = checkpoints.stored_losses()
+    losses = validation_losses(run / "checkpoints/3")
     best = min(losses, key=losses.__getitem__)
     assert losses.keys() == {1, 2, 3}
     assert best == 1
@@ -379,9 +328,8 @@ def test_the_best_state_is_known_without_metrics(run, text, damage, caplog):
         path.write_text(changed[damage])
     train = make_train(run, num_steps=5, clip_norm=0.0, **more)
     fit(task, ONE, train, resume=True)
-    assert sorted(int(each.name) for each in (run / "checkpoints").iterdir()) == [best, 5]
-    _, state = RunFolder(run).restore(best=True)
-    assert int(state.step) == best
+    assert whole_checkpoints(run) == [best, 5]
+    assert load_run(run, best=True).step == best
 
 
 # ---- the command line ----
@@ -419,5 +367,5 @@ def test_paths_with_any_letters(text, tmp_path, monkeypatch, capsys):
     folder = "l\u00e4ufe/\u4e2d"
     fit(make_task(shutil.copytree(text, "t\u00ebxt")), ONE, make_train(folder))
     fit(make_task("t\u00ebxt"), ONE, make_train(folder, num_steps=5), resume=True)
-    assert main(["train", "lm", "--corpus", os.fsdecode(b"t\xebxt")]) == 2
+    assert api.command("train", "lm", "--corpus", os.fsdecode(b"t\xebxt")) == 2
     assert capsys.readouterr().err.startswith("error: ")

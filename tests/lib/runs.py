@@ -129,6 +129,12 @@ def whole_checkpoints(out_dir):
     return sorted(int(folder.name) for folder in folders if folder.name.isdecimal())
 
 
+def validation_losses(checkpoint):
+    """Of all validations before a checkpoint, which its folder tells."""
+    losses = json.loads((checkpoint / "checkpoint.json").read_text())["losses"]
+    return {int(step): float(loss) for step, loss in losses.items()}
+
+
 class Act(Report):
     """Does something after a step."""
 
