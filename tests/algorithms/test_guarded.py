@@ -1,13 +1,12 @@
 """A compiler that ends its process ends no plan: with children that are ended by a signal."""
 
+import subprocess
 import sys
 
 import pytest
+from lib import api
 
-from jaxpar import planning
 from jaxpar.cli.guarded import WATCHED, run_guarded
-from jaxpar.cli.main import main
-from jaxpar.planning import compiled
 
 # Compiles three programs, two at once unless it is told otherwise; the second one ends the process.
 CHILD = """
@@ -49,22 +48,19 @@ def test_exit_codes_and_words_are_the_child_s(capfd):
     assert (shown.out, shown.err) == ("shown\n", "F1128 10:00 said\n")
 
 
-def test_a_file_stands_for_a_program_while_it_is_compiled(tmp_path, monkeypatch):
-    """One that is there before is of a process that ended within it."""
-    monkeypatch.setenv(WATCHED, str(tmp_path))
-    with compiled._noted("program") as has_failed:
-        assert not has_failed
-        assert (tmp_path / "program").exists()
-    assert not [*tmp_path.iterdir()]
-    (tmp_path / "program").touch()
-    with compiled._noted("program") as has_failed:
-        assert has_failed
-    assert (tmp_path / "program").exists()
-
-
 @pytest.mark.full
 def test_a_command_for_another_machine_runs_in_a_child(monkeypatch, capfd):
+    started = []
+
+    class Recorded(subprocess.Popen):
+        def __init__(self, command, **options):
+            started.append(command)
+            super().__init__(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
     monkeypatch.delenv(WATCHED)
-    monkeypatch.setattr(planning, "find_machine", None)  # it is the child's that is asked
-    assert main(["inspect", "lm", "--vocab-size", "96", "--machine", "h100:1x1x0"]) == 2
+    words = ["inspect", "lm", "--vocab-size", "96", "--machine", "h100:1x1x0"]
+    assert api.command(*words) == 2
     assert capfd.readouterr().err.startswith("error: machine 'h100:1x1x0': must be one of")
+    [command] = started
+    assert command[-len(words) :] == words
