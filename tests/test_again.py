@@ -1,9 +1,7 @@
 """What is another program, or another model, each time that it is traced or made is refused."""
 
 import dataclasses
-import functools
 import itertools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,59 +10,9 @@ import pytest
 from flax import nnx
 from lib.models import WIDTH, Regress, Regression
 
-from jaxpar import Stack, Sums
-from jaxpar.model.facts import ModelFacts
-from jaxpar.trace.again import difference
-from jaxpar.trace.source_lines import CALLERS
+from jaxpar import Stack, init_state
 
 COUNT = itertools.count(1)
-TABLE = np.arange(3.0, dtype=np.float32)
-KEYS = [jax.random.key(0), jax.random.key(1)]
-
-
-def traced(function):
-    return jax.make_jaxpr(lambda x: function(x))(jnp.ones(3))
-
-
-def random():
-    return np.random.normal(size=3).astype(np.float32)  # noqa: NPY002 - as users have it
-
-
-# A function, and which of its outputs differ.
-PROGRAMS = {
-    "arithmetic": (lambda x: (jnp.tanh(x) * TABLE, jnp.where(x > 0, x, 0.0)), []),
-    "draws": (lambda x: jax.random.normal(jax.random.key(0), x.shape), []),
-    "a loop": (lambda x: jax.lax.scan(lambda c, a: (c + a, jnp.sin(c)), x[0], x), []),
-    "functions with a gradient": (lambda x: (jax.nn.relu(x), jax.checkpoint(jnp.sin)(x)), []),
-    "a key": (lambda x: jax.random.key(3), []),
-    "a key from outside": (lambda x: jax.random.normal(KEYS[0], x.shape), []),
-    "nan": (lambda x: x * np.float32(np.nan), []),
-    "noise": (lambda x: (x * 2, jnp.tanh(x + random())), [1]),
-    "a number": (lambda x: (x * 2, x * float(random()[0])), [1]),
-    "a constant": (lambda x: (x, random()), [1]),
-    "noise in a loop": (lambda x: jax.lax.scan(lambda c, a: (c + a, c * random()[0]), x[0], x), [0, 1]),
-    "noise in a call": (lambda x: (x, jax.jit(lambda x: x + random())(x)), [1]),
-    "a count of steps": (lambda x: functools.reduce(jnp.add, [x] * next(COUNT)), [0]),
-    "a place": (lambda x: x[next(COUNT) % 2 :][:2], [0]),
-    "another order": (lambda x: (x - TABLE, TABLE - x)[next(COUNT) % 2], [0]),
-    "another key": (lambda x: jax.random.key(next(COUNT)), [0]),
-    "another key from outside": (lambda x: (x, jax.random.normal(KEYS[next(COUNT) % 2], x.shape)), [1]),
-    "another operation": (lambda x: (jnp.sin, jnp.cos)[next(COUNT) % 2](x), [0]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_what_differs_when_it_is_traced_again_is_found(name):
-    function, outputs = PROGRAMS[name]
-    found = difference(traced(function), traced(function))
-    assert (found.outputs if found else []) == outputs
-    if "noise" in name:
-        assert found.source_line.startswith("test_again.py, line ")
-
-
-def test_what_calls_the_functions_of_users_is_there():
-    """A line further out, such as that of a test, is none of theirs."""
-    assert [path for path in CALLERS if not Path(path).is_file()] == []
 
 
 class Layer(nnx.Module):
@@ -202,10 +150,8 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_numpys_random_numbers_in_a_model_are_refused_by_name(place):
     with pytest.raises(ValueError, match=PLACES[place]):
-        _ = ModelFacts.of(Own(place=place)).traces
+        init_state(Own(place=place))
 
 
 def test_a_model_without_them_is_traced():
-    sums = ModelFacts.of(Own()).traces.sums
-    assert isinstance(sums, Sums)
-    assert sums.loss.shape == ()
+    assert init_state(Own()).params

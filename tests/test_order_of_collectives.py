@@ -2,25 +2,15 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
+from lib import api
 from lib.any_model import assert_same
 from lib.exchanges import pairs_without_order
 from lib.laws import full
 from lib.models import WIDTH, Regress, Regression
 
-from jaxpar import MeshConfig, Parallel, PipelineConfig, Stack, nn
-from jaxpar.analysis.program import lower_step
-from jaxpar.base.axes import TENSOR
+from jaxpar import Parallel, PipelineConfig, Stack, nn
 from jaxpar.lm import LM
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state
-from jaxpar.step.step import abstract_batch
-from jaxpar.trace.loops import loops_in_order
 
 TASK = LM(4, 8, 8, vocab_size=32, batch_size=16, seq_len=4)
 # With stages, a head on all of them, W of its own, and tensor parallelism within all.
@@ -70,15 +60,13 @@ def text_of(program):
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_collectives_of_a_step_keep_their_order(other):
     parallel = Parallel("dp2pp2tp2", dataclasses.replace(PIPELINE, **other), shares=(3, 1))
-    setup = Setup.of(TASK, parallel)
-    assert pairs_without_order(text_of(lower_step(setup))) == []
+    assert pairs_without_order(text_of(api.lowered_step(TASK, parallel))) == []
 
 
 @pytest.mark.parametrize("head", ["sharded", "last"])
 def test_collectives_of_an_evaluation_keep_their_order(head):
-    setup = Setup.of(TASK, Parallel("dp2pp2tp2", dataclasses.replace(PIPELINE, head=head)))
-    program = setup.eval_step().lower(abstract_state(setup), abstract_batch(setup))
-    assert pairs_without_order(text_of(program)) == []
+    parallel = Parallel("dp2pp2tp2", dataclasses.replace(PIPELINE, head=head))
+    assert pairs_without_order(text_of(api.lowered_evaluation(TASK, parallel))) == []
 
 
 @pytest.mark.parametrize(("sent", "pairs"), [("branch", []), ("x", [("branch", "sent")])])
@@ -109,37 +97,3 @@ class ReadBothWays(Regress):
 def test_loops_beside_each_other_in_a_layer_keep_their_order(other):
     parallel = Parallel("dp2pp2tp2", PipelineConfig(num_microbatches=2, **other))
     assert_same(ReadBothWays(), parallel)  # which looks at the order
-
-
-def of_known_length(step, x):
-    return lax.scan(lambda h, _: (step(h), None), x, length=3)[0]
-
-
-def of_unknown_length(step, x):
-    return lax.while_loop(lambda h: jnp.all(h < 9), step, x)
-
-
-def of_a_branch(step, x):
-    return lax.cond(jnp.all(x > 0), lambda x: of_known_length(step, x), lambda x: x, x)
-
-
-@pytest.mark.law
-@pytest.mark.parametrize("loop", [of_known_length, of_unknown_length, of_a_branch])
-def test_loops_of_every_kind_are_written_out_in_order(loop):
-    """Two of them, each with a sum over devices."""
-
-    def step(h):
-        return lax.pcast(lax.psum(h, TENSOR), TENSOR, to="varying")
-
-    def two(x):
-        return loop(step, x) - loop(step, 2 * x)
-
-    mesh = MeshConfig(tensor=2, devices=(0, 1)).build()
-    x = jnp.arange(1.0, 5.0)
-    plain, ordered = (
-        jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(TENSOR), out_specs=P(TENSOR)))
-        for run in (two, lambda x: loops_in_order(two, x))
-    )
-    assert len(pairs_without_order(text_of(plain.lower(x)))) == 1
-    assert pairs_without_order(text_of(ordered.lower(x))) == []
-    np.testing.assert_array_equal(ordered(x), plain(x))

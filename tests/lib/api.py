@@ -36,7 +36,7 @@ from jaxpar import (
     value_and_grad,
 )
 from jaxpar.analysis import ProgramReport, program
-from jaxpar.base import jax_private, trees
+from jaxpar.base import display, jax_private, trees
 from jaxpar.base.at import Processor
 from jaxpar.base.keys import key_data
 from jaxpar.base.sheets import SHEETS
@@ -54,8 +54,14 @@ from jaxpar.model import task as task_module
 from jaxpar.model.adopt.variables import find_in
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import find_task
+from jaxpar.nn.gated_delta import gated_delta as gated_delta  # a function of arrays
+from jaxpar.nn.gated_delta import inverse as inverse  # of matrices
+from jaxpar.nn.mlstm import mlstm as mlstm  # a function of arrays
 from jaxpar.partition import by_layer
 from jaxpar.pipeline import Pipeline
+from jaxpar.pictures import style
+from jaxpar.pictures.chart import IDLE as IDLE
+from jaxpar.pictures.style import PALETTE as PALETTE
 from jaxpar.planning import Machine, StepCost, plan_in_steps
 from jaxpar.planning.cost import Step, estimate
 from jaxpar.planning.counts import counts_of
@@ -67,7 +73,9 @@ from jaxpar.step.functions import make_eval_step
 from jaxpar.step.parts import Parts
 from jaxpar.step.setup import Setup
 from jaxpar.step.state import TrainState
+from jaxpar.step.state import release as release  # documented for users
 from jaxpar.step.step import CompiledStep, batch_sharding
+from jaxpar.trace import surprises
 from jaxpar.trace.counts import amount
 from jaxpar.training import comparison, loop
 from jaxpar.training.callbacks import TRACKERS
@@ -76,6 +84,7 @@ from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.predict import predict
 from jaxpar.training.run_folder import FolderLock, RunFolder
+from jaxpar.training.progress import Curves, Progress
 from jaxpar.training.summary import summarize
 from jaxpar.training.weights import model_of
 
@@ -281,6 +290,11 @@ def model(task: Task, parallel: Parallel | None, state: TrainState) -> nnx.Modul
     return model_of(Setup.of(task, parallel), state, sharded=False)
 
 
+def evaluated(task: Task, parallel: Parallel | None, state: TrainState) -> TrainState:
+    """The state with the parameters that are evaluated, such as their means."""
+    return state_of.evaluated(Setup.of(task, parallel), state)
+
+
 def params_of(task: Task, parallel: Parallel | None, state: TrainState) -> Arrays:
     """Parameters, by the names of the user's model."""
     return by_name(Setup.of(task, parallel), state.params, state.frozen)
@@ -348,6 +362,11 @@ def lowered_evaluation(task: Task, parallel: Parallel | None = None) -> jax.stag
 def flops(function: Any, *shapes: jax.ShapeDtypeStruct) -> float:
     """Of all matrix products, also of those in loops."""
     return amount(function, *shapes).flops
+
+
+def forget_warnings() -> None:
+    """Of what models and optimizers do, this process is told again."""
+    surprises.told_at.cache_clear()
 
 
 def forget_programs() -> None:
@@ -581,6 +600,29 @@ def summary(
     return dict(summarize(Setup.of(task, parallel, train)))
 
 
+# ---- pictures ----
+
+
+def format_bytes(num_bytes: float) -> str:
+    """As tables and pictures write it."""
+    return display.format_bytes(num_bytes)
+
+
+def page(title: str, body: str) -> str:
+    """A file of HTML with pictures."""
+    return style.make_page(title, body)
+
+
+def curves(num_steps: int, *lines: dict[str, Any]) -> Curves:
+    """The curves of a run, as of `FitResult`, by lines of its metrics.jsonl."""
+    return Curves(num_steps).add(*lines)
+
+
+def progress(**fields: Any) -> Progress:
+    """A line of progress, as callbacks are given it."""
+    return Progress(**fields)
+
+
 # ---- what tests set up ----
 
 
@@ -780,6 +822,30 @@ def compiler_of_others(compiled: Callable[[], ProgramReport]) -> Iterator[None]:
         module = "jaxpar.planning.compiled"
         patch.setattr(f"{module}.described_devices", lambda machine: jax.devices()[:2])
         patch.setattr(f"{module}.inspect_lowered", lambda setup, lowered: compiled())
+        yield
+
+
+@contextlib.contextmanager
+def parallelisms_are_estimated(message: str) -> Iterator[None]:
+    """The compiler of the machine is not installed, as the message says."""
+
+    def refuse(cost: StepCost) -> None:
+        raise ValueError(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.planning.parallelisms.setup_of", refuse)
+        yield
+
+
+@contextlib.contextmanager
+def compiler_of_parallelisms_fails(message: str) -> Iterator[None]:
+    """It says this of each step."""
+
+    def fail(setup: Setup, machine: Machine, *, runs: bool) -> None:
+        raise ValueError(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.planning.parallelisms.compile_step", fail)
         yield
 
 
