@@ -11,8 +11,7 @@ from flax import nnx
 from lib.models import SGD
 
 import jaxpar
-from jaxpar import ArrayBatches, Stack, Sums, Task, TrainConfig, nn, value_and_grad
-from jaxpar.model.facts import ModelFacts
+from jaxpar import ArrayBatches, Stack, Sums, Task, TrainConfig, init_state, nn, value_and_grad
 
 W = 4
 
@@ -118,7 +117,7 @@ class Tiny(Task):
 def test_a_loss_with_a_gradient_passes(fields):
     task = Tiny(**fields)
     step = value_and_grad(task, "dp1")
-    (_, grads) = step(jaxpar.init_state(task, "dp1"), {"x": np.ones((4, W)), "weight": np.ones(4)})
+    (_, grads) = step(init_state(task, "dp1"), {"x": np.ones((4, W)), "weight": np.ones(4)})
     assert any(np.any(leaf) for leaf in jax.tree.leaves(grads))
 
 
@@ -150,10 +149,10 @@ def test_a_loss_without_any_gradient_is_refused(fields, tmp_path):
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
 def test_a_parameter_of_whole_numbers_is_refused_where_it_is_trained(dtype):
     with pytest.raises(ValueError, match=rf"parameter extra of task Tiny is {dtype}, which has no"):
-        ModelFacts.of(Tiny(dtype=dtype))
-    ModelFacts.of(Tiny(dtype=dtype, trained="out"))
+        init_state(Tiny(dtype=dtype), "dp1")
+    init_state(Tiny(dtype=dtype, trained="out"), "dp1")
 
 
 def test_a_complex_loss_is_refused():
     with pytest.raises(ValueError, match=r"`last` of Net returns complex64 as 'loss' of its Sums"):
-        _ = ModelFacts.of(Tiny("complex")).traces
+        init_state(Tiny("complex"), "dp1")

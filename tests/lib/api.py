@@ -58,10 +58,10 @@ from jaxpar.nn.gated_delta import gated_delta as gated_delta  # a function of ar
 from jaxpar.nn.gated_delta import inverse as inverse  # of matrices
 from jaxpar.nn.mlstm import mlstm as mlstm  # a function of arrays
 from jaxpar.partition import by_layer
-from jaxpar.pipeline import Pipeline
 from jaxpar.pictures import style
 from jaxpar.pictures.chart import IDLE as IDLE
 from jaxpar.pictures.style import PALETTE as PALETTE
+from jaxpar.pipeline import Pipeline
 from jaxpar.planning import Machine, StepCost, plan_in_steps
 from jaxpar.planning.cost import Step, estimate
 from jaxpar.planning.counts import counts_of
@@ -83,8 +83,8 @@ from jaxpar.training.checkpoint import Checkpoints, Writing, write_table
 from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.predict import predict
-from jaxpar.training.run_folder import FolderLock, RunFolder
 from jaxpar.training.progress import Curves, Progress
+from jaxpar.training.run_folder import FolderLock, RunFolder
 from jaxpar.training.summary import summarize
 from jaxpar.training.weights import model_of
 
@@ -760,6 +760,18 @@ def buffers_hold_nan() -> Iterator[None]:
         patch.setattr(forward, "Pipeline", poisoned)
         yield
     assert made, "no pipeline was made"
+
+
+@contextlib.contextmanager
+def search_for_origin_raises(error: Exception) -> Iterator[None]:
+    """Runs cannot find out where numbers that are not finite come from."""
+
+    def search(*_: Any) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "find_origin", search)
+        yield
 
 
 @contextlib.contextmanager

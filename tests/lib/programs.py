@@ -1,5 +1,8 @@
-"""What stands in traced programs."""
+"""What stands in traced programs, and which programs are compiled."""
 
+import contextlib
+
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
@@ -21,3 +24,19 @@ def equations_in(program):
         yield equation
         for part in programs_in(equation):
             yield from equations_in(part)
+
+
+@contextlib.contextmanager
+def compiled():
+    """The names of programs that are compiled meanwhile: a list that grows."""
+    events = []
+
+    def note(name, *_, fun_name="", **__):
+        if name == "/jax/core/compile/backend_compile_duration":
+            events.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)

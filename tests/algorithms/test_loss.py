@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from lib import api
+from lib.programs import equations_in
 
-from jaxpar import LayerContext, MeshConfig
-from jaxpar.base.at import Processor
-from jaxpar.lm import IGNORE, LM
+from jaxpar import MeshConfig
+from jaxpar.lm import IGNORE, LM, Batch
 from jaxpar.lm.loss import (
     LOGITS_ELSEWHERE,
     cross_entropy,
     linear_cross_entropy,
     without_padding,
 )
-from jaxpar.model.facts import ModelFacts
-from jaxpar.nn.linear import matmul
-from jaxpar.trace.counts import amount
-from jaxpar.trace.jaxprs import equations_in
 
 # float32 rounding of a sum of 24 terms and of a logarithm.
 RELATIVE_ERROR = 1e-6
@@ -90,6 +87,11 @@ def draw_head(T, B, H, V, dtype):
     targets[rng.random((T, B)) < 0.2] = IGNORE
     weights = jnp.asarray(kernel, jnp.float32), jnp.asarray(bias, jnp.float32)
     return jnp.asarray(y, dtype), *weights, jnp.asarray(targets)
+
+
+def matmul(y, kernel):
+    """Of the digits of `y`, added up in float32."""
+    return jnp.matmul(y, kernel.astype(y.dtype), preferred_element_type=jnp.float32)
 
 
 def split_head(y, kernel, bias, targets):
@@ -174,8 +176,8 @@ def test_chunks_compute_hardly_more_than_they_must(steps, rows, words):
 
     shapes = (steps, rows, 8), (8, words), (words,), (steps, rows)
     types = "float32", "float32", "float32", "int32"
-    found = amount(jax.grad(loss, (0, 1, 2)), *map(jax.ShapeDtypeStruct, shapes, types))
-    assert 1 <= found.flops / (3 * 2 * steps * rows * 8 * words) <= 1.05
+    found = api.flops(jax.grad(loss, (0, 1, 2)), *map(jax.ShapeDtypeStruct, shapes, types))
+    assert 1 <= found / (3 * 2 * steps * rows * 8 * words) <= 1.05
 
 
 def test_logits_of_all_time_steps_are_never_held():
@@ -212,9 +214,9 @@ def test_a_head_of_few_bits_multiplies_its_gradients_in_them_where_asked(dtype, 
 def test_only_gpus_round_the_gradient_of_logits(platform, narrow):
     """Of a head's three products, so many are of two arrays of bfloat16."""
     task = LM(1, 16, 16, vocab_size=96, batch_size=2, seq_len=4, dtype="bfloat16", dropout=0.0)
-    facts = ModelFacts.of(task, "cpu")
-    model, batch = facts.task.make_model(nnx.Rngs(0)), facts.to_block(task.example_batch())
-    at = LayerContext(0, 0, 0, batch=batch, processor=Processor(platform))
+    model, tokens_TB = task.make_model(nnx.Rngs(0)), jnp.zeros((4, 2), jnp.int32)
+    batch = Batch(tokens_TB, tokens_TB, starts=False)
+    at = api.context_on(platform, batch=batch)
 
     def last(y_TBH):
         return model.last(y_TBH, batch, at).loss

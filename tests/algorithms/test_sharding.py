@@ -1,4 +1,4 @@
-"""The law for layers that are split: any mesh gives the outputs and gradients of one device."""
+"""Arrays are laid out by the names of their dims, and layers that are split give what one device gives."""
 
 import functools
 
@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import RULES, MeshConfig, Rules, nn
 from jaxpar.analysis import inspect_function
-from jaxpar.base.axes import BATCH, DATA, INPUT, TENSOR
 from jaxpar.sharding import Constraint, shardings
 
+DATA, TENSOR = "data", "tensor"
 # Dims of these models.
-CHANNELS, FEATURES, UNITS = "channels", "features", "units"
+BATCH, INPUT, CHANNELS, FEATURES, UNITS = "batch", "input", "channels", "features", "units"
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5
