@@ -389,9 +389,10 @@ def estimates(task: Task, layouts: Iterable[Parallel], machine: Machine) -> list
     return [estimate(counts, parallel, task.train, machine) for parallel in layouts]
 
 
-def layer_flops(task: Task, steps: int, rows: int) -> list[tuple[float, float]]:
-    """What the planner counts for a block: of each kind, (forward, gradients of weights on their own)."""
-    unit = counts_of(task, task.train.num_steps, "cpu").unit(steps, rows)
+def layer_flops(task: Task) -> list[tuple[float, float]]:
+    """What the planner counts for a batch: of each kind, (forward, gradients of weights on their own)."""
+    counts = counts_of(task, task.train.num_steps, "cpu")
+    unit = counts.unit(counts.facts.num_steps, task.batch_size)
     return [(kind.forward.flops, kind.weights.flops) for kind in unit.kinds]
 
 
