@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.custom_derivatives import linear_call
+from lib import api
 from lib.adopted import Adopted, assert_as_plain
 from lib.flax_models import WIDTH, Text
 from lib.layers import clipped_in_backward, times_in_backward
 
 from jaxpar import Parallel, PipelineConfig
-from jaxpar.step import custom_backward
-from jaxpar.step.custom_backward import check_custom_backward
-from jaxpar.step.setup import Setup
 
 pytestmark = pytest.mark.law
 
@@ -129,8 +127,9 @@ def task_of(changes, net=Net):
     return Adopted(functools.partial(net, tuple(changes)))
 
 
-def kinds_of(task):
-    return Setup.of(task, "dp1").facts.cut_model.kinds
+def blocks_of(task):
+    """How many blocks there are of each kind: one program runs all of a kind."""
+    return api.summary(task, Parallel("dp1"))["blocks"]
 
 
 # JAX runs no callback where the compiler splits an axis.
@@ -148,13 +147,13 @@ def test_functions_that_differ_by_depth_are_those_of_each_block(name, mesh):
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_blocks_with_one_function_are_of_one_kind(name):
-    assert kinds_of(task_of(ALIKE[name]() for _ in range(4))) == (0, 0, 0, 0)
+    assert blocks_of(task_of(ALIKE[name]() for _ in range(4))) == "Net.blocks: 4 block"
 
 
 @pytest.mark.parametrize("name", BY_DEPTH)
 def test_blocks_with_functions_that_differ_are_of_other_kinds(name):
     changes = [BY_DEPTH[name](factor) for factor in (0.5, 0.25, 0.5, 2.0)]
-    assert kinds_of(task_of(changes)) == (0, 1, 0, 2)
+    assert blocks_of(task_of(changes)) == "Net.blocks: 2 block0, 1 block1, 1 block2"
 
 
 class Types(Block):
@@ -171,7 +170,7 @@ class NetOfTypes(Net):
 
 def test_equal_numbers_of_other_types_make_other_kinds():
     factors = 0.5, np.float32(0.5), 0.5, np.float32(0.5)
-    assert kinds_of(task_of(factors, NetOfTypes)) == (0, 1, 0, 1)
+    assert blocks_of(task_of(factors, NetOfTypes)) == "NetOfTypes.blocks: 2 types0, 2 types1"
 
 
 class WithTable(Block):
@@ -234,6 +233,10 @@ def flattened(x):
     return clipped_in_backward(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
+def at_each_step(x):
+    return jax.lax.map(clipped_in_backward, x.swapaxes(0, 1)).swapaxes(0, 1)
+
+
 def with_mask(x):
     """A mask that random numbers would make otherwise."""
 
@@ -286,6 +289,7 @@ COMBINES_ROWS = {
     "in bfloat16": lambda: scaled_in_bfloat16,
     "custom_vjp": lambda: clipped_in_backward,
     "custom_vjp of [rows * time, width]": lambda: flattened,
+    "custom_vjp in a loop": lambda: at_each_step,
     "custom_vjp in jit": lambda: jax.jit(clipped_in_backward),
     "custom_jvp": without_mean_in_jvp,
     "linear_call": without_mean_in_transpose,
@@ -294,11 +298,11 @@ COMBINES_ROWS = {
 
 @pytest.mark.parametrize("name", COMBINES_ROWS)
 def test_a_backward_pass_that_combines_rows_is_refused_though_it_changes_little(name):
-    parts = Setup.of(task_of([COMBINES_ROWS[name]()] * 2, NetOfSmallBranches), "dp2").parts
+    task = task_of([COMBINES_ROWS[name]()] * 2, NetOfSmallBranches)
     with pytest.raises(
         ValueError, match=r"^layer smallbranch: the backward pass of .* gives other"
     ):
-        check_custom_backward(parts)
+        api.check_before_run(task, Parallel("dp2"))
 
 
 def signed_in_backward(x):
@@ -326,9 +330,7 @@ def clipped_in_loop(x):
 
 @pytest.mark.parametrize("change", [signed_in_backward, clipped_rows, clipped_in_loop])
 def test_a_backward_pass_of_each_row_is_taken(change):
-    parts = Setup.of(task_of([change] * 2, NetOfSmallBranches), "dp2").parts
-    assert custom_backward._functions(custom_backward._programs_of_parts(parts.facts))
-    check_custom_backward(parts)
+    api.check_before_run(task_of([change] * 2, NetOfSmallBranches), Parallel("dp2"))
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "pp2"])

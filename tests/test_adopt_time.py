@@ -5,11 +5,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from lib import api
 
 import jaxpar
 from jaxpar import Parallel, PipelineConfig
-from jaxpar.step.independence import check_rows_alone
-from jaxpar.step.setup import Setup
 
 TIME, WIDTH = 8, 4
 ARRAYS = {"x": np.zeros((40, TIME), np.int32), "y": np.zeros((40, TIME), np.int32)}
@@ -119,8 +118,7 @@ def check(model, arrays=ARRAYS):
         return jaxpar.mean(nll, batch["weight"])
 
     task = jaxpar.adopt(lambda rngs: model(rngs), loss, "rnns", batches=arrays, batch_size=4)
-    setup = Setup.of(task, Parallel("pp2", PipelineConfig(num_chunks=4)))
-    check_rows_alone(setup.parts)
+    api.check_before_run(task, Parallel("pp2", PipelineConfig(num_chunks=4)))
 
 
 def line_of(comment):

@@ -1,4 +1,4 @@
-"""The law for adopted models: loss and gradients on a mesh, and those of the plain Flax model."""
+"""Any Flax model as a task, and what the plain model gives for its batch."""
 
 import dataclasses
 import functools
@@ -8,20 +8,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxpar import (
-    RULES,
-    ArrayBatches,
-    OptimizerConfig,
-    Parallel,
-    PipelineConfig,
-    Task,
-    init_state,
-    value_and_grad,
-)
-from jaxpar.step.setup import Setup
+from jaxpar import RULES, ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Task
+from lib import api
 from lib import flax_models as models
-from lib.api import by_name
-from lib.laws import RELATIVE_ERROR, SGD
+from lib.law import plain
+from lib.law.check import ERRORS, assert_near
 
 TENSOR = {"heads": "tensor", "mlp": "tensor"}  # what dims of flax_models are called
 
@@ -40,8 +31,7 @@ class Adopted(Task):
     loss_of: Callable = models.text_loss
     batch_of: Callable = models.text_batch
     by_path: tuple = ()
-    unused: tuple[str, ...] = ()
-    optimizer: OptimizerConfig = SGD
+    optimizer: OptimizerConfig = OptimizerConfig("sgd", 0.1, warmup_steps=0)
 
     @property
     def layers(self):
@@ -50,10 +40,6 @@ class Adopted(Task):
     @property
     def dims(self):
         return dict(self.by_path)
-
-    @property
-    def frozen(self):
-        return bool(self.unused) and nnx.Any(*map(nnx.PathContains, self.unused))
 
     @property
     def rules(self):
@@ -97,57 +83,34 @@ MESHES = {
 }
 
 
-def plain_model(task):
-    """The user's model of seed 0, without jaxpar."""
-    with nnx.use_eager_sharding(False):
-        return task.make(nnx.Rngs(0))
-
-
-def named(state):
-    return {".".join(map(str, p)): np.asarray(leaf[...]) for p, leaf in nnx.to_flat_state(state)}
-
-
 def batch_of(task):
     return task.make_batches("train", 0).batch(0)
 
 
+def named(state):
+    """Arrays by the names of the user's model."""
+    return {plain.name_of(path): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+
+
 @functools.lru_cache(maxsize=4)
 def plainly(task):
-    """Loss and gradients of the plain model, and its weights, by name."""
-    graphdef, params, others = nnx.split(plain_model(task), nnx.Param, ...)
+    """Loss, gradients and initial weights of the plain model, by name."""
+    with nnx.use_eager_sharding(False):
+        graphdef, params, others = nnx.split(task.make_model(nnx.Rngs(0)), nnx.Param, ...)
     batch = batch_of(task)
 
     def mean(params):
-        loss, weight = task.loss_of(nnx.merge(graphdef, params, others, copy=True), batch)[:2]
+        loss, weight, _ = task.loss(nnx.merge(graphdef, params, others, copy=True), batch)
         return loss / weight
 
-    value, grads = jax.jit(jax.value_and_grad(mean))(params)
-    return float(value), named(grads), named(params)
-
-
-def on_mesh(task, parallel):
-    """Loss and gradients, and initial weights, by name."""
-    setup = Setup.of(task, parallel)
-    state = init_state(setup)
-    (loss, _), grads = value_and_grad(setup)(state, batch_of(task))
-    return (float(loss), *(by_name(setup, own, state.frozen) for own in (grads, state.params)))
-
-
-def assert_near(found, expected):
-    """By norm; what is zero but for rounding is compared with the largest."""
-    assert found.keys() == expected.keys()
-    largest = max(np.linalg.norm(a) for a in expected.values())
-    for name, value in expected.items():
-        scale = max(np.linalg.norm(value), 1e-4 * largest)
-        error = np.linalg.norm(found[name] - value)
-        assert error <= RELATIVE_ERROR * scale, f"{name}: error {error:.1e} of {scale:.1e}"
+    loss, grads = jax.jit(jax.value_and_grad(mean))(params)
+    return float(loss), named(grads), named(params)
 
 
 def assert_as_plain(task, parallel, expected=None):
-    """Loss, gradients and initial weights."""
-    loss, grads, weights = on_mesh(task, parallel)
-    expected_loss, expected_grads, expected_weights = expected or plainly(task)
-    trained = [name for name in weights if not {*name.split(".")} & {*task.unused}]
-    assert abs(loss - expected_loss) <= RELATIVE_ERROR * expected_loss
-    assert_near(weights, expected_weights)
-    assert_near(*({name: own[name] for name in trained} for own in (grads, expected_grads)))
+    """Loss, gradients and initial weights; `expected` are those of `plainly`."""
+    found, error = api.gradients(task, parallel, batch_of(task)), ERRORS["float32"]
+    loss, grads, weights = expected or plainly(task)
+    assert_near({"loss": found.loss}, {"loss": loss}, error)
+    assert_near(found.weights, weights, error)
+    assert_near({name: found.grads[name] for name in grads}, grads, error)

@@ -6,6 +6,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxpar import Sums
+
 VOCAB, WIDTH, TIME, ROWS, DEPTH = 32, 8, 8, 16, 4
 
 linear_init, zeros_init = nnx.initializers.lecun_normal(), nnx.initializers.zeros
@@ -789,7 +791,7 @@ def text_loss(model, batch):
     """The sum over the words that count, and their number."""
     losses = cross_entropy(model(batch["x"]), batch["y"])
     weight = (batch["y"] > 0) * batch["weight"][:, None]
-    return jnp.sum(losses * weight), jnp.sum(weight)
+    return Sums(jnp.sum(losses * weight), jnp.sum(weight))
 
 
 def logits_loss(model, batch):
@@ -803,10 +805,10 @@ def first_loss(model, batch):
 
 def image_loss(model, batch):
     losses = cross_entropy(model(batch["x"]), batch["y"])
-    return jnp.sum(losses * batch["weight"]), jnp.sum(batch["weight"])
+    return Sums(jnp.sum(losses * batch["weight"]), jnp.sum(batch["weight"]))
 
 
 def point_loss(model, batch):
     errors = (model(batch["x"], batch["t"]) - batch["y"]) ** 2
     weight = jnp.broadcast_to(batch["weight"][:, None, None], errors.shape)
-    return jnp.sum(errors * weight), jnp.sum(weight)
+    return Sums(jnp.sum(errors * weight), jnp.sum(weight))
