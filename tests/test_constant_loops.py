@@ -14,9 +14,16 @@ from lib.laws import more, on_devices
 from lib.models import SGD
 
 import jaxpar
-from jaxpar import MeshConfig, Parallel, PipelineConfig, SeriesBatches, Stack, Sums, init_state
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_loss_and_grad
+from jaxpar import (
+    MeshConfig,
+    Parallel,
+    PipelineConfig,
+    SeriesBatches,
+    Stack,
+    Sums,
+    init_state,
+    value_and_grad,
+)
 
 WIDTH, WORDS, STEPS = 8, 64, 6
 
@@ -186,12 +193,16 @@ def test_loops_may_begin_with_constants(kinds, mesh, options):
     assert_same(Constants(kinds), Parallel(on_devices(mesh), units))
 
 
+def lowered(task, parallel):
+    batch = task.make_batches("train", 0).batch(0)
+    return value_and_grad(task, parallel).lower(init_state(task, parallel), batch)
+
+
 @pytest.mark.parametrize("mesh", [DP, more(PP)])
 def test_they_cost_what_loops_that_begin_with_zeros_like_do(mesh):
     def costs(name):
-        setup = Setup.of(Constants((name,) * 2), Parallel(on_devices(mesh)))
-        batch = jax.tree.map(jnp.asarray, setup.task.make_batches("train", 0).batch(0))
-        program = jax.jit(make_loss_and_grad(setup)).lower(init_state(setup), batch).compile()
+        task, parallel = Constants((name,) * 2), Parallel(on_devices(mesh))
+        program = lowered(task, parallel).compile()
         return [program.cost_analysis()[of] for of in ("flops", "bytes accessed")]
 
     assert costs("scan") == pytest.approx(costs("zeros_like"), rel=1e-3)
@@ -209,13 +220,11 @@ class OwnAxis(Constants):
 @pytest.mark.parametrize("name", ["of a sum", "of all"])
 def test_a_layer_with_collectives_is_refused(name):
     parallel = Parallel(MeshConfig(axes=(("context", 2),), devices=(0, 1)))
-    setup = Setup.of(OwnAxis((name,) * 2), parallel)
-    batch = jax.tree.map(jnp.asarray, setup.task.make_batches("train", 0).batch(0))
     with pytest.raises(
         ValueError,
         match=r"^layer mixed has a loop or a branch .*\nFix: .*jnp\.zeros_like\(x\[0\]\)",
     ):
-        jax.jit(make_loss_and_grad(setup)).lower(init_state(setup), batch)
+        lowered(OwnAxis((name,) * 2), parallel)
 
 
 @pytest.mark.parametrize(("mesh", "num_layers"), [(DP, 6), (PP, 2)])

@@ -1,6 +1,6 @@
 """`value_and_grad`: what a loop of one's own is given, and that it then trains as `fit` does.
 
-That loss, gradients and carry are those of one device is among the laws: `test_examples` asks this function.
+That loss, gradients and carry are those of one device is the law.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from lib.laws import MODEL, assert_close, by_layer, make_batch, make_settings, more
+from lib import api
+from lib.laws import MODEL, assert_close, make_batch, make_settings, more
 from lib.models import Regress, Regression
 
 import jaxpar
@@ -29,10 +30,7 @@ from jaxpar import (
     make_train_step,
     value_and_grad,
 )
-from jaxpar.hosts.launch import environs
 from jaxpar.planning import plan
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit
 
 RATE, CLIP = 1e-3, 0.1
 ADAM = OptimizerConfig(learning_rate=RATE, lr_schedule="constant", warmup_steps=0)
@@ -40,27 +38,27 @@ TASK = dataclasses.replace(MODEL, num_layers=4, optimizer=ADAM)
 TRAIN = TrainConfig(num_steps=2, clip_norm=CLIP, seed=3)
 
 
-def batches(settings, mesh):
+def batches(settings):
     """Two windows: the second goes on with the carry."""
-    return [make_batch(settings, mesh, seed=step, starts=step == 0) for step in range(2)]
+    return [make_batch(settings, seed=step, starts=step == 0) for step in range(2)]
 
 
-def with_jaxpar(settings, mesh):
+def with_jaxpar(settings):
     """Losses, norms of gradients, and the state after two steps of jaxpar's own."""
-    state, step, found = init_state(*settings, mesh), make_train_step(*settings, mesh), []
-    for batch in batches(settings, mesh):
+    state, step, found = init_state(*settings), make_train_step(*settings), []
+    for batch in batches(settings):
         state, metrics = step(state, batch)
         found.append((float(metrics.loss), float(metrics.grad_norm)))
     return found, state
 
 
-def with_optax(settings, mesh, caplog):
+def with_optax(settings, caplog):
     """The same, by a loop of one's own, which looks at where everything lies."""
-    state, optimizer = init_state(*settings, mesh), optax.adam(RATE)
+    state, optimizer = init_state(*settings), optax.adam(RATE)
     state = dataclasses.replace(state, opt_state=optimizer.init(state.params))
-    audit(state)  # so moments lie as parameters do, but for those that jaxpar splits
+    api.audit(state)  # so moments lie as parameters do, but for those that jaxpar splits
     opt_state, where, found = state.opt_state, shardings(state.params), []
-    run = value_and_grad(*settings, mesh)
+    run = value_and_grad(*settings)
 
     @jax.jit
     def update(params, grads, opt_state):
@@ -69,7 +67,7 @@ def with_optax(settings, mesh, caplog):
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, norm
 
-    for number, batch in enumerate(batches(settings, mesh)):
+    for number, batch in enumerate(batches(settings)):
         with jax.log_compiles(number > 0):
             (loss, (after, sums)), grads = run(state, batch)
         assert "Compiling" not in caplog.text  # once more, for parameters that optax has made
@@ -85,8 +83,12 @@ def with_optax(settings, mesh, caplog):
         state = dataclasses.replace(after, params=params)
         assert shardings(state.params) == shardings(opt_state[0].mu) == where
         found.append((float(loss), float(norm)))
-    audit(state)
+    api.audit(state)
     return found, state
+
+
+def arrays(tree):
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def shardings(tree):
@@ -107,13 +109,12 @@ LAYOUTS = [
 @pytest.mark.parametrize(("mesh", "units", "layout", "pipeline"), LAYOUTS)
 def test_a_loop_of_ones_own_trains_as_jaxpar_does(mesh, units, layout, pipeline, caplog):
     settings = make_settings(mesh, units, TASK, train=TRAIN, layout=layout, **pipeline)
-    mesh = settings.parallel.mesh.build()
-    expected, wanted = with_jaxpar(settings, mesh)
-    found, state = with_optax(settings, mesh, caplog)
+    expected, wanted = with_jaxpar(settings)
+    found, state = with_optax(settings, caplog)
     assert min(norm for _, norm in expected) > CLIP  # so both have clipped
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert_close(by_layer(state.params, settings), by_layer(wanted.params, settings))
-    assert_close(by_layer(state.carry, settings), by_layer(wanted.carry, settings))
+    assert_close(arrays(state.params), arrays(wanted.params))
+    assert_close(arrays(state.carry), arrays(wanted.carry))
 
 
 # The loop of docs/build/custom-loop.md, as each of several processes runs it.
@@ -121,16 +122,13 @@ LOOP = """
 import dataclasses
 import jax
 import optax
+from lib import api
 from lib.models import Regress
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
-from jaxpar.data.batches import place_batch
-from jaxpar.hosts.distributed import start_processes
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import batch_sharding
 
-start_processes()
+api.start_processes()
 task, optimizer = Regress(("gru", "dense"), batch_size=8, seq_len=4), optax.adam(1e-2)
 mesh = MeshConfig(data=2, stage=2, devices=(0, 1, 2, 3)) if jax.device_count() > 4 else "dp2pp2"
 parallel = Parallel(mesh, PipelineConfig(num_microbatches=2), fsdp=True)
@@ -144,8 +142,10 @@ def update(params, grads, opt_state):
 
 losses = []
 for number in range(3):
-    batch = place_batch(batches, number, batch_sharding(Setup.of(task, parallel)))
-    batch = batches.batch(number) if number == 2 else batch  # whole in each process
+    if number == 2:
+        batch = batches.batch(number)  # whole in each process
+    else:
+        batch = api.placed_batch(task, parallel, batches, number)
     (loss, (state, _)), grads = step(state, batch)
     with jax.numpy_dtype_promotion("standard"):
         params, opt_state = update(state.params, grads, opt_state)
@@ -162,7 +162,7 @@ def test_several_processes_share_a_loop(capsys):
             [sys.executable, "-c", LOOP], env=environ,
             stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent,
         )
-        for environ in environs(2, 2)
+        for environ in api.environments(2, 2)
     ]  # fmt: skip
     found = [json.loads(process.communicate(timeout=300)[0]) for process in processes]
     exec(LOOP, {})
@@ -235,17 +235,17 @@ NEEDS_ONE = {
 
 @pytest.mark.parametrize("what", NEEDS_ONE)
 def test_what_needs_an_optimizer_says_so_before_it_is_traced(what, tmp_path, monkeypatch):
+    bare()  # what jaxpar knows of the model is known
+
     def traced(*args, **kwargs):
         raise AssertionError("a step was made")
 
-    monkeypatch.setattr("jaxpar.step.step.make_forward", traced)
-    monkeypatch.setattr("jaxpar.training.fit.check_rows_alone", traced)
+    monkeypatch.setattr(Regression, "last", traced)
     with pytest.raises(ValueError, match="task Bare has no optimizer"):
         NEEDS_ONE[what](tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_calls_apart_get_one_step():
-    setup = Setup.of(Bare(), PARALLEL)
-    assert value_and_grad(setup) is value_and_grad(setup) is bare()[1]
+def test_steps_of_other_seeds_are_others():
+    assert value_and_grad(Bare(), PARALLEL) is bare()[1]
     assert value_and_grad(Bare(), PARALLEL, TrainConfig(seed=1)) is not bare()[1]
