@@ -10,14 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from lib import regression
+from lib import api, regression
 from lib.regression import Regression, fit, make_task
 
-from jaxpar import OptimizerConfig, init_state
-from jaxpar.step.optimizer_numbers import first_numbers, learning_rate
-from jaxpar.step.setup import Setup
-from jaxpar.training.checkpoint import Checkpoints
-from jaxpar.training.run_folder import RunFolder
+from jaxpar import OptimizerConfig, Parallel, init_state, load_run
 
 
 def rates_of(folder):
@@ -26,20 +22,23 @@ def rates_of(folder):
 
 
 def save(optimizer, folder, step=0, change=lambda opt_state: opt_state):
-    setup = Setup.of(make_task(optimizer), "dp1")
-    state = init_state(setup)
+    task, parallel = make_task(optimizer), Parallel("dp1")
+    state = init_state(task, parallel)
     place = state.step.sharding
     state = dataclasses.replace(
         state,
         step=jax.device_put(jnp.int32(step), place),
         opt_state=change(state.opt_state),
     )
-    with Checkpoints(folder, setup) as checkpoints:
-        checkpoints.save(state)
+    api.save(folder, task, parallel, state)
 
 
 def restore(optimizer, folder, mesh="dp1"):
-    return Checkpoints(folder, Setup.of(make_task(optimizer), mesh)).restore().opt_state
+    return api.restored(folder, make_task(optimizer), Parallel(mesh)).opt_state
+
+
+def learning_rate(opt_state):
+    return optax.tree.get(opt_state, "learning_rate")
 
 
 # ---- the rate in the state of an optimizer ----
@@ -172,13 +171,21 @@ def test_a_number_that_training_has_made_stays_and_is_named(tmp_path, caplog):
     assert fact in caplog.text
 
 
-def test_numbers_that_depend_on_parameters_are_not_given():
-    def init(params):
-        return {"norm": optax.tree.norm(params), "rate": jnp.float32(0.5)}
+def test_numbers_that_depend_on_parameters_are_not_given(tmp_path, caplog):
+    def make(rate):
+        def init(params):
+            return {"norm": rate * optax.tree.norm(params), "rate": jnp.float32(rate)}
 
-    own = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
-    assert first_numbers(Setup.of(make_task(own), "dp1")) == {"rate": 0.5}
-    assert first_numbers(Setup.of(make_task(OptimizerConfig()), "dp1")) == {}
+        return optax.GradientTransformation(
+            init, lambda updates, state, params=None: (updates, state)
+        )
+
+    save(make(0.5), tmp_path)
+    norm = init_state(make_task(make(0.5)), "dp1").opt_state["norm"]
+    state = restore(make(0.25), tmp_path)
+    assert (state["norm"], state["rate"]) == (norm, 0.25)
+    assert "opt_state.rate was 0.5, is 0.25" in caplog.text
+    assert "norm" not in caplog.text
 
 
 def test_a_resumed_run_moves_by_the_rate_of_now_and_reports_it(tmp_path):
@@ -272,7 +279,7 @@ def test_settings_that_change_neither_arrays_nor_data_may_change_and_are_named(
 
 def test_a_field_that_changes_is_used(begun, tmp_path):
     result = resume(begun, tmp_path, Regression(rate=0.0))
-    before = RunFolder(begun).checkpoints(Setup.of(Regression(), "dp1")).restore()
+    before = load_run(begun)
     for old, new in zip(*map(jax.tree.leaves, (before.params, result.state.params)), strict=True):
         np.testing.assert_array_equal(old, new)
 

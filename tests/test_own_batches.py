@@ -5,12 +5,18 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from lib import api
+from lib.models import Regress, Regression
 
-from jaxpar import ArrayBatches, adopt, init_state, make_train_step, mean
-from jaxpar.model.model import checked_outputs
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state
-from jaxpar.training.evaluate import CheckedBatches
+from jaxpar import (
+    ArrayBatches,
+    Parallel,
+    adopt,
+    init_state,
+    make_predict_step,
+    make_train_step,
+    mean,
+)
 
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 
@@ -29,9 +35,11 @@ def loss(model, batch):
     return mean(jnp.square(model(batch["x"])).sum(-1), batch["weight"])
 
 
-def setup_of(make_batches):
-    task = adopt(Net, loss, "blocks", batches=make_batches, optimizer=optax.sgd(0.05))
-    return Setup.of(task, "dp1")
+ONE = Parallel("dp1")
+
+
+def task_of(make_batches):
+    return adopt(Net, loss, "blocks", batches=make_batches, optimizer=optax.sgd(0.05))
 
 
 # ---- their numbers ----
@@ -56,19 +64,21 @@ NUMBERS = {
 def test_a_number_of_batches_that_is_not_whole_is_named(name):
     numbers, message = NUMBERS[name]
     with pytest.raises(ValueError, match=rf"^ArrayBatches\.{message}"):
-        _ = setup_of(lambda split, seed: batches_with(**numbers)).facts
+        init_state(task_of(lambda split, seed: batches_with(**numbers)), ONE)
 
 
 def test_a_number_of_batches_of_an_evaluation_is_whole_too():
-    setup = setup_of(lambda split, seed: batches_with())
+    task = task_of(lambda split, seed: batches_with())
+    state = init_state(task, ONE)
     with pytest.raises(ValueError, match=r"num_windows=4\.0 \(float\): must be a whole number"):
-        CheckedBatches(setup, batches_with(num_windows=4.0))
+        api.epoch_sums(task, ONE, state, batches_with(num_windows=4.0))
 
 
 def test_whole_numbers_of_numpy_are_taken():
     numbers = {"num_windows": np.int64(4), "batch_size": np.int32(16)}
-    setup = setup_of(lambda split, seed: batches_with(**numbers))
-    assert CheckedBatches(setup, batches_with(**numbers)).batch(0)["x"].shape == (16, 8)
+    task = task_of(lambda split, seed: batches_with(**numbers))
+    sums = api.epoch_sums(task, ONE, init_state(task, ONE), batches_with(**numbers))
+    assert sums["weight"] == 64
 
 
 # ---- their names ----
@@ -98,7 +108,7 @@ def test_a_number_among_names_of_arrays_is_named(make):
         r"^the batch of task adopted has an array named 3, of type int, but other names are texts\."
     )
     with pytest.raises(ValueError, match=rf"{message}\nFix: use a text, such as '3'\.$"):
-        _ = setup_of(make).facts
+        init_state(task_of(make), ONE)
 
 
 def test_a_number_among_names_of_a_later_batch_is_named():
@@ -131,13 +141,21 @@ def test_a_number_among_names_of_predictions_is_named():
     with pytest.raises(
         ValueError, match="the predict of task adopted has an array named 3, of type"
     ):
-        abstract_state(Setup.of(adopt(Named, named_loss, "blocks", **options), "dp1"))
-    abstract_state(Setup.of(adopt(Numbered, named_loss, "blocks", **options), "dp1"))
+        init_state(adopt(Named, named_loss, "blocks", **options), ONE)
+    init_state(adopt(Numbered, named_loss, "blocks", **options), ONE)
 
 
 def test_a_number_among_names_of_outputs_is_named():
+    class Own(Regression):
+        def predict(self, y, batch, at):
+            return {"y": y, 3: y}
+
+    class Owns(Regress):
+        def make_model(self, rngs):
+            return Own(self.kinds, rngs=rngs)
+
     with pytest.raises(ValueError, match="`predict` of Own has an array named 3, of type int"):
-        checked_outputs({"y": jnp.zeros(2), 3: jnp.zeros(2)}, "Own")
+        make_predict_step(Owns(), ONE)
 
 
 def test_an_own_predict_says_what_is_predicted():
@@ -145,8 +163,9 @@ def test_an_own_predict_says_what_is_predicted():
         return {"norms": jnp.linalg.norm(model(batch["x"]), axis=-1)}
 
     options = {"batches": {"x": X}, "batch_size": 16, "optimizer": optax.sgd(0.05)}
-    facts = Setup.of(adopt(Net, loss, "blocks", predict=predict, **options), "dp1").facts
-    assert {name: a.shape for name, a in facts.outputs.items()} == {"norms": (16,)}
+    task = adopt(Net, loss, "blocks", predict=predict, **options)
+    outputs, _ = api.predictions(task, ONE, task.make_batches("test").batch(0))
+    assert {name: a.shape for name, a in outputs.items()} == {"norms": (16,)}
 
 
 # ---- their rows ----
@@ -169,7 +188,7 @@ def test_arrays_of_other_numbers_of_rows_are_named(shape, rows):
     batches = Rows(x=X[:16], y=np.ones(shape, np.float32), weight=np.ones(16, np.float32))
     message = rf"^the arrays of a batch of task adopted have {rows} rows\.\nFix: make the rows"
     with pytest.raises(ValueError, match=message):
-        _ = setup_of(lambda split, seed: batches).facts
+        init_state(task_of(lambda split, seed: batches), ONE)
 
 
 # ---- their types ----
@@ -188,7 +207,7 @@ has_long_doubles = np.dtype(np.longdouble).itemsize > 8
 @pytest.mark.parametrize(("array", "message"), NOT_OF_JAX)
 def test_types_that_jax_does_not_have_are_named(array, message):
     with pytest.raises(ValueError, match=rf"^batch\['y'\] of task adopted {message}"):
-        _ = setup_of(lambda split, seed: ArrayBatches({"x": X, "y": array}, 16, seed)).facts
+        init_state(task_of(lambda split, seed: ArrayBatches({"x": X, "y": array}, 16, seed)), ONE)
 
 
 @pytest.mark.skipif(not has_long_doubles, reason="long doubles have 64 bits here")
@@ -222,9 +241,15 @@ def test_a_table_in_a_batch_is_named():
 def test_numbers_as_objects_are_told_of_the_batch():
     message = r"^batch\['x'\] of task adopted is an array of object\.\nFix: give numbers"
     with pytest.raises(ValueError, match=message):
-        _ = setup_of(lambda split, seed: ArrayBatches({"x": X.astype(object)}, 16, seed)).facts
+        init_state(
+            task_of(lambda split, seed: ArrayBatches({"x": X.astype(object)}, 16, seed)), ONE
+        )
 
 
 def test_doubles_are_taken_as_floats():
-    setup = setup_of(lambda split, seed: ArrayBatches({"x": X.astype(np.float64)}, 16, seed))
-    assert setup.facts.batch["x"].dtype == np.float32
+    losses = []
+    for dtype in (np.float32, np.float64):
+        task = task_of(lambda split, seed, own=dtype: ArrayBatches({"x": X.astype(own)}, 16, seed))
+        batch = task.make_batches("train", 0).batch(0)
+        losses.append(api.gradients(task, ONE, batch).loss)
+    assert losses[0] == losses[1]
