@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from lib.measured import Own, make_measured
+from lib import api
+from lib.measured import BACKWARD, FORWARD, HEAD, Own, make_measured
 from lib.models import Regress
 from lib.seen import boxes, opened
 
@@ -18,12 +19,8 @@ from jaxpar import (
     PipelineConfig,
     show,
 )
-from jaxpar.cli.main import main
 from jaxpar.lm import LM
-from jaxpar.pictures.chart import IDLE
 from jaxpar.pipeline import make_schedule
-from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
-from jaxpar.training.run_folder import RunFolder
 
 TASK = LM(num_layers=4, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4)
 
@@ -187,7 +184,7 @@ def test_what_runs_as_predicted_is_shown_so(heads, busy, loop):
             )
             assert own == of_found
     figure, svg = show(measured).to_figure(), show(measured)._repr_svg_()
-    drawn = {left: width for left, _, width, _, color in boxes(figure) if color != IDLE}
+    drawn = {left: width for left, _, width, _, color in boxes(figure) if color != api.IDLE}
     blocks = {b.letter: drawn[min(drawn, key=lambda x: abs(x - b.start))] for b in rows[-1].blocks}
     # A gap on either side.
     assert blocks["B"] == pytest.approx(blocks["H"] * 4, rel=0.1)
@@ -244,7 +241,7 @@ def test_the_command_draws_a_measured_step(tmp_path, capsys):
     small = ["--num-layers", "2", "--hidden-size", "8", "--embed-size", "8"]
     small += ["--vocab-size", "32", "--batch-size", "8", "--seq-len", "4"]
     flags = ["--mesh", "pp2dp4", "--pipeline.num-chunks", "2"]
-    assert main(["plot", "timeline", "lm", *flags, *small, "-o", str(path)]) == 0
+    assert api.command("plot", "timeline", "lm", *flags, *small, "-o", str(path)) == 0
     pixels, words = opened(path)
     assert pixels.mean() > 0.5
     assert "stage 1 predicted measured" in words
@@ -259,15 +256,15 @@ def test_a_profiled_run_has_a_trace_of_three_steps(tmp_path, capsys):
         (text / f"{split}.txt").write_text("the cat sat on the mat\n" * 100)
     out = tmp_path / "run"
     flags = [
-        "train", "lm", "--profile", "--mesh", "pp2", "--devices", "0", "1", "--corpus", str(text),
+        "train", "lm", "--mesh", "pp2", "--devices", "0", "1", "--corpus", str(text),
         "--batch-size", "8", "--seq-len", "4", "--num-layers", "2",
         "--hidden-size", "8", "--embed-size", "8", "--train.out-dir", str(out),
         "--optimizer.warmup-steps", "0",
     ]  # fmt: skip
-    assert main([*flags, "--train.num-steps", "4"]) == 2
+    assert api.command(*flags, "--profile", "--train.num-steps", "4") == 2
     assert "at least 5 for a profile" in capsys.readouterr().err
     assert not out.exists()
-    assert main([*flags, "--train.num-steps", "6"]) == 0
+    assert api.command(*flags, "--profile", "--train.num-steps", "6") == 0
     [path] = out.rglob("perfetto_trace.json.gz")
     assert f"{path}; view it at ui.perfetto.dev" in capsys.readouterr().out
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
@@ -277,8 +274,9 @@ def test_a_profiled_run_has_a_trace_of_three_steps(tmp_path, capsys):
         if event.get("args", {}).get("hlo_module") == "jit_step"
     }
     assert len(runs) == 3 * 2
-    RunFolder(out).clear()
-    assert [path.name for path in out.iterdir()] == [".lock"]
+    # Another run in its place has no profile.
+    assert api.command(*flags, "--overwrite", "--train.num-steps", "1") == 0
+    assert [*out.rglob("perfetto_trace.json.gz")] == []
 
 
 def test_the_page_says_what_its_picture_shows():

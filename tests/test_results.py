@@ -2,29 +2,36 @@
 
 import dataclasses
 import io
-import itertools
 import math
 import re
 import shlex
 
-import numpy as np
 import pandas
 import pytest
+from lib import api
 from lib.browser import browse, needs_browser
 from lib.models import Regress
 from rich.console import Console
 
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, Report, TrainConfig, fit, show
-from jaxpar.cli.main import main
 from jaxpar.lm import LM
-from jaxpar.pictures.results import MOST_POINTS, sparkline, thinned, ways_on
-from jaxpar.pictures.style import make_page
-from jaxpar.training.progress import Curves, columns_of
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 ONE = Parallel(MeshConfig(devices=(0,)))
+
+
+def points(number, height=1.0):
+    return [(step, height * (1 + math.cos(step))) for step in range(1, number + 1)]
+
+
+def ways_on(result):
+    """What it says can be done with the run, and how."""
+    printed = Console(width=1000, file=io.StringIO())
+    printed.print(result)
+    rows = re.findall(r"^(go on|evaluate|in Python) +(.*?) *$", printed.file.getvalue(), re.M)
+    return dict(rows)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +48,7 @@ def stopped(text, tmp_path_factory):
 @pytest.fixture(scope="module")
 def result(stopped):
     """The same, resumed to its end by the line of Python that it shows."""
-    [line] = [how for what, how in ways_on(stopped) if what == "in Python"]
+    line = ways_on(stopped)["in Python"]
     assert line == "jaxpar.fit(*result.setup.settings, resume=True)"
     return eval(line, {"jaxpar": jaxpar, "result": stopped})
 
@@ -64,27 +71,6 @@ def test_history_is_a_table_of_the_whole_run(result):
         *[False] * 4,
     ]
     assert {*table.dtypes.map(str)} == {"int64", "float64"}
-
-
-def test_columns_are_equally_long_and_in_the_order_of_steps():
-    lines = [
-        {"split": "train", "step": 2, "loss": 3.0, "learning_rate": None},
-        {"split": "train", "step": 4, "loss": 2.0, "learning_rate": 0.1},
-        {"split": "skipped", "step": 5, "nonfinite": "loss"},
-        {"split": "valid", "step": 3, "loss": 2.5},
-    ]
-    nan = math.nan
-    expected = {
-        "step": [2, 3, 4],
-        "train/loss": [3.0, nan, 2.0],
-        "train/learning_rate": [nan, nan, 0.1],
-        "valid/loss": [nan, 2.5, nan],
-    }
-    found = columns_of(lines)
-    assert [*found] == [*expected]
-    for name, column in expected.items():
-        np.testing.assert_array_equal(found[name], column)
-    assert columns_of([]) == {"step": []}
 
 
 @pytest.mark.full
@@ -111,9 +97,9 @@ def test_a_notebook_shows_what_came_of_it(result):
 
 @pytest.mark.full
 def test_what_it_says_to_go_on_works(result, capsys):
-    ways = dict(ways_on(result))
+    ways = ways_on(result)
     assert [*ways] == ["go on", "evaluate", "in Python"]
-    assert main(shlex.split(ways["evaluate"])[3:]) == 0
+    assert api.command(*shlex.split(ways["evaluate"])[3:]) == 0
     assert "perplexity" in capsys.readouterr().out
 
 
@@ -122,25 +108,13 @@ def test_a_task_that_is_in_no_file_goes_on_in_python_alone(tmp_path):
     own = dataclasses.make_dataclass("Own", [], bases=(Regress,), frozen=True)
     own.__module__ = "nowhere"  # as a notebook's class has no file
     result = fit(own(("dense",)), ONE, TrainConfig(1, out_dir=str(tmp_path / "run")), quiet=True)
-    assert [what for what, _ in ways_on(result)] == ["in Python"]
+    assert [*ways_on(result)] == ["in Python"]
     assert "python -m" not in result._repr_html_()
 
 
-def points(number, height=1.0):
-    return [(step, height * (1 + math.cos(step))) for step in range(1, number + 1)]
-
-
-@pytest.mark.parametrize("number", [1, 199, 200, 201, 1_000, 12_345])
-def test_curves_are_thinned_and_end_where_the_run_is(number):
-    kept = thinned(points(number), MOST_POINTS)
-    assert len(kept) <= MOST_POINTS
-    assert len(kept) == number or len(kept) > MOST_POINTS // 2
-    assert kept[-1] == points(number)[-1]
-    assert len({b[0] - a[0] for a, b in itertools.pairwise(kept)}) <= 1
-
-
 def test_a_curve_is_drawn_where_its_numbers_are():
-    curves = Curves(10).add(
+    curves = api.curves(
+        10,
         {"split": "train", "step": 0, "loss": 4.0}, {"split": "train", "step": 10, "loss": 2.0},
         {"split": "train", "step": 5, "loss": math.inf}, {"split": "valid", "step": 5, "loss": 3.0},
         {"split": "test", "step": 10, "loss": 9.0}, {"split": "skipped", "step": 7, "nonfinite": "loss"},
@@ -153,15 +127,9 @@ def test_a_curve_is_drawn_where_its_numbers_are():
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert lines == {"training loss": [[0, 4], [10, 2]], "validation loss": [[5, 3]]}
     assert ">validation loss</text>" in show(curves).to_html()
-    assert show(Curves(10)).to_html() == ""
-    only = show(Curves(10).add({"split": "train", "step": 1, "loss": 2.0})).to_figure()
+    assert show(api.curves(10)).to_html() == ""
+    only = show(api.curves(10, {"split": "train", "step": 1, "loss": 2.0})).to_figure()
     assert [line.get_xydata().tolist() for line in only.axes[0].get_lines()] == [[[1, 2]]]
-
-
-def test_bars_are_as_high_as_losses():
-    assert sparkline([(1, 8.0), (2, 4.5), (3, 1.0)], 40) == "█▅▁"
-    assert sparkline([(1, 2.0), (2, 2.0)], 40) == "▁▁"
-    assert len(sparkline(points(1_000), 40)) <= 40
 
 
 # What JupyterLab says of tables, and its dark theme, on a system that is light.
@@ -174,13 +142,13 @@ background:#eee}.lab tbody tr:nth-child(odd){background:#fff}</style>"""
 def test_a_browser_shows_a_run_in_the_theme_of_the_notebook(result, tmp_path):
     page, body = tmp_path / "page.html", result._repr_html_()
     for number, height in ((1, 1.0), (3, 1e-4), (500, 1e5), (5_000, 0.5)):
-        curves = Curves(number)
+        curves = api.curves(number)
         curves.points.update(train=points(number, height), valid=points(number // 50, height))
         body += f'<div class="jaxpar">{show(curves).to_html()}</div>'
     pixels = {}
     for is_light in ("true", "false"):
         inside = f'<div class="lab" data-jp-theme-light="{is_light}">{body}</div>'
-        page.write_text(make_page("run", JUPYTER + inside))
+        page.write_text(api.page("run", JUPYTER + inside))
         pixels[is_light], console, urls = browse(page, tmp_path)
         assert (console, urls) == ([], set())
     tables = {theme: shot[:120, 60:500] for theme, shot in pixels.items()}

@@ -1,18 +1,28 @@
-"""The numbers of a run as text, and where the time of a run goes."""
+"""Columns of the numbers of a run."""
 
 import math
 
-import pytest
+import numpy as np
 
-from jaxpar.training.progress import format_number
+from jaxpar.training.progress import columns_of
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (92.23, "92.2"), (5.6284, "5.628"), (0.9344, "0.934"), (0.00921, "0.00921"), (0.0, "0.000"),
-        (-3.5, "-3.500"), (1234.56, "1234.6"), (3.2e8, "3.2e+08"), (math.inf, "inf"), (9.2e-6, "9.2e-06"),
-    ],
-)  # fmt: skip
-def test_numbers_have_the_digits_that_say_something(value, text):
-    assert format_number(value) == text
+def test_columns_are_equally_long_and_in_the_order_of_steps():
+    lines = [
+        {"split": "train", "step": 2, "loss": 3.0, "learning_rate": None},
+        {"split": "train", "step": 4, "loss": 2.0, "learning_rate": 0.1},
+        {"split": "skipped", "step": 5, "nonfinite": "loss"},
+        {"split": "valid", "step": 3, "loss": 2.5},
+    ]
+    nan = math.nan
+    expected = {
+        "step": [2, 3, 4],
+        "train/loss": [3.0, nan, 2.0],
+        "train/learning_rate": [nan, nan, 0.1],
+        "valid/loss": [nan, 2.5, nan],
+    }
+    found = columns_of(lines)
+    assert [*found] == [*expected]
+    for name, column in expected.items():
+        np.testing.assert_array_equal(found[name], column)
+    assert columns_of([]) == {"step": []}

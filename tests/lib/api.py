@@ -591,7 +591,15 @@ def docstrings_of_commands() -> dict[str, str]:
 
 def settings(*words: str) -> tuple[Task, Parallel, TrainConfig]:
     """What a command line asks for; with --resume, what its run has."""
-    return read_command(words).settings
+    asked = read_command(words)
+    return getattr(asked, "settings", (asked.task, asked.parallel, asked.train))
+
+
+def read(*words: str) -> None:
+    """Reads a command line, with as many devices as it may simulate, and does nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.cli.options.simulate_devices", lambda number: None)
+        read_command(words)
 
 
 def summary(

@@ -18,7 +18,9 @@ from jaxpar import (
 )
 from jaxpar.analysis import MeasuredStep, Span
 from jaxpar.pipeline import make_schedule
-from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
+
+# Parts of a tick, as a `Span` names them.
+FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
 
 
 class Dense(nnx.Module):
