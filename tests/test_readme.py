@@ -11,22 +11,16 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from lib import api
 from lib.pages import OTHERS, PAGES, ROOT, blocks, commands, files_of, page_with, section, text_of
+from lib.planned import SHOWN
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, show
 from jaxpar.analysis import inspect_step
-from jaxpar.cli.main import main
-from jaxpar.cli.parse import read_command
 from jaxpar.lm import LM
-from jaxpar.lm.options import LAYERS
 from jaxpar.pipeline import make_schedule
 from jaxpar.planning import describe, plan
-from jaxpar.planning.counts import counts_of
-from jaxpar.planning.planner import NUM_FINALISTS, SHOWN
-from jaxpar.step.setup import Setup
-from jaxpar.training.config_file import default_settings, to_toml
-from jaxpar.training.summary import summarize
 
 
 def test_one_command_sets_up_and_trains_and_one_sets_up_and_tests():
@@ -86,9 +80,12 @@ USE = "jaxpar.fit(Forecast(num_layers=4), 'pp4dp2', jaxpar.TrainConfig(num_steps
 
 
 def table_of_layers():
-    """Name of a layer -> its row in the page of layers."""
-    rows = re.findall(r"^\| `\w+` \| `(\w+)` (\|.*)", text_of(LAYERS_PAGE), re.M)
-    return {name: row.split("|") for name, row in rows}
+    """Name of a layer -> its row in the page of layers: its class, and what is said of it."""
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|(.*)", text_of(LAYERS_PAGE), re.M)
+    return {name: [of, *row.split("|")] for of, name, row in rows}
+
+
+LAYERS = ("lstm", "gru", "rglru", "mingru", "slstm", "mlstm", "gated_delta")  # of language models
 
 
 def of_sizes(formula, **sizes):
@@ -100,7 +97,7 @@ def of_sizes(formula, **sizes):
 @pytest.mark.rows(4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_states_of_layers_are_as_large_as_their_page_says(name):
-    layer = getattr(jaxpar.nn, LAYERS[name])(32, rngs=nnx.Rngs(0))
+    layer = getattr(jaxpar.nn, table_of_layers()[name][0])(32, rngs=nnx.Rngs(0))
     size = sum(leaf.size for leaf in jax.tree.leaves(layer.initial_carry(1)))
     assert size == of_sizes(table_of_layers()[name][1], H=32, N=4, D=8)
 
@@ -110,11 +107,11 @@ def test_the_states_of_layers_are_as_large_as_their_page_says(name):
 def test_layers_cost_and_send_what_their_page_says(name):
     _, _, cost, sent, _, block, *_ = table_of_layers()[name]
     task = LM(1, 32, 32, vocab_size=384, batch_size=2, seq_len=512, layer=name, dropout=0.0)
-    [layer] = counts_of(task, 100, "cpu").unit(512, 2).kinds
+    [(forward, _)] = api.layer_flops(task)
     assert task.has_blocks == (block.strip() != "no block")
     if task.has_blocks:
         cost += "+" + block
-    assert layer.forward.flops == pytest.approx(2 * 1024 * of_sizes(cost, H=32, N=4, D=8, C=64))
+    assert forward == pytest.approx(2 * 1024 * of_sizes(cost, H=32, N=4, D=8, C=64))
     mesh = MeshConfig(1, 1, 2, devices=(0, 1))
     most = max(each.count for each in inspect_step(task, Parallel(mesh)).collectives)
     assert most == {"at every time step": 512, "once in a window": 1}[sent.strip()]
@@ -150,7 +147,7 @@ def test_python_blocks_run_in_their_order(page, tmp_path):
         assert shown in printed
     if page == LAYERS_PAGE:
         differences = re.findall(r"^(\w+) differs by (\S+)$", printed, re.M)
-        assert {name for name, _ in differences} == {*LAYERS.values()}
+        assert {name for name, _ in differences} == {row[0] for row in table_of_layers().values()}
         assert all(float(number) < 1e-5 for _, number in differences)
     if page == "docs/scale/inspect.md":
         for shown in PRINTED[page]:
@@ -238,26 +235,23 @@ def test_the_classifier_of_the_guide_trains_on_a_file_of_data(tmp_path):
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_are_understood(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "jaxpar.cli.options.simulate_devices", lambda number: None
-    )  # there are some
     for run in ("0001", "other"):
         (tmp_path / "runs" / run).mkdir(parents=True)
     for path in ("settings.toml", "runs/0001/config.toml", "runs/other/config.toml"):
-        (tmp_path / path).write_text(to_toml(default_settings(LM)))
+        (tmp_path / path).write_text('task = "lm"\n')
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name, text in files_of(page, *PAGES).items():
         (tmp_path / name).write_text(text)
     for command in commands(page):
         if {"--help", "--version"} & {*command}:
             with pytest.raises(SystemExit, match="0"):
-                read_command(command)
+                api.read(*command)
         else:
-            read_command(command)
+            api.read(*command)
 
 
 def test_a_run_without_a_mesh_is_described_as_its_page_shows():
-    rows = [f"{name:10}  {value}" for name, value in summarize(Setup.of(LM(), Parallel()))]
+    rows = [f"{name:10}  {value}" for name, value in api.summary(LM(), Parallel()).items()]
     assert "\n".join([*rows[:3], "...\n"]) in blocks("text", "docs/train/training.md")
 
 
@@ -275,9 +269,10 @@ def test_the_ranking_of_the_page_is_of_its_command():
     """Its layouts, and of its numbers what is estimated; `test_aot` compiles for the others."""
     command = next(each for each in commands(PLANNING) if each[0] == "plan")
     [shown] = [block for block in blocks("text", PLANNING) if block.startswith("layout ")]
-    asked = read_command(command)
-    ranking = plan(asked.task, machine=asked.machine, num_finalists=0)
-    costs = {describe(cost.parallel): cost for cost in ranking.fitting[:NUM_FINALISTS]}
+    task, *_ = api.settings(*command)
+    machine = command[command.index("--machine") + 1]
+    ranking = plan(task, machine=machine, num_finalists=0)
+    costs = {describe(cost.parallel): cost for cost in ranking.fitting[:12]}  # that are compiled
     row = r"^(.*?)  +~([\d.]+) ms +([\d.]+) (ms|us) +([\d.]+ .B)  compiled$"
     rows = re.findall(row, shown, re.MULTILINE)
     steps = [float(step) for _, step, *_ in rows]
@@ -339,7 +334,7 @@ OF_OTHERS = {
 def help_of(command):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit, match="0"):
-        main([*command, "--help"])
+        api.command(*command, "--help")
     return printed.getvalue()
 
 

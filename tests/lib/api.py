@@ -353,6 +353,13 @@ def lowered_step(task: Task, parallel: Parallel | None = None) -> jax.stages.Low
     return program.lower_step(Setup.of(task, parallel))
 
 
+def gradients_on(platform: str, task: Task, parallel: Parallel) -> str:
+    """The program of loss and gradients for devices that are not there, such as "cuda"."""
+    function = jax.jit(step_of.make_loss_and_grad(Setup.of(task, parallel)))
+    traced = function.trace(abstract_state(task, parallel), abstract_batch(task, parallel))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
 def lowered_evaluation(task: Task, parallel: Parallel | None = None) -> jax.stages.Lowered:
     """The evaluation of a batch that is not compiled yet."""
     given = abstract_state(task, parallel), abstract_batch(task, parallel)
@@ -591,7 +598,7 @@ def docstrings_of_commands() -> dict[str, str]:
 
 def settings(*words: str) -> tuple[Task, Parallel, TrainConfig]:
     """What a command line asks for; with --resume, what its run has."""
-    asked = read_command(words)
+    asked = read_command([*words])
     return getattr(asked, "settings", (asked.task, asked.parallel, asked.train))
 
 
@@ -599,7 +606,7 @@ def read(*words: str) -> None:
     """Reads a command line, with as many devices as it may simulate, and does nothing else."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxpar.cli.options.simulate_devices", lambda number: None)
-        read_command(words)
+        read_command([*words])
 
 
 def summary(
@@ -754,6 +761,15 @@ def steps_and_waits() -> Iterator[list[str]]:
         patch.setattr(array, "block_until_ready", noting("wait", array.block_until_ready))
         patch.setattr(jax, "block_until_ready", noting("wait", jax.block_until_ready))
         yield happened
+
+
+@contextlib.contextmanager
+def host_memory_is_apart() -> Iterator[None]:
+    """Devices have a memory of their own, as GPUs have; what is kept on the host leaves it."""
+    with pytest.MonkeyPatch.context() as patch:
+        keeps = property(lambda spec: spec.config.remat_keeps == "host")
+        patch.setattr("jaxpar.pipeline.spec.Spec.keeps_on_host", keeps)
+        yield
 
 
 @contextlib.contextmanager
