@@ -904,6 +904,14 @@ def nvidia_driver_is_installed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def processes_have_seconds_to_end(seconds: float) -> Iterator[None]:
+    """Those that are told to end, before they are killed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.hosts.launch.GRACE_SECONDS", seconds)
+        yield
+
+
+@contextlib.contextmanager
 def plans_are_estimated() -> Iterator[None]:
     """Commands that plan compile and time no layout."""
     with pytest.MonkeyPatch.context() as patch:
