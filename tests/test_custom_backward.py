@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.experimental
@@ -10,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from lib.laws import MODEL, RELATIVE_ERROR, assert_close, by_layer, make_settings, more
+from lib import api
+from lib.laws import MODEL, RELATIVE_ERROR, assert_close, make_settings, more
 
 import jaxpar
 from jaxpar import (
@@ -25,13 +25,7 @@ from jaxpar import (
     init_state,
     value_and_grad,
 )
-from jaxpar.data.batches import put_batch
-from jaxpar.model.facts import ModelFacts
 from jaxpar.nn import GRU
-from jaxpar.step import custom_backward
-from jaxpar.step.custom_backward import check_custom_backward
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import batch_sharding, make_loss_and_grad
 
 WIDTH = 8
 C = 1e-3  # of the size of the gradients
@@ -134,20 +128,18 @@ class Own(jaxpar.Task):
 EVERYWHERE = Own(changed, changed, changed)
 
 
-def gradients(settings):
+def gradients(parallel):
     """Of batches with weights that differ from row to row and from step to step; and with none."""
-    setup, batch = Setup.of(*settings), settings.task.example_batch()
-    state, run = init_state(setup), jax.jit(make_loss_and_grad(setup))
+    batch = EVERYWHERE.example_batch()
     weight = np.random.default_rng(0).integers(0, 5, batch["weight"].shape).astype(np.float32)
     for own in (weight, 0 * weight):
-        placed = put_batch({**batch, "weight": own}, batch_sharding(setup))
-        (loss, (_, sums)), grads = run(state, placed)
-        yield float(loss), float(sums.weight), by_layer(grads, settings)
+        found = api.gradients(EVERYWHERE, parallel, {**batch, "weight": own})
+        yield {"loss": np.asarray(found.loss), **found.grads}
 
 
 @pytest.fixture(scope="module")
 def on_one_device():
-    return [*gradients(make_settings(task=EVERYWHERE))]
+    return [*gradients(Parallel("dp1"))]
 
 
 @pytest.mark.rows(1)
@@ -168,10 +160,9 @@ def on_one_device():
     ],
 )
 def test_the_gradient_is_that_of_the_mean_loss_on_every_mesh(on_one_device, mesh, units, options):
-    settings = make_settings(mesh, units, EVERYWHERE, **options)
-    for found, expected in zip(gradients(settings), on_one_device, strict=True):
-        np.testing.assert_allclose(found[:2], expected[:2], rtol=RELATIVE_ERROR)
-        assert_close(found[2], expected[2])
+    parallel = make_settings(mesh, units, **options).parallel
+    for found, expected in zip(gradients(parallel), on_one_device, strict=True):
+        assert_close(found, expected)
 
 
 def of_kept(y, batch):
@@ -205,7 +196,15 @@ def in_a_scan(y, batch):
     ],
 )
 def test_the_weight_is_known_where_it_depends_on_the_batch_alone(weigh, is_known):
-    assert Setup.of(Own(weigh=weigh)).partition.facts.knows_weight == is_known
+    """Where it is not known before the backward pass, that must be linear."""
+    task, parallel = Own(weigh=weigh, in_layers=changed), Parallel("pp2")
+    if is_known:
+        api.check_before_run(task, parallel)
+        return
+    with pytest.raises(
+        ValueError, match=r"not linear, but the weight|weight of `last` has a gradient"
+    ):
+        api.check_before_run(task, parallel)
 
 
 def by_norm_of(g):
@@ -245,11 +244,11 @@ class OfParameter(Changed):
     ],
 )  # fmt: skip
 def test_what_would_depend_on_the_mesh_is_refused_by_name(options, mesh, units, match):
-    parts = Setup.of(*make_settings(mesh, units, Own(**options))[:2]).parts
+    task, parallel, _ = make_settings(mesh, units, Own(**options))
     with pytest.raises(ValueError, match=match) as told:
-        check_custom_backward(parts)
+        api.check_before_run(task, parallel)
     assert len(str(told.value).split()) <= 40
-    check_custom_backward(Setup.of(*make_settings(task=Own(**options))[:2]).parts)  # has it all
+    api.check_before_run(task, Parallel("dp1"))  # has it all
 
 
 class OverTime(Own):
@@ -293,17 +292,17 @@ def by_window(g):
 def test_what_combines_rows_or_steps_in_a_small_branch_is_refused(task, parallel, match):
     task = dataclasses.replace(task, layer=SmallBranch)
     with pytest.raises(ValueError, match=f"layer smallbranch: .* other gradients for {match}"):
-        check_custom_backward(Setup.of(task, parallel).parts)
+        api.check_before_run(task, parallel)
 
 
 @jax.custom_vjp
 def times_rows(x, of_rows):
-    return jnp.einsum("trw,rs->tsw", x, of_rows)
+    return x * jnp.diagonal(of_rows)[None, :, None]
 
 
 times_rows.defvjp(
     lambda x, of_rows: (times_rows(x, of_rows), of_rows),
-    lambda of_rows, g: (times_rows(jnp.clip(g, -C, C), of_rows.T), None),
+    lambda of_rows, g: (times_rows(jnp.clip(g, -C, C), of_rows), None),
 )
 
 
@@ -323,7 +322,7 @@ def times_one(x):
 )
 def test_what_combines_numbers_of_one_row_or_step_passes(task, parallel):
     task = dataclasses.replace(task, layer=SmallBranch)
-    check_custom_backward(Setup.of(task, parallel).parts)
+    api.check_before_run(task, parallel)
 
 
 def by_norm_beside(x, other):
@@ -357,7 +356,7 @@ CANNOT_BE_TRIED_ALONE = {
 def test_what_cannot_be_tried_alone_is_tried_in_its_part(name):
     task = Own(in_first=CANNOT_BE_TRIED_ALONE[name], layer=SmallBranch)
     with pytest.raises(ValueError, match=r"^`first`: .* other gradients for two halves of"):
-        check_custom_backward(Setup.of(task, Parallel("dp2")).parts)
+        api.check_before_run(task, Parallel("dp2"))
 
 
 def rule_of_tanh(args, d_args):
@@ -392,14 +391,16 @@ RULES_OF_TANH = {
 def test_a_function_of_jax_with_the_rule_of_a_user_is_one_of_the_users(name):
     function = jax.custom_jvp(jnp.tanh)
     function.defjvp(RULES_OF_TANH[name]())
-    own = jax.make_jaxpr(lambda x: jax.nn.relu(function(x)))(jnp.ones(3))
-    found = custom_backward._functions({"part": own.jaxpr})
-    assert re.fullmatch(r"tanh \(test_custom_backward\.py, line \d+\)", found["part"])
+    task = Own(in_layers=lambda x: jax.nn.relu(function(x)), layer=SmallBranch)
+    said = r"the backward pass of tanh \(test_custom_backward\.py, line \d+\) gives other gradients"
+    with pytest.raises(ValueError, match=said):
+        api.check_before_run(task, Parallel("dp2"))
 
 
 def test_backward_passes_of_jaxpar_need_no_trial():
-    programs = custom_backward._programs_of_parts(ModelFacts.of(MODEL))
-    assert custom_backward._functions(programs) == {}
+    with api.tried_backward_passes() as tried:
+        api.check_before_run(MODEL, Parallel("dp2"))
+    assert tried == []
 
 
 @pytest.mark.more
@@ -412,19 +413,14 @@ def test_backward_passes_of_jaxpar_need_no_trial():
     ],
 )
 def test_what_does_not_passes(options):
-    check_custom_backward(Setup.of(*make_settings((2, 2, 1), (2, 2), Own(**options))[:2]).parts)
+    task, parallel, _ = make_settings((2, 2, 1), (2, 2), Own(**options))
+    api.check_before_run(task, parallel)
 
 
-def test_a_function_that_is_called_twice_is_tried_once(monkeypatch):
-    tried, check = [], custom_backward._check_rule
-
-    def check_rule(rule, *args, **options):
-        tried.append(rule)
-        return check(rule, *args, **options)
-
-    monkeypatch.setattr(custom_backward, "_check_rule", check_rule)
+def test_a_function_that_is_called_twice_is_tried_once():
     task = Own(in_layers=lambda x: by_row(by_row(x)), layer=SmallBranch)
-    check_custom_backward(Setup.of(task, Parallel("dp2")).parts)
+    with api.tried_backward_passes() as tried:
+        api.check_before_run(task, Parallel("dp2"))
     assert len(tried) == 1
 
 
@@ -440,8 +436,8 @@ def test_a_shorter_batch_counts_what_it_has():
         batch = jax.tree.map(
             lambda a: a[:, :4] if np.ndim(a) > 1 else a, settings.task.example_batch()
         )
-        (loss, _), grads = value_and_grad(*settings)(init_state(*settings), batch)
-        found.append(by_layer(grads, settings) | {"loss": np.asarray(loss)})
+        gradients = api.gradients(settings.task, settings.parallel, batch)
+        found.append({"loss": np.asarray(gradients.loss), **gradients.grads})
     assert_close(*found)
 
 
@@ -471,8 +467,8 @@ def calling_python(call):
 
 
 def first_gradient(task, parallel):
-    setup = Setup.of(task, parallel)
-    return value_and_grad(setup)(init_state(setup), task.make_batches("train", 0).batch(0))
+    batch = task.make_batches("train", 0).batch(0)
+    return value_and_grad(task, parallel)(init_state(task, parallel), batch)
 
 
 @pytest.mark.parametrize("name", CALLBACKS)

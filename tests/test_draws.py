@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from lib import api
 from lib.any_model import Calm, assert_same
 from lib.awd import awd
 from lib.laws import assert_same_as_plain, make_settings, more, on_devices
@@ -25,8 +26,6 @@ from jaxpar import (
     Task,
     nn,
 )
-from jaxpar.step.independence import check_rows_alone
-from jaxpar.step.setup import Setup
 
 ONE = Parallel(on_devices((1, 1, 1)))
 HALVES = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2))
@@ -314,7 +313,7 @@ REFUSED = [
 @pytest.mark.parametrize(("place", "noise", "parallel", "message"), REFUSED)
 def test_draws_that_depend_on_how_a_batch_is_cut_are_refused(place, noise, parallel, message):
     with pytest.raises(ValueError, match=message):
-        check_rows_alone(Setup.of(OfModel(place=place, noise=noise), parallel).parts)
+        api.check_before_run(OfModel(place=place, noise=noise), parallel)
 
 
 @pytest.mark.rows(1)
@@ -328,7 +327,7 @@ def test_draws_that_depend_on_how_a_batch_is_cut_are_refused(place, noise, paral
     ],
 )
 def test_draws_that_do_not_are_not(place, noise, parallel):
-    check_rows_alone(Setup.of(OfModel(place=place, noise=noise), parallel).parts)
+    api.check_before_run(OfModel(place=place, noise=noise), parallel)
 
 
 class Exchanging(nnx.Module):
@@ -363,7 +362,7 @@ class Split(OfModel):
 @pytest.mark.parametrize("place", [more("first"), "layer", more("last")])
 def test_draws_of_a_whole_window_are_refused_where_an_axis_splits_time(place):
     parallel = Parallel(MeshConfig.parse("dp1context2"))
-    check_rows_alone(Setup.of(Split(place=place, noise="right"), parallel).parts)
+    api.check_before_run(Split(place=place, noise="right"), parallel)
     name = "layer exchanging" if place == "layer" else f"`{place}`"
     with pytest.raises(ValueError, match=f"^{name} {DRAWS}"):
-        check_rows_alone(Setup.of(Split(place=place, noise="by_rows_alone"), parallel).parts)
+        api.check_before_run(Split(place=place, noise="by_rows_alone"), parallel)

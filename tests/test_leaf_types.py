@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from lib import api
 
 import jaxpar
 from jaxpar import (
@@ -23,12 +24,6 @@ from jaxpar import (
     load_run,
     make_train_step,
 )
-from jaxpar.partition.by_layer import abstract_by_layer
-from jaxpar.sharding import array_of, named_leaves
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state
-from jaxpar.training.checkpoint import Checkpoints, check_storable
-from jaxpar.training.nonfinite import _Repeat
 
 W = 4
 NUMBERS = (
@@ -137,16 +132,15 @@ def numbers(leaf):
     [("dp1", "dp1"), ("dp1", "pp2"), ("pp2", "fsdp"), ("fsdp", "dp2")],
 )
 def test_every_type_is_saved_and_restored(before, after, tmp_path):
-    setup, other = (Setup.of(All(), MESHES[name]) for name in (before, after))
-    batch = All().make_batches("train", 0).batch(0)
-    state, _ = make_train_step(setup)(init_state(setup), batch)
-    with Checkpoints(tmp_path, setup) as checkpoints:
-        checkpoints.save(state)
-    restored = Checkpoints(tmp_path, other).restore()
+    task, one, other = All(), MESHES[before], MESHES[after]
+    batch = task.make_batches("train", 0).batch(0)
+    state, _ = make_train_step(task, one)(init_state(task, one), batch)
+    api.save(tmp_path, task, one, state)
+    restored = api.restored(tmp_path, task, other)
     for part in ("opt_state", "frozen"):
         found, expected, target = (
             jax.tree.leaves_with_path(getattr(each, part))
-            for each in (restored, state, abstract_state(other))
+            for each in (restored, state, api.abstract_state(task, other))
         )
         assert [path for path, _ in found] == [path for path, _ in target]
         for (path, leaf), (_, was), (_, wanted) in zip(found, expected, target, strict=True):
@@ -154,15 +148,17 @@ def test_every_type_is_saved_and_restored(before, after, tmp_path):
             assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
             if "layers" not in jax.tree_util.keystr(path):  # which are in other places
                 np.testing.assert_array_equal(numbers(leaf), numbers(was), str(path))
-    make_train_step(other)(restored, batch)
+    make_train_step(task, other)(restored, batch)
 
 
 def test_a_step_that_is_computed_again_has_arrays_without_elements():
-    setup = Setup.of(All(), ONE)
-    batch = All().make_batches("train", 0).batch(0)
-    step = _Repeat(setup, 0).step(init_state(setup), batch)
-    shapes = {name: np.shape(array_of(leaf)) for name, leaf in named_leaves(step.params)}
-    assert {shape for name, shape in shapes.items() if "empty" in name} == {(W, 0), (4, 0, W)}
+    task, batch = All(), All().make_batches("train", 0).batch(0)
+    batch["x"][5, 0] = np.inf
+    assert api.origin(task, ONE, init_state(task, ONE), batch) == (
+        "the output of first",
+        (5,),
+        None,
+    )
 
 
 @pytest.mark.more
@@ -242,8 +238,6 @@ def test_a_key_in_a_layer_is_refused():
 
 
 def test_the_state_of_each_type_can_be_stored():
-    setup = Setup.of(All(), ONE)
-    stored = abstract_by_layer(abstract_state(setup), setup.storage)
-    check_storable(stored)
+    stored = api.stored(All(), ONE, init_state(All(), ONE))
     assert {str(leaf.dtype) for leaf in stored.values()} >= {*NUMBERS, "uint32", "int32"}
     assert not [name for name in stored if "empty" in name or "no keys" in name]
