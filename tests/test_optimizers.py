@@ -3,8 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import functools
-import operator
 from typing import ClassVar
 
 import jax
@@ -13,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from lib import api
 from lib.laws import more, on_devices
 from optax import contrib
 
@@ -31,11 +30,6 @@ from jaxpar import (
     nn,
 )
 from jaxpar.nn import named_param
-from jaxpar.sharding import is_variable, named_leaves
-from jaxpar.step import per_layer as module
-from jaxpar.step.optimizer import given_loss
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state
 
 
 class Dense(nnx.Module):
@@ -81,6 +75,10 @@ class Own(Task):
 
 def then(*optimizers):
     return optax.chain(*optimizers, optax.sgd(0.1))
+
+
+def is_variable(node):
+    return isinstance(node, nnx.Variable)
 
 
 def keys(path):
@@ -210,74 +208,69 @@ LAYOUTS = {
 }
 
 
-def setup_of(name, layout, **options):
+def on(layout, name, **options):
+    """A task with an optimizer, and its layout."""
     kinds, mesh = LAYOUTS[layout]
-    return Setup.of(Own(kinds, name), Parallel(on_devices(mesh), **options))
+    return Own(kinds, name), Parallel(on_devices(mesh), **options)
 
 
-def drawn(setup, seed):
-    """Random arrays as a plain tree, with a list in the place of a stack, and in stacks on the devices."""
+def is_stacked(name):
+    return name.startswith("params/layers/")
+
+
+def drawn(shapes, seed):
+    """Random parameters; each layer has other scales."""
     rng, scale = np.random.default_rng(seed), 3.0**seed
-    target = abstract_state(setup).params
 
     def draw(shape):
         return (rng.uniform(0.1, scale) * rng.standard_normal(shape)).astype(np.float32)
 
-    def of(leaf):
-        kind, shape = leaf.get_metadata("kind", None), leaf.shape
-        return draw(shape) if kind is None else [draw(shape[1:]) for _ in layers(setup, kind)]
-
-    plain = nnx.to_pure_dict(jax.tree.map(of, target, is_leaf=is_variable))
-    return plain, in_stacks(setup, plain)
-
-
-def layers(setup, kind):
-    return sorted(layer for layer in setup.partition.rows_of[kind] if layer >= 0)
+    return {
+        name: np.stack([draw(shape[1:]) for _ in range(shape[0])])
+        if is_stacked(name)
+        else draw(shape)
+        for name, shape in shapes.items()
+    }
 
 
-def in_stacks(setup, plain):
-    """Arrays of a plain tree as parameters of a state: empty rows are zeros."""
-
-    def of(leaf, own):
-        if (kind := leaf.get_metadata("kind", None)) is not None:
-            order = layers(setup, kind)
-            own = [
-                own[order.index(n)] if n >= 0 else np.zeros_like(own[0])
-                for n in setup.partition.rows_of[kind]
-            ]
-        return leaf.replace(jax.device_put(np.array(own), leaf.sharding))
-
-    target = abstract_state(setup).params
-    leaves, structure = jax.tree.flatten(target, is_leaf=is_variable)
-    paths = [[*keys(path)] for path, _ in jax.tree.leaves_with_path(target, is_leaf=is_variable)]
-    found = [functools.reduce(operator.getitem, path, plain) for path in paths]
-    return structure.unflatten(map(of, leaves, found))
+def as_tree(arrays):
+    """As an optimizer sees parameters; each layer has an array in a list."""
+    tree = {}
+    for name, array in arrays.items():
+        _, *modules, last = name.split("/")
+        node = tree
+        for module in modules:
+            node = node.setdefault(module, {})
+        node[last] = list(array) if is_stacked(name) else array
+    return tree
 
 
-def run(optimizer, params, all_grads):
-    """The updates of some steps, and the state after them."""
+def run_plainly(optimizer, params, all_grads):
+    """The updates of some steps by optax alone."""
+    inner, found = optax.with_extra_args_support(optimizer), []
     with jax.numpy_dtype_promotion("standard"):
-        state, made = jax.jit(optimizer.init)(params), []
-        update = jax.jit(optimizer.update)
+        state = inner.init(params)
         for number, grads in enumerate(all_grads):
-            updates, state = update(grads, state, params, np.float32(number / 4 + 1))
+            loss = api.loss_of_update(number)
+            updates, state = jax.jit(inner.update)(grads, state, params, value=loss)
             params = optax.apply_updates(params, updates)
-            made.append(updates)
-    return made, state
+            found.append(updates)
+    return found
 
 
 def assert_same_as_optax(name, layout):
-    setup = setup_of(name, layout)
-    (plain, *grads), (stacks, *of_stacks) = zip(*(drawn(setup, n) for n in range(3)), strict=True)
-    expected, _ = run(given_loss(Own.made[name], name), plain, grads)
-    found, state = run(setup.optimizer, stacks, of_stacks)
+    task, parallel = on(layout, name)
+    stored = api.stored(task, parallel, init_state(task, parallel))
+    shapes = {name: a.shape for name, a in stored.items() if name.startswith("params/")}
+    params, *grads = (drawn(shapes, n) for n in range(3))
+    found, state = api.optimizer_updates(task, parallel, params, grads)
+    expected = run_plainly(Own.made[name], as_tree(params), [as_tree(own) for own in grads])
     tolerance = 1e-3 if name == "muon" else 1e-5
-    for wanted, updates in zip(expected, found, strict=True):
-        pairs = zip(named_leaves(in_stacks(setup, wanted)), named_leaves(updates), strict=True)
-        for (path, a), (_, b) in pairs:
-            a, b = np.asarray(a.get_value()), np.asarray(b.get_value())
+    for updates, wanted in zip(found, expected, strict=True):
+        pairs = zip(*map(jax.tree.leaves, (as_tree(updates), wanted)), strict=True)
+        for a, b in pairs:
             assert a.shape == b.shape
-            np.testing.assert_allclose(b, a, 0, tolerance * np.abs(a).max(), err_msg=path)
+            np.testing.assert_allclose(a, b, 0, tolerance * np.abs(b).max())
     floats = [a for a in jax.tree.leaves(state) if jnp.issubdtype(a.dtype, jnp.floating)]
     assert all(np.isfinite(a).all() for a in floats)
 
@@ -289,94 +282,80 @@ def test_updates_are_those_of_separate_modules(name, layout):
     assert_same_as_optax(name, layout)
 
 
-def traced(setup):
-    """The program of an update."""
-    state = abstract_state(setup)
-    with jax.numpy_dtype_promotion("standard"):
-        trees = state.params, state.opt_state, state.params
-        return jax.eval_shape(setup.optimizer.update, *trees, np.float32(1))
+def shapes_of(tree):
+    return jax.tree.structure(tree), [a.shape for a in jax.tree.leaves(tree)]
 
 
 @pytest.mark.rows(3)
 @pytest.mark.parametrize("name", Own.made)
-def test_layers_of_a_kind_have_one_program_where_they_are_alike(name, monkeypatch):
-    calls, separate = [], module._one_by_one
-
-    def one_by_one(*args):
-        calls.append(name)
-        return separate(*args)
-
-    monkeypatch.setattr(module, "_one_by_one", one_by_one)
-    setup = setup_of(name, "two kinds")
-    params, state = traced(setup)
-    assert bool(calls) == (name in SEPARATE)
-    target = abstract_state(setup)
-    for made, wanted in ((params, target.params), (state, target.opt_state)):
-        assert jax.tree.structure(made) == jax.tree.structure(wanted)
-        assert [a.shape for a in jax.tree.leaves(made)] == [
-            a.shape for a in jax.tree.leaves(wanted)
-        ]
+def test_layers_of_a_kind_have_one_program_where_they_are_alike(name):
+    task, parallel = on("two kinds", name)
+    with api.updates_of_single_layers() as found:
+        params, opt_state = api.lowered_update(task, parallel).out_info
+    assert bool(found) == (name in SEPARATE)
+    target = api.abstract_state(task, parallel)
+    assert shapes_of(params) == shapes_of(target.params)
+    assert shapes_of(opt_state) == shapes_of(target.opt_state)
 
 
 @pytest.mark.parametrize("name", ["factored", more("momentum"), more("novograd"), more("muon")])
 def test_state_of_layers_is_split_over_stages(name):
     """It is also where it has other shapes than the parameters."""
-    state = abstract_state(setup_of(name, "two kinds")).opt_state
-    stacks = [v for _, v in named_leaves(state) if is_variable(v) and v.get_metadata("kind", None)]
+    state = api.abstract_state(*on("two kinds", name)).opt_state
+    leaves = jax.tree.leaves_with_path(state)
+    stacks = [leaf for path, leaf in leaves if "layers" in keys(path) and leaf.ndim]
     assert len(stacks) >= 5
-    assert {v.get_value().sharding.spec[0] for v in stacks} == {"stage"}
+    assert {leaf.sharding.spec[0] for leaf in stacks} == {"stage"}
 
 
 def test_an_elementwise_optimizer_costs_and_sends_no_more_than_on_stacks():
-    setup = Setup.of(Own(("gru", "gru"), "adam"), Parallel(on_devices((2, 2, 2))))
-    state = abstract_state(setup)
-    trees, places = (state.params, state.opt_state, state.params), (state.params, state.opt_state)
-    where = jax.tree.map(lambda leaf: leaf.sharding, places)
-
-    def cost(optimizer):
-        with jax.numpy_dtype_promotion("standard"):
-            program = jax.jit(optimizer.update, out_shardings=where).lower(*trees).compile()
-        sends = [word for word in COLLECTIVES if word in program.as_text()]
-        return program.cost_analysis()["flops"], sends
-
-    assert cost(setup.optimizer) == (cost(Own.made["adam"])[0], [])
+    task, parallel = Own(("gru", "gru"), "adam"), Parallel(on_devices((2, 2, 2)))
+    state = api.abstract_state(task, parallel)
+    places = jax.tree.map(lambda leaf: leaf.sharding, (state.params, state.opt_state))
+    on_stacks = jax.jit(Own.made["adam"].update, out_shardings=places)
+    with jax.numpy_dtype_promotion("standard"):
+        plain = on_stacks.lower(state.params, state.opt_state, state.params).compile()
+        program = api.lowered_update(task, parallel).compile()
+    assert program.cost_analysis()["flops"] == plain.cost_analysis()["flops"]
+    assert [word for word in COLLECTIVES if word in program.as_text()] == []
 
 
 COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
 
 
 def test_masks_see_the_names_types_and_shapes_of_one_layer():
-    seen, setup = [], setup_of("seen", "empty row")
+    seen = []
 
     def init(params):
+        seen.clear()
         for path, leaf in jax.tree.leaves_with_path(params):
             seen.append((jax.tree_util.keystr(path), path[-2].key, leaf.shape))
         for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_variable):
-            seen.append((keys(path)[:3], type(leaf), leaf.ndim, leaf.get_metadata("kind", None)))
+            seen.append((keys(path)[:3], type(leaf), leaf.ndim))
         assert params["layers"]["gru"]["w_x"].ndim == params["layers"]["gru"]["w_x"][0].ndim
         return ()
 
     Own.made["seen"] = optax.GradientTransformation(
         init, lambda updates, state, _: (updates, state)
     )
-    setup.optimizer.init(setup.storage.params)
-    shape = setup.storage.params["layers"]["gru"]["w_x"].shape[1:]
+    init_state(*on("empty row", "seen"))
+    shape = nn.GRU(8, rngs=nnx.Rngs(0)).w_x.shape
     assert seen.count(("['layers']['gru']['w_x'].value", "w_x", shape)) == 3
-    assert seen.count((["layers", "gru", "w_x"], nnx.Param, len(shape), "gru")) == 3
+    assert seen.count((["layers", "gru", "w_x"], nnx.Param, len(shape))) == 3
     assert seen.count(("['embed']['kernel'].value", "kernel", (1, 8))) == 1
 
 
 @pytest.mark.full
 def test_a_step_is_printed_once(capfd):
-    setup = setup_of("prints", "empty row")
-    run(setup.optimizer, *(drawn(setup, n)[1] for n in range(1)), [drawn(setup, 1)[1]])
+    task, parallel = on("empty row", "prints")
+    losses(task, parallel, num_steps=1)
     jax.effects_barrier()
     assert capfd.readouterr().out == "a step\n"
 
 
-def losses(setup, num_steps=6):
-    state, step = init_state(setup), make_train_step(setup)
-    batches, found = setup.task.make_batches("train", 0), []
+def losses(task, parallel, num_steps=6):
+    state, step = init_state(task, parallel), make_train_step(task, parallel)
+    batches, found = task.make_batches("train", 0), []
     for number in range(num_steps):
         state, metrics = step(state, batches.batch(number))
         found.append(float(metrics.loss))
@@ -388,19 +367,18 @@ def losses(setup, num_steps=6):
 def test_a_run_has_the_same_losses_on_every_mesh(name):
     kinds = LAYOUTS["two kinds"][0]
     meshes = [(1, 1, 1), (1, 2, 1), (2, 2, 2)]
-    found = [losses(Setup.of(Own(kinds, name), Parallel(on_devices(m))))[0] for m in meshes]
+    found = [losses(Own(kinds, name), Parallel(on_devices(m)))[0] for m in meshes]
     np.testing.assert_allclose(found, [found[0]] * 3, rtol=1e-5)
 
 
 @pytest.mark.full
 def test_empty_rows_stay_zeros_where_the_host_updates_parts_of_stacks():
     """Yogi makes an update of a gradient that is zero."""
-    rows = setup_of("yogi", "empty row").partition.rows_of["gru"]
-    found = [losses(setup_of("yogi", "empty row", update=how)) for how in ("host", "replicated")]
+    found = [losses(*on("empty row", "yogi", update=how)) for how in ("host", "replicated")]
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-6)
     for _, state in found:
         stack = np.asarray(state.params["layers"]["gru"]["w_x"].get_value())
-        assert [bool(np.any(row)) for row in stack] == [layer >= 0 for layer in rows]
+        assert [bool(np.any(row)) for row in stack] == [True, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -411,7 +389,7 @@ def test_the_host_refuses_what_parts_of_arrays_do_not_tell(name, why):
         rf"update='host' updates parts .* optimizer of task {name} {why}\nFix: use update='sharded'"
     )
     with pytest.raises(ValueError, match=message):
-        abstract_state(setup_of(name, "empty row", update="host"))
+        api.abstract_state(*on("empty row", name, update="host"))
 
 
 class Kernels(Net):
@@ -453,10 +431,10 @@ class Tying(Own):
 @pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2)])
 @pytest.mark.parametrize(("tied", "is_taken"), [(("one", "same"), True), (("one", "other"), False)])
 def test_the_host_takes_what_combines_arrays_that_are_split_alike(tied, is_taken, mesh):
-    setup = Setup.of(Tying(tied=tied), Parallel(on_devices(mesh), update="host"))
+    parallel = Parallel(on_devices(mesh), update="host")
     refused = pytest.raises(ValueError, match="may update a part in another way than the whole")
     with contextlib.nullcontext() if is_taken else refused:
-        abstract_state(setup)
+        api.abstract_state(Tying(tied=tied), parallel)
 
 
 @pytest.mark.parametrize("update", ["host", more("sharded")])
@@ -465,8 +443,9 @@ def test_a_step_hands_its_loss_on(update):
     Own.made["reached"] = optax.chain(
         optax.sgd(0.1), contrib.reduce_on_plateau(0.5, patience=1, atol=1e9, rtol=0)
     )
-    setup = Setup.of(Own(("dense",), "reached"), Parallel(on_devices((2, 1, 1)), update=update))
-    found, state = losses(setup)
+    found, state = losses(
+        Own(("dense",), "reached"), Parallel(on_devices((2, 1, 1)), update=update)
+    )
     plateau = state.opt_state[1]
     assert float(plateau.scale) == 0.5 ** (len(found) - 1)
     assert float(plateau.best_value) in found
@@ -603,12 +582,12 @@ def test_an_error_of_the_optimizer_itself_is_told():
 
     optimizer = optax.GradientTransformation(lambda params: (), update)
     with pytest.raises(ValueError, match="rates must fall"):
-        abstract_state(Setup.of(adopted(optimizer), "dp1"))
+        api.abstract_state(adopted(optimizer), Parallel("dp1"))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_optimizer_that_cannot_run_is_refused(name):
     optimizer, message = REFUSED[name]
     with pytest.raises(ValueError, match=rf"optimizer of task adopted {message}") as raised:
-        abstract_state(Setup.of(adopted(optimizer), "dp1"))
+        api.abstract_state(adopted(optimizer), Parallel("dp1"))
     assert str(raised.value).count("\n") == 1
