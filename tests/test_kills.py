@@ -17,10 +17,8 @@ import time
 import jax
 import numpy as np
 import pytest
-from lib.checkpoints import latest_step
-
-from jaxpar.step.setup import Setup
-from jaxpar.training.run_folder import RunFolder
+from lib import api
+from lib.runs import metrics_of, whole_checkpoints
 
 STEPS = 120
 NUM_KILLS = 15
@@ -44,7 +42,7 @@ class Run:
     codes = (0, -signal.SIGKILL)
 
     def __init__(self, folder, text, environ):
-        self.folder, self.environ = RunFolder(folder), environ
+        self.folder, self.environ = folder, environ
         self.said = folder.with_suffix(".log")
         self._out_dir = ["--train.out-dir", str(folder)]
         self._new = ["lm", "--corpus", str(text), *FLAGS]
@@ -52,7 +50,7 @@ class Run:
     @contextlib.contextmanager
     def start(self):
         """A process that begins the run or goes on with it; killed at the end."""
-        resume = self.folder.config_path.exists()
+        resume = (self.folder / "config.toml").exists()
         arguments = [*self.devices, *self._out_dir]
         arguments = ["--resume", *arguments] if resume else [*self._new, *arguments]
         # A file, for XLA may say more of what it finds in the cache than a pipe holds.
@@ -75,19 +73,17 @@ class Run:
             assert process.wait(END_SECONDS) == 0
 
     def latest_step(self):
-        if not self.folder.checkpoints_path.exists():
+        if not (self.folder / "checkpoints").exists():
             return 0
-        checkpoints = self.folder.checkpoints(Setup.of(*self.folder.settings()))
-        return latest_step(checkpoints) or 0
+        return max(whole_checkpoints(self.folder), default=0)
 
     def losses(self):
         """All that was computed: of every step and evaluation."""
         names = ("step", "split", "loss", "grad_norm", "perplexity")
-        return [tuple(line.get(name) for name in names) for line in self.folder.metrics()]
+        return [tuple(line.get(name) for name in names) for line in metrics_of(self.folder)]
 
     def state(self):
-        state = self.folder.checkpoints(Setup.of(*self.folder.settings())).restore()
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(api.run_state(self.folder))]
 
 
 class Launched(Run):
@@ -144,7 +140,7 @@ def undisturbed(tmp_path_factory):
 
 def wait_for_a_line(run, process, size):
     """Until metrics.jsonl is no longer of this size, or the process has ended."""
-    path = run.folder.metrics_path
+    path = run.folder / "metrics.jsonl"
     deadline = time.monotonic() + END_SECONDS
     while process.poll() is None and (not path.exists() or path.stat().st_size == size):
         assert time.monotonic() < deadline
@@ -170,7 +166,7 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp
                 if moments.random() < 0.3:  # while it starts
                     time.sleep(moments.uniform(0, start_seconds))
                 else:  # while it trains
-                    path = run.folder.metrics_path
+                    path = run.folder / "metrics.jsonl"
                     wait_for_a_line(run, process, path.stat().st_size if path.exists() else 0)
                     time.sleep(moments.uniform(0, 0.5))
             if process.returncode == 0:
@@ -184,7 +180,7 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp
         assert run.losses() == whole.losses()
         for actual, expected in zip(run.state(), whole.state(), strict=True):
             np.testing.assert_array_equal(actual, expected)
-    steps = [line["step"] for line in whole.folder.metrics() if line["split"] == "train"]
+    steps = [line["step"] for line in metrics_of(whole.folder) if line["split"] == "train"]
     assert steps == list(range(1, STEPS + 1))
     assert kills == NUM_KILLS
 
@@ -209,7 +205,7 @@ def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
                 if kills > 1 and moments.random() < 0.3:  # while it starts
                     time.sleep(moments.uniform(0, 2 * start_seconds))
                 else:  # while it trains
-                    path = run.folder.metrics_path
+                    path = run.folder / "metrics.jsonl"
                     wait_for_a_line(run, process, path.stat().st_size if path.exists() else 0)
                     time.sleep(moments.uniform(0, 3))
                 victim = kills % 3

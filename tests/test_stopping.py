@@ -3,17 +3,16 @@
 import re
 import signal
 import time
+from pathlib import Path
+from typing import ClassVar
 
 import jax
 import pytest
-from lib.runs import NEVER, start_by_hand
+from lib import api
+from lib.runs import NEVER, metrics_of, start_by_hand, validation_losses, whole_checkpoints
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig, fit
-from jaxpar.hosts import stopping
 from jaxpar.lm import LM
-from jaxpar.step.setup import Setup
-from jaxpar.training import loop
-from jaxpar.training.run_folder import RunFolder
 
 END_SECONDS = 120  # which only a process that hangs takes
 STOP_SECONDS = 5.0  # with steps that are quicker than that
@@ -21,7 +20,7 @@ STOP_SECONDS = 5.0  # with steps that are quicker than that
 
 @pytest.mark.full
 def test_a_signal_to_one_process_stops_all_at_the_same_step(text, tmp_path):
-    folder = RunFolder(tmp_path / "run")
+    folder = tmp_path / "run"
     processes = start_by_hand(
         [
             "train", "lm", "--corpus", str(text), "--batch-size", "8", "--seq-len", "8",
@@ -45,19 +44,20 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(text, tmp_path):
     assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, ends
     said = re.search(r"^stopped by SIGTERM after step (\d+)/", ends[0][0], re.MULTILINE)
     assert said, ends
-    assert folder.checkpoints(Setup.of(*folder.settings())).steps() == [int(said[1])]
+    assert whole_checkpoints(folder) == [int(said[1])]
     assert int(said[1]) > 1
-    assert [line["step"] for line in folder.metrics()] == [1]  # no log point in between
+    assert [line["step"] for line in metrics_of(folder)] == [1]  # no log point in between
     assert seconds < STOP_SECONDS
 
 
 HANGING = """
-import ctypes, dataclasses, time
+import ctypes, dataclasses, sys, time
 import jax
-from jaxpar.hosts import stopping
+sys.path.insert(0, TESTS)
+from lib import api
 from jaxpar.lm import LM
 
-stopping.STALL_SECONDS = 2.0
+api.tell_stalls_after(2.0)
 
 
 def spin():
@@ -92,27 +92,6 @@ class Hanging(LM):
 """
 
 
-@pytest.mark.parametrize(("answers", "lost"), [((1, 2), []), ((2,), [1])])
-def test_processes_whose_threads_do_not_answer_are_lost(answers, lost, monkeypatch):
-    """Process 0 asks on the board of three; who answers is there, whatever its step does."""
-    looks = []
-
-    class Board:
-        def put(self, name, text):
-            assert (name, text) == ("lost/0", "")
-
-        def texts(self):
-            looks.append(1)
-            return {"lost/0": "", **{f"alive/{number}": "" for number in answers}}
-
-    group = object.__new__(stopping._Group)
-    group._board = Board()
-    monkeypatch.setattr(stopping, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(jax, "process_count", lambda: 3)
-    assert group.find_lost() == lost
-    assert len(looks) == (stopping._ANSWER_POLLS if lost else 1)
-
-
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("victim", "hang"),
@@ -120,7 +99,8 @@ def test_processes_whose_threads_do_not_answer_are_lost(answers, lost, monkeypat
 )
 def test_a_process_that_never_comes_to_the_next_step_is_named(victim, hang, text, tmp_path):
     file = tmp_path / "hanging.py"
-    file.write_text(HANGING.replace("VICTIM", str(victim)).replace("HANG()", f"{hang}()"))
+    program = HANGING.replace("VICTIM", str(victim)).replace("HANG()", f"{hang}()")
+    file.write_text(program.replace("TESTS", repr(str(Path(__file__).parent))))
     processes = start_by_hand(
         [
             "train", f"{file}:Hanging", "--corpus", str(text), "--batch-size", "8", "--seq-len", "8",
@@ -142,10 +122,35 @@ def test_a_process_that_never_comes_to_the_next_step_is_named(victim, hang, text
     assert re.search(rf'File "{file}", line \d+ in {hang}\n', said[-1]), said
 
 
+class Signalled:
+    """Batches; before the second one, once, comes a signal."""
+
+    def __init__(self, batches, signals):
+        self.batches, self.signals = batches, signals
+
+    def __getattr__(self, name):
+        return getattr(self.batches, name)
+
+    def batch(self, step, rows=slice(None)):
+        if step == 1 and self.signals:
+            signal.raise_signal(self.signals.pop())
+        return self.batches.batch(step, rows)
+
+
+class Ended(LM):
+    """Its first validation ends after a batch."""
+
+    signals: ClassVar = [signal.SIGTERM]
+
+    def make_batches(self, split, seed=None):
+        batches = super().make_batches(split, seed)
+        return Signalled(batches, self.signals) if split == "valid" else batches
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("compile_once")
-def test_a_validation_that_a_signal_ends_is_made_up_for(text, tmp_path, monkeypatch):
-    task = LM(
+def test_a_validation_that_a_signal_ends_is_made_up_for(text, tmp_path):
+    task = Ended(
         num_layers=1,
         hidden_size=8,
         embed_size=8,
@@ -154,41 +159,24 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(text, tmp_path, monkeypa
         seq_len=8,
         optimizer=OptimizerConfig(warmup_steps=0),
     )
-    run, whole = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "whole")
+    run, whole = tmp_path / "run", tmp_path / "whole"
 
     def train(folder, **options):
         config = TrainConfig(num_steps=6, log_every=2, eval_every=3, out_dir=str(folder))
         return fit(task, Parallel(MeshConfig(devices=(0,))), config, **options)
 
-    begun = []
-
-    def evaluate(*arguments):  # a signal that comes after the first batch
-        *others, before_batch = arguments
-
-        def interrupted():
-            begun.append(1)
-            if len(begun) == 2:
-                signal.raise_signal(signal.SIGTERM)
-            before_batch()
-
-        return loop_evaluate(*others, interrupted)
-
-    loop_evaluate = loop.evaluate
-    monkeypatch.setattr(loop, "evaluate", evaluate)
     result = train(run)
-    monkeypatch.undo()
-    assert (result.stopped_by, int(result.state.step), len(begun)) == (signal.SIGTERM, 3, 2)
-    assert [line["split"] for line in run.metrics()] == ["train"] * 2
+    assert (result.stopped_by, int(result.state.step)) == (signal.SIGTERM, 3)
+    assert [line["split"] for line in metrics_of(run)] == ["train"] * 2
     train(run, resume=True)
     train(whole)
 
-    def lines(folder):
-        return [(line["step"], line["split"], line["loss"]) for line in folder.metrics()]
+    def validations(folder):
+        lines = [line for line in metrics_of(folder) if line["split"] != "train"]
+        return [(line["step"], line["split"], line["loss"]) for line in lines]
 
-    assert [line for line in lines(run) if line[1] != "train"] == [
-        line for line in lines(whole) if line[1] != "train"
-    ]
-    assert run.checkpoints(Setup.of(*run.settings())).stored_losses().keys() == {3, 6}
-    states = (each.checkpoints(Setup.of(*each.settings())).restore() for each in (run, whole))
+    assert validations(run) == validations(whole)
+    assert validation_losses(run / "checkpoints/6").keys() == {3, 6}
+    states = api.run_state(run), api.run_state(whole)
     for ours, theirs in zip(*map(jax.tree.leaves, states), strict=True):
         assert (ours == theirs).all()
