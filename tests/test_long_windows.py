@@ -9,63 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from lib.laws import (
-    SGD,
-    assert_close,
-    assert_same_as_plain,
-    by_layer,
-    make_settings,
-    more,
-    on_devices,
-)
+from lib import api
+from lib.laws import SGD, assert_close, assert_same_as_plain, make_settings, more, on_devices
 
-import jaxpar.step.forward
+import jaxpar
 from jaxpar import (
     Parallel,
     PipelineConfig,
     SeriesBatches,
     Stack,
     Sums,
-    TrainConfig,
     init_state,
-    make_train_step,
 )
-from jaxpar.data.batches import place_batch
-from jaxpar.model.task import Settings
 from jaxpar.nn import LSTM
-from jaxpar.pipeline import Pipeline
-from jaxpar.pipeline.spec import Spec
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state
-from jaxpar.step.step import abstract_batch, batch_sharding, make_loss_and_grad
-
-KEPT = [
-    ((2, 2, 1), (2, 4), {"remat_keeps": "carries", "head": "sharded"}),
-    more((1, 1, 1), (1, 4), {"remat_keeps": "carries"}),
-    more((1, 1, 1), (2, 4), {"remat_keeps": "host"}),
-    more((2, 2, 1), (2, 4), {"remat_keeps": "carries", "schedule": "gpipe", "head": "last"}),
-    more((1, 2, 2), (2, 4), {"remat_keeps": "carries", "schedule": "interleaved", "num_groups": 2}),
-    more((1, 1, 1), (1, 4), {}),
-    more((2, 2, 1), (2, 4), {"remat_keeps": "host", "head": "last"}),
-    more((2, 1, 2), (2, 8), {"remat_keeps": "carries"}),
-    more((1, 4, 2), (2, 4), {"remat_keeps": "carries", "head": "last"}),
-    more((1, 2, 1), (1, 4), {"remat_keeps": "carries", "head": "last", "unroll": True}),
-    more((1, 2, 2), (2, 4), {"remat_keeps": "host", "schedule": "interleaved", "num_groups": 2}),
-]
-
-
-# As on devices that have a memory of their own.
-KEEPS_ON_HOST = property(lambda spec: spec.config.remat_keeps == "host")
 
 
 @pytest.mark.more
 @pytest.mark.law
-@pytest.mark.parametrize(("mesh", "units", "options"), KEPT)
-def test_what_is_kept_and_where_changes_no_number(mesh, units, options, monkeypatch):
-    poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
-    monkeypatch.setattr(jaxpar.step.forward, "Pipeline", poisoned)
-    monkeypatch.setattr(Spec, "keeps_on_host", KEEPS_ON_HOST)
-    assert_same_as_plain(make_settings(mesh, units, remat=True, **options))
+@pytest.mark.parametrize(("keeps", "head"), [("carries", "sharded"), more("host", "last")])
+def test_what_is_kept_and_where_changes_no_number(keeps, head):
+    settings = make_settings((2, 2, 1), (2, 4), remat=True, remat_keeps=keeps, head=head)
+    with api.buffers_hold_nan():
+        assert_same_as_plain(settings)
 
 
 # ---- windows of many steps ----
@@ -112,9 +77,8 @@ def long_window(num_steps, mesh=(1, 1, 1), *, remat=True, chunk_len=64, **option
 @functools.cache
 def in_float64(num_steps):
     """Loss and gradients of the textbook's formulas, differentiated by JAX."""
-    task = Long(num_steps)
-    settings = Settings(task, Parallel(on_devices((1, 1, 1))), TrainConfig())
-    params = by_layer(init_state(task, settings.parallel).params, settings)
+    task, one = Long(num_steps), Parallel(on_devices((1, 1, 1)))
+    params = api.params_of(task, one, init_state(task, one))
     batch = task.make_batches("train").batch(0)
     with jax.enable_x64(True):
         params, x, y = jax.tree.map(
@@ -128,14 +92,16 @@ def in_float64(num_steps):
             return jax.nn.sigmoid(o) * jnp.tanh(c), c
 
         def loss(params):
-            stacked = [params[f"['layers']['lstm']['{name}']"] for name in ("w_x", "w_h", "b")]
+            layers = [
+                [params[f"layers.{n}.{name}"] for name in ("w_x", "w_h", "b")] for n in (0, 1)
+            ]
 
             def step(states, inputs):
                 x, y = inputs
-                (below, above), out = states, x @ params["['inputs']['kernel']"]
-                below = layer([a[0] for a in stacked], below, out)
-                above = layer([a[1] for a in stacked], above, below[0])
-                return (below, above), jnp.square(above[0] @ params["['outputs']['kernel']"] - y)
+                (below, above), out = states, x @ params["inputs.kernel"]
+                below = layer(layers[0], below, out)
+                above = layer(layers[1], above, below[0])
+                return (below, above), jnp.square(above[0] @ params["outputs.kernel"] - y)
 
             @jax.checkpoint  # or it would take a gigabyte
             def part(states, inputs):
@@ -163,26 +129,15 @@ def in_float64(num_steps):
 )
 def test_gradients_over_many_steps_equal_a_plain_float64_program(num_steps, mesh, options):
     task, parallel = long_window(num_steps, mesh, **options)
-    settings, mesh = Settings(task, parallel, TrainConfig()), parallel.mesh.build()
-    batch = place_batch(
-        task.make_batches("train"), 0, batch_sharding(Setup.of(task, parallel, mesh=mesh))
-    )
-    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
-    (loss, _), grads = run(init_state(task, parallel, mesh=mesh), jax.tree.map(jnp.asarray, batch))
+    found = api.gradients(task, parallel, task.make_batches("train").batch(0))
     expected_loss, expected = in_float64(num_steps)
-    assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
-    assert_close(by_layer(grads, settings), expected)
+    assert found.loss == pytest.approx(expected_loss, rel=1e-5)
+    assert_close(found.grads, expected)
 
 
 def temporary_bytes(num_steps, **options):
-    task, parallel = long_window(num_steps, **options)
-    mesh = parallel.mesh.build()
-    step = make_train_step(task, parallel, mesh=mesh)
-    arguments = (
-        abstract_state(Setup.of(task, parallel, mesh=mesh)),
-        abstract_batch(Setup.of(task, parallel, mesh=mesh)),
-    )
-    return step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    compiled = api.lowered_step(*long_window(num_steps, **options)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.full
@@ -205,17 +160,10 @@ def test_memory_grows_by_what_is_kept_alone():
     assert grows["residuals"] >= 10 * grows["device"]
 
 
-def test_on_gpus_inputs_and_carries_go_to_the_host_and_come_back(monkeypatch):
+def test_on_gpus_inputs_and_carries_go_to_the_host_and_come_back():
     """Read from the program for CUDA; CPUs have no other memory."""
-    monkeypatch.setattr(Spec, "keeps_on_host", KEEPS_ON_HOST)
-    task, parallel = long_window(256, (1, 2, 1), remat_keeps="host")
-    mesh = parallel.mesh.build()
-    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
-    traced = run.trace(
-        abstract_state(Setup.of(task, parallel, mesh=mesh)),
-        abstract_batch(Setup.of(task, parallel, mesh=mesh)),
-    )
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    with api.host_memory_is_apart():
+        text = api.gradients_on("cuda", *long_window(256, (1, 2, 1), remat_keeps="host"))
     moves = re.findall(r'annotate_device_placement.*_xla_buffer_placement = "(\w+)"', text)
     # An input, h and c: the room for them, each one that is written, each that is read.
     assert {place: moves.count(place) for place in set(moves)} == {"pinned_host": 6, "device": 3}
@@ -240,4 +188,4 @@ def test_segments_are_for_batches_of_one_length():
     task = jaxpar.lm.LM(num_buckets=2, bucket_multiple=8, vocab_size=96)
     pipeline = PipelineConfig(num_chunks=4, remat=True, remat_keeps="carries")
     with pytest.raises(ValueError, match="needs batches of one length, but those of task LM"):
-        Setup.of(task, Parallel(on_devices((1, 1, 1)), pipeline))
+        init_state(task, Parallel(on_devices((1, 1, 1)), pipeline))
