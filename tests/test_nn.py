@@ -292,7 +292,7 @@ def test_linear_recurrences_in_parallel_equal_those_step_by_step():
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.random((13, B, 8)), jnp.float32) for _ in range(2))
     h, d_last, dy = (
-        jnp.asarray(rng.random(shape), jnp.float32) for shape in ((B, 8),) * 2 + (a.shape,)
+        jnp.asarray(rng.random(shape), jnp.float32) for shape in ((B, 8), (B, 8), a.shape)
     )
     found = []
     for one_by_one in (False, True):
