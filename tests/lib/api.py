@@ -28,6 +28,7 @@ from jaxpar import (
     LayerContext,
     Parallel,
     Report,
+    Start,
     Task,
     TrainConfig,
     init_state,
@@ -49,6 +50,7 @@ from jaxpar.data.bucketed import choose_edges as choose_edges  # documented for 
 from jaxpar.data.packed import PackedBatches as PackedBatches  # documented for users
 from jaxpar.hosts import distributed, stopping
 from jaxpar.hosts.launch import environs
+from jaxpar.lm.options import LAYERS
 from jaxpar.mesh import described_devices
 from jaxpar.model import task as task_module
 from jaxpar.model.adopt.variables import find_in
@@ -86,7 +88,7 @@ from jaxpar.training.predict import predict
 from jaxpar.training.progress import Curves, Progress
 from jaxpar.training.run_folder import FolderLock, RunFolder
 from jaxpar.training.summary import summarize
-from jaxpar.training.weights import model_of
+from jaxpar.training.weights import find_weights, model_of, open_files, outgoing, write_weights
 
 Arrays = dict[str, np.ndarray]
 
@@ -536,6 +538,27 @@ def restored(
     return Checkpoints(folder, setup, run=run).restore(**which)
 
 
+def begin_with(
+    task: Task, parallel: Parallel | None, start: Start, train: TrainConfig | None = None
+) -> tuple[TrainState, list[tuple[str, str, str, str]]]:
+    """The first state of a run with these weights, and the rows of the table that says what is taken."""
+    found = find_weights(Setup.of(task, parallel, train), start)
+    return found.state(), found.to_rows()
+
+
+def export(
+    path: Any, task: Task, parallel: Parallel | None, state: TrainState, dtype: str | None = None
+) -> list[Path]:
+    """Writes the weights of a state; gives the files."""
+    tensors = outgoing((state.params, state.frozen), Setup.of(task, parallel).storage)
+    return write_weights(path, tensors, {"a": "text"}, dtype)
+
+
+def tensors_in(path: Any) -> Arrays:
+    """The tensors of a file of weights, of an index or of a folder, by name."""
+    return {name: tensor.whole() for name, tensor in open_files(path).tensors.items()}
+
+
 def run_steps(folder: Any) -> list[int]:
     """The steps of the checkpoints of a run that are whole."""
     return _checkpoints_of(folder).steps()
@@ -572,6 +595,11 @@ def describe_checkpoint(folder: Any, changes: dict[str, Any]) -> None:
 def command(*words: str) -> int:
     """Runs a command line in this process, and gives its exit code."""
     return main(words)
+
+
+def language_layers() -> list[str]:
+    """Those that `--layer` of the language model takes."""
+    return [*LAYERS]
 
 
 def task_class(spec: str) -> type[Task]:
@@ -744,6 +772,14 @@ def tell_stalls_after(seconds: float) -> None:
 
 
 @contextlib.contextmanager
+def files_of_weights_hold(num_bytes: int) -> Iterator[None]:
+    """A file of weights holds no more than this, if it holds several tensors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.training.weights.LIMIT_BYTES", num_bytes)
+        yield
+
+
+@contextlib.contextmanager
 def steps_and_waits() -> Iterator[list[str]]:
     """Gives each "step" put into the queue of the devices and each "wait" for one, as they happen."""
     happened, array = list[str](), type(jax.numpy.zeros(()))
@@ -796,6 +832,20 @@ def search_for_origin_raises(error: Exception) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "find_origin", search)
+        yield
+
+
+@contextlib.contextmanager
+def limits_of_texts(**limits: int) -> Iterator[None]:
+    """Vocabularies and what is read of texts are limited otherwise.
+
+    Args:
+      limits: most_words of a vocabulary, part that is read at once, longest_word.
+    """
+    names = {"most_words": "MOST_WORDS", "part": "_PART", "longest_word": "_LONGEST_WORD"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in limits.items():
+            patch.setattr(f"jaxpar.lm.vocabulary.{names[name]}", limit)
         yield
 
 
