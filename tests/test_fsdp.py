@@ -1,12 +1,9 @@
-"""FSDP without stages: each layer is gathered where it is used, on any mesh and for any kinds of layers."""
+"""FSDP without stages: each layer is gathered where it is used."""
 
-import dataclasses
 import functools
 
 import pytest
-from lib.any_model import assert_same
-from lib.laws import MODEL, assert_same_as_plain, make_settings, more, on_devices
-from lib.models import Regress
+from lib.laws import on_devices
 
 from jaxpar import Parallel, PipelineConfig
 from jaxpar.analysis import inspect_step
@@ -17,40 +14,6 @@ from jaxpar.planning import estimate_step
 def fsdp(mesh, shares=None, **pipeline):
     return Parallel(on_devices(mesh), PipelineConfig(**pipeline), shares, fsdp=True)
 
-
-# ---- the law ----
-
-
-@pytest.mark.law
-@pytest.mark.parametrize(
-    ("mesh", "task", "pipeline"),
-    [
-        ((2, 1, 2), {}, {"num_microbatches": 2}),
-        more((8, 1, 1), {"tie_embedding": True}, {}),
-        more((2, 1, 1), {}, {"remat": True, "num_chunks": 2, "num_microbatches": 2}),
-        more((2, 1, 1), {}, {"remat": True, "num_chunks": 4, "remat_keeps": "carries"}),
-    ],
-)
-def test_a_language_model_equals_plain(mesh, task, pipeline):
-    task = dataclasses.replace(MODEL, num_layers=3, **task)
-    units = pipeline.pop("num_microbatches", 1), pipeline.pop("num_chunks", 1)
-    assert_same_as_plain(make_settings(mesh, units, task, layout={"fsdp": True}, **pipeline))
-
-
-@pytest.mark.law
-@pytest.mark.parametrize(
-    ("kinds", "freeze", "parallel"),
-    [
-        (("gru", "gru", "dense", "cell"), "gru", fsdp((4, 1, 1))),
-        more(("wide 20", "wide 60", "own gru"), None, fsdp((2, 1, 2))),
-        more(("gru", "dense", "gru"), "scale", fsdp((2, 1, 1), (3, 1))),  # gathers them all at once
-    ],
-)
-def test_kinds_of_layers_and_frozen_ones_equal_their_definition(kinds, freeze, parallel):
-    assert_same(Regress(kinds, freeze=freeze), parallel)
-
-
-# ---- what is sent, and what a device has room for ----
 
 WIDTH = 128
 KERNEL = 4 * 4 * WIDTH * WIDTH  # bytes of one of the two of an LSTM

@@ -8,22 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from lib import api
+from lib.law.check import assert_near
 
 import jaxpar
 from jaxpar import (
     ArrayBatches,
-    LayerContext,
     OptimizerConfig,
     Parallel,
     PipelineConfig,
     Stack,
     Sums,
     Task,
+    init_state,
 )
-from jaxpar.model.row_streams import STREAMS, as_run
-from jaxpar.nn import Stateless
-from jaxpar.partition.by_layer import by_layer
-from jaxpar.step.setup import Setup
 
 ROWS, TIME, WIDTH, DEPTH = 8, 4, 6, 4
 DRAWN = np.random.default_rng(0)
@@ -81,12 +79,8 @@ class Own(Task):
 
 
 @functools.cache
-def loss_and_gradients(task, parallel):
-    setup = Setup.of(task, parallel)
-    state, batch = setup.init_state(), task.make_batches("train", 0).batch(0)
-    (loss, _), grads = setup.value_and_grad()(state, batch)
-    arrays = by_layer(grads, setup.storage)
-    return float(loss), {name: np.asarray(a) for name, a in arrays.items()}
+def gradients(task, parallel):
+    return api.gradients(task, parallel, task.make_batches("train", 0).batch(0))
 
 
 QUICK = {("dp2", False), ("zero-bubble", True), ("chunks", True)}
@@ -101,49 +95,9 @@ CASES = [
 @pytest.mark.parametrize(("mesh", "time_major"), CASES)
 def test_masks_are_the_same_on_every_mesh(mesh, time_major):
     task = Own(time_major=time_major)
-    loss, grads = loss_and_gradients(task, Parallel("dp1"))
-    own_loss, own_grads = loss_and_gradients(task, MESHES[mesh])
-    np.testing.assert_allclose(own_loss, loss, rtol=1e-6)
-    for name, grad in grads.items():
-        scale = np.max(np.abs(grad))
-        np.testing.assert_allclose(own_grads[name], grad, atol=1e-5 * scale, err_msg=name)
-
-
-def test_a_row_at_a_time_step_is_as_plain_flax_draws_it():
-    layer = as_run(Layer(nnx.Rngs(0)), ["__call__"])
-    x = jnp.asarray(ARRAYS["x"][:ROWS]).swapaxes(0, 1)
-    at = LayerContext(*map(jnp.int32, (2, 3, 5)), key=jax.random.key(7), batch={"x": x})
-    _, y = layer((), x, at)
-    plain = Layer(nnx.Rngs(0))
-    for time in range(TIME):
-        for row in range(ROWS):
-            key = functools.reduce(jax.random.fold_in, (2, 3 + time, 5 + row), at.key)
-            keys = [jax.random.split(jax.random.fold_in(key, STREAMS + n))[1] for n in range(2)]
-            one = x[time : time + 1, row : row + 1]
-            hidden = nnx.tanh(plain.linear(plain.first(one, rngs=keys[0])))
-            want = one + plain.second(hidden, rngs=keys[1])
-            np.testing.assert_allclose(y[time, row], want[0, 0], rtol=1e-6, atol=1e-6)
-
-
-def test_nothing_is_drawn_in_evaluation():
-    layer = as_run(Layer(nnx.Rngs(0)), ["__call__"])
-    x = jnp.asarray(ARRAYS["x"])
-    _, y = layer((), x, LayerContext(*map(jnp.int32, (0, 0, 0)), batch={"x": x}))
-    plain = Layer(nnx.Rngs(0))
-    plain.eval()
-    np.testing.assert_array_equal(y, plain((), x, None)[1])
-
-
-@pytest.mark.parametrize("draws", [True, False])
-def test_streams_that_nothing_depends_on_are_read(draws):
-    """By `nnx.RNN`, for a state of zeros."""
-    rnn = nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=nnx.Rngs(0)), time_major=True, rngs=nnx.Rngs(1))
-    x = jnp.asarray(ARRAYS["x"][:ROWS]).swapaxes(0, 1)
-    with jax.numpy_rank_promotion("allow"):
-        wanted, layer = rnn(x), as_run(Stateless(rnn), ["__call__"])
-        key = jax.random.key(7) if draws else None
-        at = LayerContext(*map(jnp.int32, (0, 0, 0)), key=key, batch={"x": x})
-        np.testing.assert_allclose(layer((), x, at)[1], wanted, rtol=1e-6)
+    expected, found = gradients(task, Parallel("dp1")), gradients(task, MESHES[mesh])
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-6)
+    assert_near(found.grads, expected.grads, 1e-5)
 
 
 class Noisy(Layer):
@@ -183,5 +137,5 @@ REFUSED = {
 @pytest.mark.parametrize("layer", REFUSED)
 def test_refused(layer):
     with pytest.raises(ValueError, match=REFUSED[layer]) as error:
-        _ = Setup.of(Own(layer=layer), "dp1").facts.traces
+        init_state(Own(layer=layer), "dp1")
     assert "Fix: draw" in str(error.value)

@@ -282,3 +282,27 @@ def test_what_does_not_fit_is_refused(placement, sizes, message):
     num_layers, *stages = sizes
     with pytest.raises(ValueError, match=message):
         resolve_placement(placement, equal(num_layers), *stages)
+
+
+def test_the_first_of_unequal_speed_is_the_best_by_brute_force():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        num_layers, num_places = int(rng.integers(1, 8)), int(rng.integers(1, 5))
+        first, last, shared, *layers = map(tuple, rng.random((num_layers + 3, 2)).tolist())
+        speeds = tuple(rng.uniform(0.2, 4, num_places))
+        costs = PartCosts(tuple(layers), first, last, speeds, shared)
+
+        def tick(placement, costs=costs):
+            ends = [sum(placement[:n]) for n in range(len(placement) + 1)]
+            slowest = [0.0, 0.0]
+            for at, speed in enumerate(costs.speeds):
+                own = costs.layers[ends[at] : ends[at + 1]]
+                for number in (0, 1):
+                    cost = sum(layer[number] for layer in own) + costs.shared[number]
+                    cost += costs.first[number] * (at == 0)
+                    cost += sum(costs.last) * (at == len(placement) - 1 and number == 0)
+                    slowest[number] = max(slowest[number], cost / speed)
+            return sum(slowest)
+
+        every = [p for p in np.ndindex(*[num_layers + 1] * num_places) if sum(p) == num_layers]
+        assert tick(balance(costs, num_places)[0]) == pytest.approx(min(map(tick, every)))
