@@ -5,11 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from lib import api
 from lib.models import Regress, Series
 
 from jaxpar import ArrayBatches, SeriesBatches, init_state, make_train_step
-from jaxpar.data.packed import PackedBatches
-from jaxpar.model.facts import ModelFacts
 
 X = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
 
@@ -30,7 +29,7 @@ class OnDisk:
 MAKE = {
     "rows": lambda x, seed: ArrayBatches({"x": x}, 8, seed),
     "series": lambda x, seed: SeriesBatches({"x": x}, 4, 5, seed),
-    "packed": lambda x, seed: PackedBatches({"x": x}, [20, 7, 13, 20], 2, 5, seed),
+    "packed": lambda x, seed: api.PackedBatches({"x": x}, [20, 7, 13, 20], 2, 5, seed),
 }
 
 
@@ -69,7 +68,7 @@ def test_bytes_in_another_order_are_read():
     for order in "<>":
         task = Swapped(order=order)
         assert task.make_batches("train", 0).batch(0)["x"].dtype.str == order + "f4"
-        assert ModelFacts.of(task).batch["x"].dtype == np.float32
+        assert api.abstract_batch(task, "dp2")["x"].dtype == np.float32
         step = make_train_step(task, "dp2")  # which looks at rows that it has read itself
         _, metrics = step(init_state(task, "dp2"), task.make_batches("train", 0).batch(0))
         losses.append(float(metrics.loss))

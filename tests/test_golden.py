@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lib import api
 
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, init_state, make_train_step
 from jaxpar.lm import LM
-from jaxpar.lm.options import LAYERS
 
 STORED = Path(__file__).parent / "golden.json"
 MESHES = {
@@ -43,7 +43,7 @@ def losses(layer, mesh):
 # Of each layer one device and all axes by default; stages alone go the same ways.
 ROWS = [
     pytest.param(layer, mesh, marks=[pytest.mark.more] * (mesh == "pp2" and layer != "lstm"))
-    for layer in LAYERS
+    for layer in api.language_layers()
     for mesh in MESHES
 ]
 
@@ -58,7 +58,7 @@ def test_losses_are_as_they_were_stored(layer, mesh):
 if __name__ == "__main__":
     import tests.conftest  # noqa: F401 - eight devices
 
-    found = {layer: losses(layer, "dp1") for layer in LAYERS}
+    found = {layer: losses(layer, "dp1") for layer in api.language_layers()}
     lines = (
         f'  "{layer}": {json.dumps([round(x, 6) for x in own])}' for layer, own in found.items()
     )

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from lib import api
 
 import jaxpar
 from benchmarks.state_tracking import __main__ as command
@@ -15,7 +16,6 @@ from benchmarks.state_tracking import cell
 from benchmarks.state_tracking.cell import BIN, MIXERS, TESTED, TRAINED, Tracking, Until
 from benchmarks.state_tracking.words import NOTHING, OPERATORS, PERMUTATIONS, PROBLEMS, SWAPS
 from jaxpar import LayerContext
-from jaxpar.training.progress import Evaluation
 
 
 def parity(letters):
@@ -91,9 +91,9 @@ def test_accuracy_is_that_of_answers_that_are_asked_for(monkeypatch):
 def test_a_cell_ends_at_its_budget_or_when_it_makes_no_mistake(monkeypatch):
     until = Until(seconds=5)
     for accuracy in [1.0] * 9 + [0.999] + [1.0] * 9:
-        until.evaluation(1, Evaluation("valid", 0.1, {"accuracy": accuracy}, {}))
+        until.evaluation(1, api.result_of("valid", 0.1, accuracy=accuracy))
         assert until.stop_reason is None
-    until.evaluation(1, Evaluation("valid", 0.1, {"accuracy": 1.0}, {}))
+    until.evaluation(1, api.result_of("valid", 0.1, accuracy=1.0))
     assert until.stop_reason == "full accuracy"
 
     until, seconds = Until(seconds=5), iter((4, 6))

@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
+from lib import api
 
 import jaxpar
 from jaxpar import TrainConfig
-from jaxpar.lm.options import LAYERS
 
 OF_UNIFORM = 0.05  # how far a first loss may be from that of guessing
 ENOUGH = 200.0  # perplexity; 233.7 is that of guessing by frequency
@@ -19,7 +19,7 @@ fit = functools.partial(jaxpar.fit, quiet=True)
 
 @pytest.mark.more
 @pytest.mark.trains
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", api.language_layers())
 def test_every_layer_learns_with_stock_settings(layer, tmp_path):
     task = jaxpar.lm.LM(layer=layer).resolve()
     result = fit(task, "dp1", TrainConfig(num_steps=300, out_dir=str(tmp_path / "run")))
@@ -31,7 +31,7 @@ def test_every_layer_learns_with_stock_settings(layer, tmp_path):
 @pytest.mark.more
 @pytest.mark.trains
 @pytest.mark.law
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", api.language_layers())
 def test_fifty_steps_are_the_same_on_two_meshes(layer, tmp_path):
     """A smaller model with the other settings as they are."""
     task = jaxpar.lm.LM(2, 32, 32, layer=layer, max_vocab=380, batch_size=8, seq_len=16)

@@ -85,7 +85,7 @@ from jaxpar.training.checkpoint import Checkpoints, Writing, write_table
 from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.predict import predict
-from jaxpar.training.progress import Curves, Progress
+from jaxpar.training.progress import Curves, Evaluation, Progress
 from jaxpar.training.run_folder import FolderLock, RunFolder
 from jaxpar.training.summary import summarize
 from jaxpar.training.weights import find_weights, model_of, open_files, outgoing, write_weights
@@ -665,6 +665,11 @@ def curves(num_steps: int, *lines: dict[str, Any]) -> Curves:
 def progress(**fields: Any) -> Progress:
     """A line of progress, as callbacks are given it."""
     return Progress(**fields)
+
+
+def result_of(split: str, loss: float, **metrics: float) -> Evaluation:
+    """An evaluation, as callbacks are given it."""
+    return Evaluation(split, loss, metrics, {})
 
 
 # ---- what tests set up ----

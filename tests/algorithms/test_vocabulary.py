@@ -4,6 +4,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from lib import api
 
 from jaxpar.lm import Vocabulary
 from jaxpar.lm.vocabulary import EOS, UNK, check_tokens
@@ -90,9 +91,11 @@ def test_pieces_that_are_no_tokenizer_are_refused():
         vocabulary.encode("a text")
 
 
-def test_a_vocabulary_has_a_limit(monkeypatch):
-    monkeypatch.setattr("jaxpar.lm.vocabulary.MOST_WORDS", 3)
-    with pytest.raises(ValueError, match=r"of 4 words must have at most 3\.\nFix: use a smaller"):
+def test_a_vocabulary_has_a_limit():
+    with (
+        api.limits_of_texts(most_words=3),
+        pytest.raises(ValueError, match=r"of 4 words must have at most 3\.\nFix: use a smaller"),
+    ):
         Vocabulary(("a", "b", "<unk>", "<eos>"))
 
 

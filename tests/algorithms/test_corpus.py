@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lib import api
 
-from jaxpar.base.parts import SPLITS
 from jaxpar.lm import Corpus, Vocabulary, load_corpus
 from jaxpar.lm.corpus import unigram_perplexity
-from jaxpar.lm.vocabulary import EOS, UNK
 
-SPECIALS = (UNK, EOS)
+SPLITS = ("train", "valid", "test")
+SPECIALS = UNK, EOS = "<unk>", "<eos>"
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_python_docs_does_not_depend_on_the_hash_seed():
         subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
-            cwd=Path(__file__).parent.parent,
+            cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
             check=True,
@@ -210,8 +210,8 @@ def test_a_long_line_takes_little_memory(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tokenizer", ["spaces", "chars", "subword"])
-def test_a_long_line_has_the_tokens_of_its_words(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxpar.lm.vocabulary._PART", 7)
+@api.limits_of_texts(part=7)
+def test_a_long_line_has_the_tokens_of_its_words(tokenizer, tmp_path):
     text = "a  cat's\u00a0\tfriend ,, sat\n\n  on  the x" + "y" * 20 + " mat"
     if tokenizer == "subword":
         package = pytest.importorskip("tokenizers")
@@ -230,11 +230,10 @@ def test_a_long_line_has_the_tokens_of_its_words(tokenizer, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("level", ["word", "subword"])
-def test_a_word_without_an_end_is_refused(tmp_path, monkeypatch, level):
+@api.limits_of_texts(part=10, longest_word=100)
+def test_a_word_without_an_end_is_refused(tmp_path, level):
     if level == "subword":
         pytest.importorskip("tokenizers")
-    monkeypatch.setattr("jaxpar.lm.vocabulary._PART", 10)
-    monkeypatch.setattr("jaxpar.lm.vocabulary._LONGEST_WORD", 100)
     for split in SPLITS:
         (tmp_path / f"{split}.txt").write_text("a cat " + "x" * 200)
     message = (
