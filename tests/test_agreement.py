@@ -16,11 +16,7 @@ import time
 
 import jax
 import pytest
-
-from jaxpar.hosts import agree
-from jaxpar.hosts.agree import describe_processes, differences
-from jaxpar.hosts.distributed import _check_port, program_facts
-from jaxpar.hosts.launch import environs
+from lib import api
 
 END_SECONDS = 120  # which only a process that hangs takes
 
@@ -31,59 +27,19 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def test_differences_name_the_field_and_every_value():
-    facts = {n: {"train.seed": "0", "data": "a"} for n in range(4)}
-    assert differences(facts) == ""
-    facts[1]["train.seed"] = "7"
-    del facts[3]["data"]
-    assert differences(facts) == (
-        "train.seed is 0 in processes 0, 2, 3, 7 in process 1; "
-        "data is a in processes 0, 1, 2, not there in process 3"
-    )
-
-
-def test_many_differences_are_counted():
-    facts = {n: {f"field {i}": str(n) for i in range(8)} for n in range(2)}
-    assert differences(facts).endswith("field 4 is 0 in process 0, 1 in process 1; 3 more")
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([3], "process 3"), ([0, 1], "processes 0, 1"), ([0, 1, 2, 5], "processes 0, 1, 2, 5")],
-)
-def test_processes_are_named_in_words(numbers, text):
-    assert describe_processes(numbers) == text
-
-
-def test_a_process_that_runs_alone_tells_nobody_of_its_failure(monkeypatch):
-    """As the only pod of a job does, once it has joined its group of one."""
-    monkeypatch.setattr(agree, "_is_awaited", False)
-    agree.await_agreement()
-    assert not agree.tell_failure("a mistake")
-
-
-JOIN = """
-import sys
-from jaxpar.cli.main import main
-from jaxpar.hosts.distributed import start_processes
-
-sys.argv = ["jaxpar"]
-try:
-    start_processes()
-    print("joined", flush=True)
-except (ValueError, OSError) as error:
-    print(error, flush=True)
-    from jaxpar.hosts.distributed import leave_processes
-    leave_processes(2, str(error), error)
-"""
+# It joins the others before it looks for its run.
+JOIN = ("-m", "jaxpar", "evaluate", "nowhere", "--mesh", "dp2")
+JOINED = "error: nowhere holds no run"
 
 
 def start_joining(*numbers, count, address=None, **variables):
     """Processes that join and leave, with these numbers."""
-    environ = environs(count, 1)[0] | ({"JAX_COORDINATOR_ADDRESS": address} if address else {})
+    environ = api.environments(count, 1)[0] | (
+        {"JAX_COORDINATOR_ADDRESS": address} if address else {}
+    )
     return [
         subprocess.Popen(
-            [sys.executable, "-c", JOIN], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            [sys.executable, *JOIN], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             env=environ | {"JAXPAR_PROCESS_ID": str(number)} | variables,
         )
         for number in numbers
@@ -92,7 +48,7 @@ def start_joining(*numbers, count, address=None, **variables):
 
 def said_by(processes):
     try:
-        return [process.communicate(timeout=END_SECONDS)[0] for process in processes]
+        return [process.communicate(timeout=END_SECONDS)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -115,7 +71,7 @@ def test_processes_that_have_come_say_that_not_all_have():
     said = said_by(start_joining(0, 2, count=4, JAXPAR_START_SECONDS="1"))
     for number, each in zip((0, 2), said, strict=True):
         assert re.fullmatch(
-            r"not all 4 processes came to 127\.0\.0\.1:\d+ in 1 s \(this is process "
+            r"error: not all 4 processes came to 127\.0\.0\.1:\d+ in 1 s \(this is process "
             rf"{number}\)\nFix: give all of them .*\n",
             each,
         )
@@ -150,7 +106,7 @@ def test_who_has_no_certificate_is_kept_out(tmp_path):
         subprocess.run(["openssl", *command.split()], cwd=tmp_path, check=True, capture_output=True)
     files = {"CERT": "own.pem", "KEY": "own.key", "CA": "ca.pem"}
     shown = {f"JAX_MTLS_{kind}_FILE": str(tmp_path / name) for kind, name in files.items()}
-    assert said_by(start_joining(0, 1, count=2, **shown)) == ["joined\n"] * 2
+    assert all(JOINED in said for said in said_by(start_joining(0, 1, count=2, **shown)))
     address, seconds = f"127.0.0.1:{free_port()}", {"JAXPAR_START_SECONDS": "5"}
     bound = {"JAX_COORDINATOR_BIND_ADDRESS": address}
     both = start_joining(0, count=2, address=address, **shown, **seconds, **bound)
@@ -172,7 +128,7 @@ def test_strangers_at_the_door_keep_nobody_out():
         line.sendall(said)
     second = start_joining(1, count=2, address=address, JAXPAR_SECRET="a")
     lines[2].sendall(b'"')
-    assert said_by([first, *second]) == ["joined\n", "joined\n"]
+    assert all(JOINED in said for said in said_by([first, *second]))
     for line in lines:
         line.close()
 
@@ -191,58 +147,12 @@ def test_an_interrupted_start_ends_at_once(number):
     assert time.monotonic() - began < 2
 
 
-def test_a_port_in_use_is_named():
-    """JAX would share it with who has it."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        for host in ("127.0.0.1", "0.0.0.0"):
-            with pytest.raises(OSError, match=rf"Address already in use .*{port}"):
-                _check_port(f"{host}:{port}")
-
-
-def test_the_program_is_its_sources_and_packages():
-    facts = program_facts()
-    assert re.fullmatch(r"\d+\.\d+\.\d+ \(sources [0-9a-f]{12}\)", facts["jaxpar"])
-    assert {"jax", "jaxlib", "flax", "orbax-checkpoint", "jax_enable_x64"} <= facts.keys()
-
-
-@pytest.mark.parametrize(
-    ("flags", "other", "message"),
-    [
-        (
-            "--xla_cpu_enable_fast_math=true --xla_a=1",
-            "  --xla_a=1\n --xla_cpu_enable_fast_math ",
-            "",
-        ),
-        ("--xla_dump_to=/a --xla_gpu_dump_llvmir --xla_gpu_cuda_data_dir=/b", "", ""),
-        (
-            "--xla_force_host_platform_device_count=4",
-            "--xla_force_host_platform_device_count=2",
-            "",
-        ),
-        ("--xla_a=1 --xla_a=2", "--xla_a=2", ""),
-        ("", "--xla_a=1", "{} xla_a is not there in process 0, 1 in process 1"),
-        ("--xla_a=2", "--xla_a=1 --xla_dump_to=/a", "{} xla_a is 2 in process 0, 1 in process 1"),
-    ],
-)
-@pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
-def test_flags_of_the_compiler_are_compared_where_they_change_a_program(
-    variable, flags, other, message, monkeypatch
-):
-    facts = {}
-    for number, text in enumerate((flags, other)):
-        monkeypatch.setenv(variable, text)
-        facts[number] = program_facts()
-    assert differences(facts) == message.format(variable)
-
-
 # ---- whole processes ----
 
 PROGRAM = """
-import sys
-from jaxpar.cli.main import main
+import runpy
 {before}
-sys.exit(main(sys.argv[1:]))
+runpy.run_module("jaxpar", run_name="__main__")
 """
 
 
@@ -261,7 +171,7 @@ def start_two(arguments, *, before="", count=2, folders=(None, None)):
       before: what the second one runs before anything else.
       count: of processes, as the second one is told.
     """
-    environ, counts, befores = environs(2, 1), (2, count), ("", before)
+    environ, counts, befores = api.environments(2, 1), (2, count), ("", before)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM.format(before=befores[index]), *arguments[index]],
@@ -374,36 +284,6 @@ def test_other_data_are_refused(text, tmp_path):
         r"ain\.checksum is .*\nFix: give all of them the same data, task, settings and devices\. See docs/"
     )
     assert_refused(result, out_dir, message, message)
-
-
-TOGETHER = """
-import jax
-from jaxpar.hosts.agree import SharedError, in_process_0, together
-from jaxpar.hosts.distributed import start_processes
-
-start_processes()
-index = jax.process_index()
-print(in_process_0(lambda: ["found", index]))
-try:
-    together(lambda: 1 / index)
-except SharedError as error:
-    print(error, type(error.__cause__).__name__)
-print(together(lambda: index))
-"""
-
-
-@pytest.mark.full
-def test_what_one_process_finds_and_what_fails_in_it_is_so_in_all():
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TOGETHER], env=environ,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )
-        for environ in environs(2, 1)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=END_SECONDS)[0].splitlines() for process in processes]
-    for index, cause in enumerate(("ZeroDivisionError", "NoneType")):
-        assert said[index] == ["['found', 0]", f"process 0: division by zero {cause}", str(index)]
 
 
 @pytest.mark.full

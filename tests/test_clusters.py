@@ -22,10 +22,8 @@ import time
 from pathlib import Path
 
 import pytest
-
-from jaxpar.cli.main import main
-from jaxpar.step.setup import Setup
-from jaxpar.training.run_folder import RunFolder
+from lib import api
+from lib.runs import train_losses, whole_checkpoints
 
 START_SECONDS = 60  # of the daemons
 END_SECONDS = 240  # which only what hangs takes
@@ -42,6 +40,11 @@ def train(text, num_steps, *more):
         "--train.num-steps", str(num_steps), "--train.log-every", "1000000",
         "--train.checkpoint-every", "0", *more,
     ]  # fmt: skip
+
+
+def has_metrics(run):
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 def slurm_script(command, nodes="2", elastic=False):
@@ -268,13 +271,10 @@ def slurm(folder):
 def test_slurm_requeues_a_run_that_goes_on_and_cancels_one_for_good(slurm, text):
     since = time.monotonic()
     job = slurm.submit(slurm_script(train(text, 10**6)))
-    folder = RunFolder(slurm.folder / f"runs/slurm-{job}")
+    folder = slurm.folder / f"runs/slurm-{job}"
 
     def said(pattern):
         return re.findall(pattern, slurm.log(job), re.MULTILINE)
-
-    def steps():
-        return folder.checkpoints(Setup.of(*folder.settings())).steps()
 
     def wait_for(condition):
         slurm.wait_for(job, condition)
@@ -304,14 +304,14 @@ def test_slurm_requeues_a_run_that_goes_on_and_cancels_one_for_good(slurm, text)
     stopped_at = [int(step) for step in said(r"stopped by SIGTERM after step (\d+)/")]
     assert stopped_at == sorted(set(stopped_at))
     assert len(stopped_at) == 3
-    assert steps()[-1] == stopped_at[-1]
+    assert whole_checkpoints(folder)[-1] == stopped_at[-1]
 
     # Another job goes on to the end.
     more = ("--train.out-dir", str(folder))
     job = slurm.submit(slurm_script(train(text, stopped_at[-1] + 3, *more)))
     wait_for(lambda: slurm.state(job)[0] not in ("PENDING", "RUNNING", "COMPLETING"))
     assert slurm.state(job) == ["COMPLETED", "0", "0:0"], slurm.report(job)
-    assert steps()[-1] == stopped_at[-1] + 3
+    assert whole_checkpoints(folder)[-1] == stopped_at[-1] + 3
     time.sleep(max(0, since + 10 - time.monotonic()))  # longer than a requeued job waits
     assert slurm.state(cancelled)[:2] == ["CANCELLED", "2"]
 
@@ -319,7 +319,7 @@ def test_slurm_requeues_a_run_that_goes_on_and_cancels_one_for_good(slurm, text)
 @pytest.mark.full
 def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
     """A node is lost, and comes back; then a process dies."""
-    folder = RunFolder(slurm.folder / "elastic")
+    folder = slurm.folder / "elastic"
     logged = ("--train.log-every", "1")
     elastic = ("--train.out-dir", str(folder), "--train.checkpoint-every", "20", *logged)
     command = [*train(text, 10**6, *elastic), "--elastic"]
@@ -336,15 +336,11 @@ def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
         assert meshes() == [*expected], slurm.report(job)
 
     def wait_for_a_checkpoint():
-        before = max(folder.checkpoints(Setup.of(*folder.settings())).steps(), default=0)
-        wait_for(
-            lambda: (
-                max(folder.checkpoints(Setup.of(*folder.settings())).steps(), default=0) > before
-            )
-        )
+        before = whole_checkpoints(folder)[-1:]
+        wait_for(lambda: whole_checkpoints(folder)[-1:] > before)
 
     wait_for_meshes("2")
-    wait_for(folder.checkpoints_path.exists)
+    wait_for((folder / "checkpoints").exists)
     wait_for_a_checkpoint()
     slurm("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
     wait_for_meshes("2", "1")
@@ -365,13 +361,11 @@ def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
     assert sorted(map(int, resumed)) == list(map(int, resumed))
     assert len({*resumed}) == 3
     # An unbroken run of one device.
-    losses = [line["loss"] for line in folder.metrics() if line["split"] == "train"]
-    alone = RunFolder(slurm.folder / "alone")
+    losses, alone = train_losses(folder), slurm.folder / "alone"
     more = ("--train.out-dir", str(alone), *logged, "--devices", "0")
     arguments = [each for each in train(text, len(losses), *more) if each not in ("--mesh", "dp2")]
-    assert main(arguments) == 0
-    expected = [line["loss"] for line in alone.metrics() if line["split"] == "train"]
-    assert losses == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
+    assert api.command(*arguments) == 0
+    assert losses == pytest.approx(train_losses(alone), rel=RELATIVE_TOLERANCE)
 
 
 @pytest.mark.full
@@ -383,10 +377,10 @@ def test_open_mpi_stops_a_run_with_its_state_and_goes_on(text, folder):
     mpirun += ["--allow-run-as-root"] * (os.getuid() == 0)
     # By default it gives a single core to each of two processes.
     mpirun += ["--bind-to", "none", "--mca", "orte_tmpdir_base", str(folder)]
-    run = RunFolder(folder / "run")
+    run = folder / "run"
 
     def start(num_steps):
-        command = train(text, num_steps, "--train.out-dir", str(run.path), "--resume-or-begin")
+        command = train(text, num_steps, "--train.out-dir", str(run), "--resume-or-begin")
         return subprocess.Popen(
             [*mpirun, sys.executable, "-m", "jaxpar", *command], stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, cwd=folder,
@@ -396,17 +390,17 @@ def test_open_mpi_stops_a_run_with_its_state_and_goes_on(text, folder):
     with start(10**6) as process:
         try:
             # On the terminal that Open MPI gives it a run has no lines.
-            wait_until(lambda: run.metrics() or process.poll() is not None, lambda: "no step")
+            wait_until(lambda: has_metrics(run) or process.poll() is not None, lambda: "no step")
             time.sleep(1)
             process.send_signal(signal.SIGTERM)
             said, _ = process.communicate(timeout=END_SECONDS)
         finally:
             process.kill()
     [step] = map(int, re.findall(r"stopped by SIGTERM after step (\d+)/", said))
-    assert run.checkpoints(Setup.of(*run.settings())).steps() == [step]
+    assert whole_checkpoints(run) == [step]
     assert process.returncode != 0
     with start(step + 3) as process:
         said, _ = process.communicate(timeout=END_SECONDS)
     assert process.returncode == 0, said
     assert f"resumed at step {step};" in said
-    assert run.checkpoints(Setup.of(*run.settings())).steps()[-1] == step + 3
+    assert whole_checkpoints(run)[-1] == step + 3

@@ -10,17 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
+from lib import api
 from lib.runs import children_of, flip_a_bit
-
-from jaxpar.cli.main import main
-from jaxpar.hosts import distributed, launch
-from jaxpar.hosts.distributed import listen_on
-from jaxpar.hosts.group import ProcessGroup, find_processes
-from jaxpar.hosts.launch import _Watch, environs
 
 # Sums in another order, in float32.
 RELATIVE_TOLERANCE = 1e-5
@@ -30,71 +24,7 @@ WATCHDOG_SECONDS = 10  # in which the children of a launcher that was killed end
 BY_HAND = {
     "JAX_COORDINATOR_ADDRESS": "a.b:1", "JAXPAR_NUM_PROCESSES": "4", "JAXPAR_PROCESS_ID": "3",
 }  # fmt: skip
-SLURM_STEP = {
-    "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
-    "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2",
-}  # fmt: skip
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
-}  # fmt: skip
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-
-GROUPS = {
-    "nothing": ({}, None),
-    "by hand": (BY_HAND, ProcessGroup("hand", 4, 3, "a.b:1")),
-    "by hand, before Slurm": (SLURM_STEP | BY_HAND, ProcessGroup("hand", 4, 3, "a.b:1")),
-    "alone on request": (SLURM_STEP | {"JAXPAR_NUM_PROCESSES": "1"}, None),
-    "srun": (SLURM_STEP, ProcessGroup("Slurm", 2, 1)),
-    "srun of one task": (SLURM_STEP | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, None),
-    "a shell in an allocation": ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, None),
-    "a batch script": (
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-        None,
-    ),
-    "an interactive step": (SLURM_STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
-    "mpirun": (OPEN_MPI, ProcessGroup("Open MPI", 2, 1)),
-    "mpirun of one": (
-        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None,
-    ),
-    "an indexed pod": (POD | {"JOB_COMPLETION_INDEX": "1"}, ProcessGroup("Kubernetes")),
-    "any other pod": (POD, None),
-}  # fmt: skip
-
-INCOMPLETE = {
-    "no id": (
-        {"JAX_COORDINATOR_ADDRESS": "a:1", "JAXPAR_NUM_PROCESSES": "2"},
-        r"JAXPAR_PROCESS_ID not set\nFix: set .* in every process, or JAXPAR_NUM_PROCESSES=1 to run",
-    ),
-    "id alone": (
-        {"JAXPAR_PROCESS_ID": "0"}, r"JAX_COORDINATOR_ADDRESS and JAXPAR_NUM_PROCESSES not set",
-    ),
-    "address alone": ({"JAX_COORDINATOR_ADDRESS": "a:1"}, r"JAXPAR_NUM_PROCESSES not set"),
-    "no port": (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "a.b"}, r"'a\.b' has no port"),
-    "id out of range": (
-        BY_HAND | {"JAXPAR_PROCESS_ID": "4"}, r"(?s)JAXPAR_PROCESS_ID='4' do not fit together.* an id from 0",
-    ),
-    "no number": (
-        BY_HAND | {"JAXPAR_NUM_PROCESSES": "two"}, r"JAXPAR_NUM_PROCESSES='two' .*do not fit together",
-    ),
-    "Open MPI 5": (
-        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
-        r"does not tell where rank 0 is\nFix: use mpirun -x JAX_COORDINATOR_ADDRESS=host:port",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_environment_tells_the_group(name):
-    environ, group = GROUPS[name]
-    assert find_processes(environ) == group
-
-
-@pytest.mark.parametrize("name", INCOMPLETE)
-def test_incomplete_settings_are_refused(name):
-    environ, message = INCOMPLETE[name]
-    with pytest.raises(ValueError, match=message):
-        find_processes(environ)
 
 
 @pytest.mark.filterwarnings("ignore:Kubernetes environment detected")  # of JAX
@@ -102,7 +32,7 @@ def test_a_pod_that_jax_finds_nobody_for_is_refused(monkeypatch, text, tmp_path,
     for name, value in (POD | {"JOB_COMPLETION_INDEX": "1"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "kubernetes", None)  # not installed
-    assert main(flags(text, "--train.out-dir", str(tmp_path / "run"))) == 2
+    assert api.command(*flags(text, "--train.out-dir", str(tmp_path / "run"))) == 2
     assert re.search(
         r"JAX does not find the processes that Kubernetes started",
         capsys.readouterr().err,
@@ -112,46 +42,21 @@ def test_a_pod_that_jax_finds_nobody_for_is_refused(monkeypatch, text, tmp_path,
 def test_a_time_to_start_that_is_no_number_is_refused(monkeypatch, text, tmp_path, capsys):
     for name, value in (BY_HAND | {"JAXPAR_START_SECONDS": "soon"}).items():
         monkeypatch.setenv(name, value)
-    assert main(flags(text, "--train.out-dir", str(tmp_path / "run"))) == 2
+    assert api.command(*flags(text, "--train.out-dir", str(tmp_path / "run"))) == 2
     assert capsys.readouterr().err == (
         "error: JAXPAR_START_SECONDS='soon' is not a number of seconds\n"
         "Fix: use a whole number of seconds, such as 300.\n"
     )
 
 
-def test_a_run_on_one_device_is_not_evaluated_by_several(monkeypatch, capsys):
-    monkeypatch.setattr(distributed, "start_processes", lambda: ProcessGroup("hand", 2, 0))
-    assert main(["evaluate", "runs/1"]) == 2
-    assert capsys.readouterr().err == (
-        "error: evaluate in several processes needs --mesh\n"
-        "Fix: give a mesh over all devices, or set JAXPAR_NUM_PROCESSES=1.\n"
-    )
-
-
-def test_process_0_listens_where_the_others_look_for_it(monkeypatch):
-    assert listen_on("127.0.0.1:1234") == "127.0.0.1:1234"
-    assert listen_on("localhost:1234") in ("127.0.0.1:1234", "[::1]:1234")
-    assert listen_on("192.0.2.1:1234") is None  # of no machine: reserved for documentation
-    assert listen_on("no-such-host.invalid:1234") is None
-    # A name that means something else to the others.
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))]
-    )
-    assert listen_on("node1:1234") is None
-    # One that does not: the first address that this machine has beside its own.
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", (own_address(), 0))]
-    )
-    assert listen_on("node1:1234") == f"{own_address()}:1234"
-
-
-def own_address():
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing
-        except OSError:
-            pytest.skip("this machine has no address beside loopback")
-        return probe.getsockname()[0]
+def test_a_run_on_one_device_is_not_evaluated_by_several():
+    code, out, err = finish(start(["evaluate", "runs/1"]))
+    assert (code, out) == (2, "")
+    said = re.findall(r"^\[[01]\] (.*)", err, re.MULTILINE)
+    assert said[:2] == [
+        "error: evaluate in several processes needs --mesh",
+        "Fix: give a mesh over all devices, or set JAXPAR_NUM_PROCESSES=1.",
+    ]
 
 
 def flags(text, *more, task="lm"):
@@ -233,7 +138,7 @@ def run(text, tmp_path_factory):
 def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
     one = tmp_path / "one"
     one_device = ("--devices", "0", "--train.num-steps", "10", "--train.out-dir", str(one))
-    assert main(flags(text, *one_device)) == 0
+    assert api.command(*flags(text, *one_device)) == 0
     losses = train_losses(run[0])
     assert len(losses) == 10
     assert losses == pytest.approx(train_losses(one), rel=RELATIVE_TOLERANCE)
@@ -255,7 +160,10 @@ def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_
         out_dir = ("--train.out-dir", str(tmp_path / name), "--train.num-steps", str(num_steps))
         return [*flags(text, *out_dir, *DRAWN, task=AWD), *more]
 
-    assert main(arguments("run", 5, "--mesh", "dp2pp2tp2", "--train.checkpoint-every", "3")) == 0
+    assert (
+        api.command(*arguments("run", 5, "--mesh", "dp2pp2tp2", "--train.checkpoint-every", "3"))
+        == 0
+    )
     checkpoint = tmp_path / "run" / "checkpoints" / "5"
     damaged = flip_a_bit(checkpoint)
     resume = [*arguments("run", 25), "--resume", "--mesh", "dp2pp2"]
@@ -263,8 +171,8 @@ def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_
     assert code == 0, err
     assert f"skipped the damaged checkpoint {checkpoint}: {damaged} is not what was written" in err
     assert "resumed at step 3;" in out
-    assert main([*arguments("run", 30), "--resume", "--mesh", "dp2pp2tp2"]) == 0
-    assert main(arguments("whole", 30, "--devices", "0")) == 0
+    assert api.command(*arguments("run", 30), "--resume", "--mesh", "dp2pp2tp2") == 0
+    assert api.command(*arguments("whole", 30, "--devices", "0")) == 0
     losses, expected = train_losses(tmp_path / "run"), train_losses(tmp_path / "whole")
     assert len(losses) == 30
     assert losses == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
@@ -399,25 +307,6 @@ def test_a_terminal_that_closes_lets_the_run_save_its_state(text, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
 
 
-def test_a_reader_that_goes_away_ends_nothing_but_the_printing():
-    """More lines than wait in a pipe are taken from a process when nobody reads them any more."""
-    program = (
-        "import errno, io, sys; from jaxpar.base import output; from jaxpar.hosts.launch import _relay\n"
-        "output.keep_printing(); output.DROPPED.add(errno.EPIPE)\n"
-        "lines = io.StringIO('a line of a run\\n' * 100_000)\n"
-        "_relay(0, lines, sys.stdout)\n"
-        "print(lines.tell() == len(lines.getvalue()), file=sys.stderr)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "[0] a line of a run\n"
-    process.stdout.close()
-    assert process.stderr.read() == "warning: printed output is lost: Broken pipe\nTrue\n"
-    assert process.wait(END_SECONDS) == 0
-    process.stderr.close()
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_hangs_ends_all(victim, text, tmp_path):
@@ -479,7 +368,7 @@ def test_a_failed_process_does_not_wait_for_the_others(tmp_path):
     # Process 1 fails alone, process 0 waits for it; without a launcher to end it.
     program = (
         "import jax; from jax.experimental import multihost_utils as all\n"
-        "from jaxpar.hosts.distributed import start_processes; start_processes()\n"
+        "from lib import api; api.start_processes()\n"
         "all.sync_global_devices('begin')\n"
         "if jax.process_index(): raise RuntimeError('of process 1')\n"
         "all.sync_global_devices('end')\n"
@@ -487,9 +376,9 @@ def test_a_failed_process_does_not_wait_for_the_others(tmp_path):
     first, second = (
         subprocess.Popen(
             [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True,
-            stdout=subprocess.DEVNULL, env=environ,
+            stdout=subprocess.DEVNULL, env=environ, cwd=Path(__file__).parent,
         )
-        for environ in environs(2, 1)
+        for environ in api.environments(2, 1)
     )  # fmt: skip
     code, _, err = finish(second)
     assert (code, err.splitlines()[-1]) == (1, "RuntimeError: of process 1")
@@ -530,7 +419,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_refused(mistake, capsys):
     argv, message = MISTAKES[mistake]
-    assert main(["launch", *argv]) == 2
+    assert api.command("launch", *argv) == 2
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -605,58 +494,5 @@ def test_jobset_template_starts_a_process_in_each_pod():
     assert values.pop("JAXPAR_PROCESS_ID") is None  # the annotation of its pod
     # The first pod of the first job, in the service that has the name of the set.
     host = f"{job_set['metadata']['name']}-{workers['name']}-0-0.{job_set['metadata']['name']}"
-    group = find_processes(values | {"JAXPAR_PROCESS_ID": "2"})
-    assert group == ProcessGroup("hand", 4, 2, f"{host}:8476")
-
-
-# Ends of three processes in their order, as (number, return code); the exit code, how many were lost, and
-# who is named.
-CAUSES = {
-    "killed": ([(1, -9), (0, 1), (2, -6)], 137, 1, "process 1 of 3 was killed by SIGKILL"),
-    "killed, but others are faster": (
-        [(0, 1), (2, -6), (1, -9)], 137, 1, "process 1 of 3 was killed by SIGKILL"
-    ),
-    "two are killed": ([(0, 1), (1, -9), (2, -9)], 137, 2, "process 1 of 3 was killed by SIGKILL"),
-    "an error": ([(2, 1), (0, -6), (1, 0)], 1, 1, "process 2 of 3 ended with exit code 1"),
-    "a refusal": ([(0, 2), (1, 2), (2, 2)], 2, 1, "process 0 of 3 ended with exit code 2"),
-    "none": ([(0, 0), (1, 0), (2, 0)], 0, 0, ""),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CAUSES)
-def test_the_first_cause_is_named(case, capfd):
-    ends, code, num_lost, named = CAUSES[case]
-
-    class Ended:
-        stdout = stderr = ()
-        pid = -1
-
-        def __init__(self, number):
-            self.number = number
-
-        def poll(self):
-            """One after the other."""
-            place = [number for number, _ in ends].index(self.number)
-            return ends[place][1] if len(watch._ends) >= place else None
-
-        def send_signal(self, number):
-            raise AssertionError("all have ended")
-
-    watch = _Watch([Ended(number) for number in range(3)], [], 0.5)
-    assert watch.wait() == (code, num_lost)
-    said = capfd.readouterr().err
-    assert said == (f"error: {named}; the others were ended\n" if named else "")
-
-
-def test_what_a_process_leaves_behind_is_not_waited_for(monkeypatch):
-    """Something that it started may hold its output open."""
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
-    reading, writing = os.pipe()
-    with open(reading) as output:
-        with open(writing, "w"):
-            ended = SimpleNamespace(stdout=output, stderr=(), poll=lambda: 0)
-            watch = _Watch([ended], [], 0.5)
-            assert watch.wait() == (0, 0)
-            assert any(reader.is_alive() for reader in watch._readers)
-        for reader in watch._readers:
-            reader.join()
+    assert values["JAXPAR_NUM_PROCESSES"] == "4"
+    assert values["JAX_COORDINATOR_ADDRESS"] == f"{host}:8476"
