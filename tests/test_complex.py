@@ -9,12 +9,13 @@ import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
+from lib import api
 from lib import flax_models as models
 from lib.adopted import MESHES, Adopted, assert_as_plain
 from lib.any_model import Calm, assert_same, batch_of
-from lib.laws import assert_close, by_layer, on_devices
-from lib.layers import LRU, FromComplex, ToComplex, Turn
-from lib.models import MAKERS, WIDTH, Regression
+from lib.laws import assert_close, on_devices
+from lib.layers import Turn
+from lib.models import WIDTH, Regression
 
 from jaxpar import (
     ArrayBatches,
@@ -26,35 +27,18 @@ from jaxpar import (
     Task,
     TrainConfig,
     fit,
-    init_state,
     load_run,
-    make_train_step,
 )
-from jaxpar.model.task import Settings
-from jaxpar.step.setup import Setup
 
 pytestmark = pytest.mark.law
 
-LAYERS = {
-    **MAKERS,
-    "lru": lambda rngs: LRU(rngs=rngs),
-    "turn": lambda rngs: Turn(rngs=rngs),
-    "to complex": lambda rngs: ToComplex(rngs=rngs),
-    "from complex": lambda rngs: FromComplex(rngs=rngs),
-}
 
-
-class Model(Regression):
-    def __init__(self, kinds, *, rngs):
-        super().__init__(("dense",), rngs=rngs)
-        self.layers = Stack([LAYERS[kind] for kind in kinds], rngs=rngs)
-
-
-class ComplexEnds(Model):
+class ComplexEnds(Regression):
     """Complex parameters before and after the layers, and complex activations between."""
 
-    def __init__(self, kinds, *, rngs):
-        super().__init__(kinds, rngs=rngs)
+    def __init__(self, *, rngs):
+        super().__init__((), rngs=rngs)
+        self.layers = Stack([lambda rngs: Turn(rngs=rngs)] * 2, rngs=rngs)
         angle = jnp.linspace(0.0, 3.0, WIDTH)
         self.turn = nnx.Param(jax.lax.complex(jnp.cos(angle), jnp.sin(angle)))
         self.wide = nnx.Linear(WIDTH, 2 * WIDTH, param_dtype=jnp.complex64, rngs=rngs)
@@ -67,58 +51,24 @@ class ComplexEnds(Model):
         return super().last(jnp.sin(y.reshape(*y.shape[:2], WIDTH, 2).mean(-1).real), batch, at)
 
 
-@dataclasses.dataclass(frozen=True)
 class Complex(Calm):
-    kinds: tuple[str, ...] = ("lru", "lru")
-    has_complex_ends: bool = False
-
     def make_model(self, rngs):
-        return (ComplexEnds if self.has_complex_ends else Model)(self.kinds, rngs=rngs)
-
-
-LRUS, MIXED = ("lru", "lru"), ("lru", "wide 20")
-BETWEEN = "to complex", "from complex"
-TURNS = "turn", "turn"
-DP, PP, TP, ALL = (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)
-
-
-LARGE = {
-    "jaxpar.partition.partition.LITTLE": 1e-9,
-    "jaxpar.partition.partition.FEW": 0,
-    "jaxpar.partition.pool.COLUMNS": 8,
-}
+        return ComplexEnds(rngs=rngs)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "mesh", "units", "layout"),
-    [
-        (LRUS, DP, {}, {}),
-        (LRUS, TP, {}, {}),
-        (LRUS, DP, {}, {"fsdp": True}),
-        (LRUS, DP, {"num_microbatches": 2}, {"shares": (3, 1)}),
-        (LRUS, (1, 1, 1), {"num_microbatches": 2, "num_chunks": 2}, {}),
-        (LRUS, PP, {"num_microbatches": 2, "num_chunks": 2, "remat": True}, {}),
-        (LRUS, PP, {"num_chunks": 4, "remat": True, "remat_keeps": "carries"}, {}),
-        (LRUS, PP, {"num_chunks": 2, "remat": True, "remat_keeps": "host"}, {}),
-        (LRUS, PP, {"num_microbatches": 2, "zero_bubble": False, "unroll": True}, {}),
-        (LRUS, ALL, {"num_microbatches": 2, "num_chunks": 2}, {"fsdp": True}),
-        (MIXED, PP, {"num_microbatches": 2}, {}),
-        (BETWEEN, PP, {"num_microbatches": 2}, {}),
-        (TURNS, DP, {"num_microbatches": 2}, {"fsdp": True}),
-        (TURNS, PP, {"num_microbatches": 2, "head": "sharded"}, {}),
-    ],
+    ("mesh", "units", "layout"),
+    [((2, 1, 1), {}, {"fsdp": True}), ((1, 2, 1), {"head": "sharded"}, {})],
 )
-def test_gradients_equal_the_definition(kinds, mesh, units, layout):
-    task = Complex(kinds, has_complex_ends=kinds == TURNS)
-    assert_same(task, Parallel(on_devices(mesh), PipelineConfig(**units), **layout))
+def test_gradients_equal_the_definition(mesh, units, layout):
+    units = PipelineConfig(num_microbatches=2, **units)
+    assert_same(Complex(), Parallel(on_devices(mesh), units, **layout))
 
 
-@pytest.mark.parametrize("kinds", [LRUS, BETWEEN])
-def test_complex_parameters_lie_in_pools(kinds, monkeypatch):
-    for name, value in LARGE.items():
-        monkeypatch.setattr(name, value)
+def test_complex_parameters_lie_in_pools():
     units = PipelineConfig(num_microbatches=2)
-    assert_same(Complex(kinds), Parallel(on_devices(ALL), units, fsdp=True))
+    with api.all_is_large():
+        assert_same(Complex(), Parallel(on_devices((2, 2, 2)), units, fsdp=True))
 
 
 # ---- Flax models ----
@@ -235,12 +185,8 @@ CLIP_NORM, NUM_STEPS = 0.5, 3
 def trained(task, parallel):
     """Parameters before and after steps on one batch, by name."""
     train = TrainConfig(num_steps=NUM_STEPS, clip_norm=CLIP_NORM)
-    setup = Setup.of(task, parallel, train)
-    state, step = init_state(setup), make_train_step(setup)
-    before = by_layer(state.params, Settings(task, parallel, train))
-    for _ in range(NUM_STEPS):
-        state, _ = step(state, batch_of(task))
-    return before, by_layer(state.params, Settings(task, parallel, train))
+    found = api.updates(task, parallel, train, [batch_of(task)] * NUM_STEPS)
+    return found.weights, found.trained
 
 
 def trained_plainly(task, params, optimizer, *, along_slope):
@@ -249,15 +195,12 @@ def trained_plainly(task, params, optimizer, *, along_slope):
     Args:
       along_slope: whether the optimizer is given the slopes, the conjugates of JAX's gradients.
     """
-    kernels, offset = (f"['{name}']" for name in ("layers", "offset"))
-    [kernels] = (name for name in params if name.startswith(kernels))
-    [offset] = (name for name in params if name.startswith(offset))
     x_BI = jnp.asarray(batch_of(task)["x"], jnp.complex64)
 
     def mean_loss(params):
-        z_BI = x_BI + params[offset][None]
-        for kernel in params[kernels]:
-            z_BI = z_BI + z_BI @ kernel
+        z_BI = x_BI + params["offset"][None]
+        for number in range(2):
+            z_BI = z_BI + z_BI @ params[f"layers.{number}.kernel"]
         return jnp.mean(losses(z_BI))
 
     params = jax.tree.map(jnp.asarray, params)
