@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from lib import api
 
 import jaxpar
 from jaxpar import (
@@ -25,10 +26,6 @@ from jaxpar import (
 from jaxpar.nn import Stateless
 from jaxpar.pipeline import make_schedule
 from jaxpar.planning import plan
-from jaxpar.step.functions import make_eval_step
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, audit
-from jaxpar.training.config_file import read_config
 
 TASK = jaxpar.lm.LM(
     num_layers=2, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4
@@ -55,9 +52,9 @@ class Made:
     def __init__(self):
         self.state = jaxpar.init_state(TASK, MESH)
         self.other = jaxpar.init_state(TASK, "dp8")
-        self.abstract = abstract_state(Setup.of(TASK, Parallel(MESH)))
+        self.abstract = api.abstract_state(TASK, Parallel(MESH))
         self.step = jaxpar.make_train_step(TASK, MESH)
-        self.eval = make_eval_step(TASK, MESH)
+        self.eval = api.eval_step(TASK, MESH)
         self.grad = jaxpar.value_and_grad(TASK, MESH)
         self.rngs = nnx.Rngs(0)
         self.linear = nnx.Linear(8, 8, rngs=self.rngs)
@@ -112,8 +109,8 @@ CALLS = {
     "gradients on too many devices": (
         lambda m: jaxpar.value_and_grad(TASK, "dp16"), "needs 16 devices, got 8",
     ),
-    "evaluation step of a dict": (lambda m: make_eval_step({}, MESH), A_TASK),
-    "evaluation step on a list": (lambda m: make_eval_step(TASK, []), A_LAYOUT),
+    "evaluation step of a dict": (lambda m: api.eval_step({}, MESH), A_TASK),
+    "evaluation step on a list": (lambda m: api.eval_step(TASK, []), A_LAYOUT),
     "a look at a dict": (lambda m: jaxpar.inspect_step({}), A_TASK),
     "a look on a number": (lambda m: jaxpar.inspect_step(TASK, 3), A_LAYOUT),
     "a measurement of a dict": (lambda m: jaxpar.measure_step({}), A_TASK),
@@ -147,9 +144,9 @@ CALLS = {
     "evaluation of too many rows": (lambda m: m.eval(m.state, batch(16)), r"int32\[16, 4\]"),
     "evaluation of a state of another mesh": (lambda m: m.eval(m.other, batch()), "lies on a mesh of"),
     "evaluation of no state": (lambda m: m.eval(None, batch()), A_STATE),
-    "an audit of no state": (lambda m: audit({}), A_STATE),
+    "an audit of no state": (lambda m: api.audit({}), A_STATE),
     "an audit of a state on the host": (
-        lambda m: audit(jax.device_get(m.state)), r"not placed on a mesh\nFix: make it with init_state",
+        lambda m: api.audit(jax.device_get(m.state)), r"not placed on a mesh\nFix: make it with init_state",
     ),
     "a mesh of a text": (lambda m: MeshConfig("dp8"), "data='dp8': must be a whole number"),
     "a mesh of a fraction": (lambda m: MeshConfig(2.0), r"data=2\.0 \(float\): must be a whole number"),
@@ -254,7 +251,7 @@ CALLS = {
     "a task of nobody's corpus": (
         lambda m: jaxpar.init_state(jaxpar.lm.LM(corpus="~nobody-here/x"), "dp8"), NOBODY,
     ),
-    "nobody's config": (lambda m: read_config("~nobody-here/x.toml"), NOBODY),
+    "nobody's config": (lambda m: api.settings("train", "lm", "--config", "~nobody-here/x.toml"), NOBODY),
     "nobody's logs": (lambda m: jaxpar.TensorBoard("~nobody-here/x"), NOBODY),
     "layers in words": (lambda m: jaxpar.lm.LM("four"), "num_layers='four': must be a whole number"),
 }  # fmt: skip

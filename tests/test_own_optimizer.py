@@ -9,14 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from lib import api
 from lib.adopted import WithOptimizer, batch_of
 from lib.flax_models import Text
 from lib.optimizers import ALONE, READ_SHAPE_OR_PLACE, READ_SHAPE_OR_PLACE_LATER
 
-from jaxpar import OptimizerConfig, Parallel, TrainConfig, fit, init_state, lm, make_train_step
-from jaxpar.step.setup import Setup
-from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.summary import summarize
+from jaxpar import (
+    OptimizerConfig,
+    Parallel,
+    TrainConfig,
+    fit,
+    init_state,
+    lm,
+    load_run,
+    make_train_step,
+)
 
 SMALL: Any = {"num_layers": 1, "hidden_size": 8, "embed_size": 8, "batch_size": 4, "seq_len": 4}
 # It would refuse any run of fewer steps.
@@ -49,7 +56,7 @@ def train(task, folder, num_steps=2, **options):
 def test_an_unused_config_is_neither_reported_nor_refuses_a_run(kind, told, text, tmp_path):
     task = kind(corpus=str(text), optimizer=UNUSED, **SMALL)
     assert train(task, tmp_path) == told
-    rows = dict(summarize(Setup.of(task, "dp1", TrainConfig(num_steps=2))))
+    rows = api.summary(task, Parallel("dp1"), TrainConfig(num_steps=2))
     assert rows["optimizer"] == "your own (scale_by_schedule), 2 steps"
     assert rows["clipping"] == "gradients are not clipped before your optimizer"
 
@@ -60,7 +67,7 @@ def test_a_run_is_resumed_though_an_unused_config_has_changed(text, tmp_path):
     train(task, tmp_path, 1)
     changed = dataclasses.replace(task, optimizer=OptimizerConfig("adam"))
     assert len(train(changed, tmp_path, 2, resume=True)) == 2
-    assert RunFolder(tmp_path).restore()[1].step == 2
+    assert load_run(tmp_path).step == 2
 
 
 @pytest.mark.full
@@ -68,7 +75,7 @@ def test_a_config_that_is_used_is_reported(text, tmp_path):
     config = OptimizerConfig(learning_rate=0.5, warmup_steps=0, lr_schedule="constant")
     task = lm.LM(corpus=str(text), optimizer=config, **SMALL)
     assert train(task, tmp_path, 1) == [0.5]
-    assert "adam, learning rate 0.5" in dict(summarize(Setup.of(task, "dp1")))["optimizer"]
+    assert "adam, learning rate 0.5" in api.summary(task, Parallel("dp1"))["optimizer"]
 
 
 def by_table(updates, params):
