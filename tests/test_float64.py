@@ -7,19 +7,16 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lib import api
 from lib.float64 import RELATIVE_ERRORS, assert_close, backward, draw, forward
 
 from jaxpar import MeshConfig, Parallel, init_state
 from jaxpar.lm import IGNORE, LM, Batch
 from jaxpar.nn import GateParams, LSTMCarry, lstm_layer
-from jaxpar.sharding import is_variable, named_leaves
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_loss_and_grad
 
 # Added to all widths. An array of one number, or two, may be a difference of larger ones: bfloat16 is not
 # promised to keep 2 % of that, nor could any order of its sums.
@@ -81,16 +78,18 @@ def test_layer_and_gradients(dtype, sizes, seed):
 
 
 def model_in_float64(params, carry, inputs_BT, targets_BT):
-    """The mean loss and its gradients; `params` and they as {name: array}."""
-    num_layers, H, _, _ = params["w_x"].shape
-    table, kernel = params["table"], params["kernel"]
-    weights = [tuple(params[name][n] for name in ("w_x", "w_h", "b")) for n in range(num_layers)]
+    """The mean loss and its gradients; `params` and they as {name: array}, `carry` of each layer."""
+    table, kernel = params["embedding.table"], params["head.kernel"]
+    weights = [
+        tuple(params[f"layers.{n}.{name}"] for name in ("w_x", "w_h", "b"))
+        for n in range(len(carry))
+    ]
     y, tapes, width = table[inputs_BT.T], [], table.shape[1]
-    y = np.pad(y, ((0, 0), (0, 0), (0, H - width)))
-    for layer, state in zip(weights, zip(*carry, strict=True), strict=True):
+    y = np.pad(y, ((0, 0), (0, 0), (0, len(kernel) - width)))
+    for layer, state in zip(weights, carry, strict=True):
         _, y, steps = forward(layer, state, y)
         tapes.append(steps)
-    logits = y @ kernel + params["bias"]
+    logits = y @ kernel + params["head.bias"]
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     is_target = (
@@ -98,16 +97,16 @@ def model_in_float64(params, carry, inputs_BT, targets_BT):
     )  # nowhere where it is to be ignored
     loss = -np.log(p[is_target]).sum() / is_target.sum()
     d_logits = (p * is_target.any(-1, keepdims=True) - is_target) / is_target.sum()
-    grads = {"kernel": np.einsum("tbh,tbv->hv", y, d_logits), "bias": d_logits.sum((0, 1))}
-    dy, of_layers = d_logits @ kernel.T, []
-    for layer, steps in zip(reversed(weights), reversed(tapes), strict=True):
-        d_layer, _, dy = backward(layer, steps, np.zeros((2, *dy.shape[1:])), dy)
-        of_layers.insert(0, d_layer)
-    grads |= dict(
-        zip(("w_x", "w_h", "b"), map(np.stack, zip(*of_layers, strict=True)), strict=True)
-    )
-    grads["table"] = np.zeros_like(table)
-    np.add.at(grads["table"], inputs_BT.T, dy[..., :width])
+    grads = {
+        "head.kernel": np.einsum("tbh,tbv->hv", y, d_logits),
+        "head.bias": d_logits.sum((0, 1)),
+    }
+    dy = d_logits @ kernel.T
+    for n, steps in reversed([*enumerate(tapes)]):
+        d_layer, _, dy = backward(weights[n], steps, np.zeros((2, *dy.shape[1:])), dy)
+        grads |= {f"layers.{n}.{k}": d for k, d in zip(("w_x", "w_h", "b"), d_layer, strict=True)}
+    grads["embedding.table"] = np.zeros_like(table)
+    np.add.at(grads["embedding.table"], inputs_BT.T, dy[..., :width])
     return loss, grads
 
 
@@ -134,27 +133,19 @@ def test_model_and_gradients(dtype, task, rows, seq_len, seed):
     wider = {name: getattr(task, name) + MORE_WIDTH[dtype] for name in widths}
     task = dataclasses.replace(task, dtype=dtype, batch_size=rows, seq_len=seq_len, **wider)
     parallel = Parallel(MeshConfig(devices=(0,)))
-    mesh, rng = parallel.mesh.build(), np.random.default_rng(seed)
-    state = init_state(task, parallel, mesh=mesh, seed=seed)
-
-    def fill(variable):
-        return variable.replace(jnp.asarray(rng.uniform(-1, 1, variable.shape), jnp.float32))
-
-    carry = jax.tree.map(fill, state.carry, is_leaf=is_variable)
+    rng = np.random.default_rng(seed)
+    state = init_state(task, parallel, seed=seed)
+    carry = {  # (h, c) of all layers
+        name: rng.uniform(-1, 1, array.shape).astype(np.float32)
+        for name, array in api.stored(task, parallel, state).items()
+        if name.startswith("carry/")
+    }
+    state = api.with_arrays(task, parallel, state, carry)
     inputs, targets = rng.integers(0, task.vocab_size, (2, rows, seq_len), dtype=np.int32)
     targets[rng.random(targets.shape) < 0.2] = IGNORE
     targets[0, 0] = 1
-    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
-    given_state = dataclasses.replace(state, carry=carry)
-    (loss, _), grads = run(given_state, Batch(inputs, targets, False))
-
-    def by_name(tree):
-        return {
-            name.split(".")[-1]: np.asarray(variable.get_value(), np.float64)
-            for name, variable in named_leaves(tree)
-        }
-
-    before = in_float64([part.get_value() for part in carry["lstm"]])
-    expected = model_in_float64(by_name(state.params), before, inputs, targets)
+    found = api.gradients(task, parallel, Batch(inputs, targets, False), state)
+    before = zip(carry["carry/lstm/h_BH"], carry["carry/lstm/c_BH"], strict=True)
+    expected = model_in_float64(*in_float64((found.weights, [*before])), inputs, targets)
     close = functools.partial(assert_close, bound=RELATIVE_ERRORS[dtype])
-    jax.tree.map(close, (loss, by_name(grads)), expected)
+    jax.tree.map(close, (found.loss, found.grads), expected)

@@ -1,21 +1,19 @@
 """Windows of drawn lengths: what is in them, and that a late one is a short one, on every mesh."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
+from lib import api
 from lib.awd import awd
-from lib.laws import MODEL, assert_same_as_plain, by_layer, make_settings, nonzero_carry
+from lib.laws import MODEL, assert_same_as_plain, make_settings, more, state_with_carry
 
 from jaxpar import MeshConfig, Parallel, init_state, make_train_step
 from jaxpar.lm import LM, Batch, TokenStreams
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import make_loss_and_grad
 from recipes.awd import AWD, MATRICES, RandomWindows, Window
 
-more = functools.partial(pytest.param, marks=pytest.mark.more)
+ONE = Parallel(MeshConfig(devices=(0,)))
 PENALTIES = {"ar": 2.0, "tar": 1.0}
 
 
@@ -85,14 +83,8 @@ LATE = dataclasses.replace(SHORT, seq_len=9, window_mean=7)
 
 
 def loss_and_grads(task, batch):
-    parallel = Parallel(MeshConfig(devices=(0,)))
-    mesh = parallel.mesh.build()
-    state = init_state(task, parallel, mesh=mesh)
-    state = dataclasses.replace(state, carry=nonzero_carry(state))
-    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
-    (loss, (carry, sums)), grads = run(state, batch)
-    settings = make_settings(task=task)
-    return {"": loss, "weight": sums.weight}, by_layer(grads, settings), by_layer(carry, settings)
+    found = api.gradients(task, ONE, batch, state_with_carry(task, ONE))
+    return {"loss": found.loss, **found.metrics}, found.grads, found.carry
 
 
 @pytest.mark.more
@@ -150,12 +142,11 @@ def test_late_windows_of_other_layers_are_the_same_on_every_mesh(layer):
 def test_one_program_takes_all_lengths_and_the_rate_of_each(update):
     task = dataclasses.replace(LATE, optimizer=MODEL.optimizer)
     parallel = Parallel(MeshConfig(devices=(0,)), update=update)
-    mesh = parallel.mesh.build()
-    step = make_train_step(task, parallel, mesh=mesh)
+    step = make_train_step(task, parallel)
     tokens = np.random.default_rng(0).integers(0, 11, (4, 10), dtype=np.int32)
 
     def moved(padding, rate):
-        state = init_state(task, parallel, mesh=mesh)
+        state = init_state(task, parallel)
         before = jax.tree.map(np.asarray, state.params)
         batch = Window(tokens[:, :-1], tokens[:, 1:].copy(), True, padding=padding, rate=rate)
         batch.targets_BT[:, :padding] = -1
