@@ -1,7 +1,6 @@
 """The law: weights that leave a run and come into another are the same numbers, wherever either lies."""
 
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -17,9 +16,7 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
-from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from lib import api
 from lib.models import Regress
 
 from jaxpar import (
@@ -36,14 +33,6 @@ from jaxpar import (
     load_run,
     make_train_step,
 )
-from jaxpar.hosts.launch import environs
-from jaxpar.partition.by_layer import kind_of
-from jaxpar.sharding import array_of, named_leaves
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit
-from jaxpar.training import weights
-from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.weights import find_weights, in_ranges, open_files, outgoing, write_weights
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -70,26 +59,14 @@ LAYOUTS = {
 }
 
 
-def plain(state, setup):
-    """Every tensor by its name; layers are taken out of their stacks one by one."""
-    model = setup.storage.merge(state.params, state.frozen)
-    found = {}
-    for name, leaf in named_leaves(nnx.state(model)):
-        if not name.startswith("layers."):
-            found[name] = np.asarray(leaf[...])
-    for number in range(len(model.layers)):
-        for name, leaf in named_leaves(nnx.state(model.layers.layer(number))):
-            found[f"layers.{number}.{name}"] = np.asarray(leaf[...])
-    return found
+def tensors_of(task, parallel=ONE):
+    """Every tensor of a first state, by its name."""
+    return api.params_of(task, parallel, init_state(task, parallel, seed=1))
 
 
-def begun(task, parallel=ONE, seed=1):
-    setup = Setup.of(task, parallel, TrainConfig(num_steps=4))
-    return init_state(setup, seed=seed), setup
-
-
-def trees(state):
-    return state.params, state.frozen
+def first_state(task, parallel, start):
+    state, _ = api.begin_with(task, parallel, start, TrainConfig(num_steps=4))
+    return state
 
 
 def assert_same(one, other):
@@ -100,9 +77,7 @@ def assert_same(one, other):
 
 
 def write(path, task, parallel, **options):
-    state, setup = begun(task, parallel)
-    tensors = outgoing(trees(state), setup.storage)
-    return write_weights(path, tensors, {"a": "text"}, **options)
+    return api.export(path, task, parallel, init_state(task, parallel, seed=1), **options)
 
 
 @pytest.mark.more
@@ -120,58 +95,40 @@ def test_weights_are_the_same_numbers_wherever_they_lie(name, tmp_path):
     path = tmp_path / "model.safetensors"
     assert write(path, task, source) == [path]
     tensors = safetensors.numpy.load_file(path)
-    assert_same(tensors, plain(*begun(task, source)))
-    drawn, setup = begun(task, target, seed=0)
-    state = find_weights(setup, Start(str(path), ignore=LEFT if task is SIZED else ())).state()
-    audit(state)
-    of_words = {n: a for n, a in plain(drawn, setup).items() if re.fullmatch(LEFT[0], n)}
-    assert_same(plain(state, setup), {**tensors, **(of_words if task is SIZED else {})})
-    rows = dict(zip(setup.facts.kinds, setup.partition.slots.rows, strict=True))
-    for (where, leaf), other in zip(
-        named_leaves((state.params, state.opt_state)),
-        jax.tree.leaves((drawn.params, drawn.opt_state)),
-        strict=True,
+    assert_same(tensors, tensors_of(task, source))
+    drawn = init_state(task, target)
+    state = first_state(task, target, Start(str(path), ignore=LEFT if task is SIZED else ()))
+    api.audit(state)
+    if task is SIZED:
+        left = api.params_of(task, target, drawn)
+        tensors |= {n: a for n, a in left.items() if re.fullmatch(LEFT[0], n)}
+    assert_same(api.params_of(task, target, state), tensors)
+    # Stages that have fewer layers than others have no numbers instead.
+    api.save(tmp_path / "checkpoints", task, target, init_state(task, target, seed=1))
+    expected = api.restored(tmp_path / "checkpoints", task, target)
+    for one, other, drawn_leaf in zip(
+        *(jax.tree.leaves_with_path(each.params) for each in (state, expected, drawn)), strict=True
     ):
-        assert (leaf.shape, array_of(leaf).sharding) == (other.shape, other.sharding), where
-        if kind_of(leaf):
-            empty = [row for row, layer in enumerate(rows[kind_of(leaf)]) if layer < 0]
-            assert not np.any(leaf[...][np.array(empty, int)]), where
+        (where, leaf), (_, like), (_, place) = one, other, drawn_leaf
+        assert (leaf.shape, leaf.sharding) == (place.shape, place.sharding), where
+        if task is not SIZED:
+            np.testing.assert_array_equal(leaf, like)
 
 
 LEFT = (r"(embedding|head)\..*",)  # nobody knows the words of a task without a text
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.array([[-0.0, np.nan], [0.0, -np.inf]], np.float32),
-        np.array([[-0.0, 1.5], [3.0, -2.0]], ml_dtypes.bfloat16),
-        np.array([[-1, 2], [3, -128]], np.int8),
-        np.array([[True, False], [False, True]]),
-    ],
-    ids=lambda array: array.dtype.name,
-)
-def test_a_row_of_a_stack_that_stages_split_is_picked_bit_by_bit(array):
-    mesh = MeshConfig(stage=2, tensor=2).build()
-    axes = "stage", None  # with the rules of jaxpar, and with {"layers": None}
-    for axis, row in itertools.product(axes, range(2)):
-        stack = jax.device_put(array, NamedSharding(mesh, P(axis, "tensor")))
-        picked = weights._pick(stack, np.int32(row), stack.sharding)
-        assert picked.sharding.spec == P("tensor")
-        assert np.asarray(picked).tobytes() == array[row].tobytes()
-
-
 @pytest.mark.full
-def test_many_tensors_are_in_several_files_with_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "LIMIT_BYTES", 4000)
-    *files, index = write(tmp_path / "model.safetensors", MIXED, on("pp2", (3, 2)))
+def test_many_tensors_are_in_several_files_with_an_index(tmp_path):
+    with api.files_of_weights_hold(4000):
+        *files, index = write(tmp_path / "model.safetensors", MIXED, on("pp2", (3, 2)))
     number = len(files)
     names = [f"model-{n:05}-of-{number:05}.safetensors" for n in range(1, number + 1)]
     assert number > 2
     assert [file.name for file in files] == names
     assert sorted(path.name for path in tmp_path.iterdir()) == [*names, index.name]
     described = json.loads(index.read_text())
-    expected, found = plain(*begun(MIXED)), {}
+    expected, found = tensors_of(MIXED), {}
     for file in files:
         tensors = safetensors.numpy.load_file(file)
         assert sum(array.nbytes for array in tensors.values()) <= 4000 or len(tensors) == 1
@@ -181,7 +138,7 @@ def test_many_tensors_are_in_several_files_with_an_index(tmp_path, monkeypatch):
     assert described["metadata"]["total_size"] == sum(a.nbytes for a in expected.values())
     assert described["weight_map"].keys() == expected.keys()
     for path in (index, tmp_path):
-        assert_same({n: t.whole() for n, t in open_files(path).tensors.items()}, expected)
+        assert_same(api.tensors_in(path), expected)
     name = min(described["weight_map"])
     wrong = {
         r"is not an index of safetensors files": {"weight_map": {name: "../model"}},
@@ -191,31 +148,23 @@ def test_many_tensors_are_in_several_files_with_an_index(tmp_path, monkeypatch):
     for message, content in wrong.items():
         index.write_text(json.dumps(content))
         with pytest.raises((ValueError, OSError), match=message):
-            open_files(index)
+            api.tensors_in(index)
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(
         ValueError, match=r"holds both model\.safetensors and model\.safetensors\.index"
     ):
-        open_files(tmp_path)
+        api.tensors_in(tmp_path)
 
 
 def test_numbers_of_16_bits_are_asked_for(tmp_path):
     path = tmp_path / "model.safetensors"
     write(path, MIXED, on("pp2", (3, 2)), dtype="bfloat16")
-    expected = {name: a.astype(ml_dtypes.bfloat16) for name, a in plain(*begun(MIXED)).items()}
+    expected = {name: a.astype(ml_dtypes.bfloat16) for name, a in tensors_of(MIXED).items()}
     assert_same(safetensors.numpy.load_file(path), expected)
-    taken = find_weights(Setup.of(MIXED, ONE, TrainConfig(num_steps=4)), Start(str(path)))
-    assert {note for *_, note in taken.to_rows()} == {"bfloat16 as float32"}
-    [scale] = [leaf for name, leaf in named_leaves(taken.state().params) if name == "scale"]
-    np.testing.assert_array_equal(scale[...], expected["scale"].astype(np.float32))
-
-
-def test_other_types_are_told(tmp_path):
-    tensors = {"a": weights.Outgoing((1,), np.dtype(np.complex128), lambda: None)}
-    with pytest.raises(
-        ValueError, match="a has the type complex128, which safetensors files cannot"
-    ):
-        write_weights(tmp_path / "a", tensors, {})
+    state, rows = api.begin_with(MIXED, ONE, Start(str(path)))
+    assert {note for *_, note in rows} == {"bfloat16 as float32"}
+    scale = api.params_of(MIXED, ONE, state)["scale"]
+    np.testing.assert_array_equal(scale, expected["scale"].astype(np.float32))
 
 
 @pytest.fixture(scope="module")
@@ -251,22 +200,9 @@ def test_a_run_that_begins_with_weights_takes_the_steps_of_a_state_that_has_them
     task, parallel = dataclasses.replace(MIXED, optimizer=optimizer), on("dp2pp2", (1, 4))
     loaded = load_run(run.out_dir, "dp2pp2")
     loaded.export(tmp_path / "model.safetensors")
-    setup = Setup.of(task, parallel, train(None))
-    places = jax.tree.map(lambda leaf: leaf.sharding, init_state(setup).params)
-    own = {}
-    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    rows = dict(zip(setup.facts.kinds, setup.partition.slots.rows, strict=True))
-    state = init_state(setup)
-    for name, leaf in named_leaves(state.params):
-        kind = name.split(".")[1] if name.startswith("layers.") else None
-        names = [name] if kind is None else [
-            "" if n < 0 else name.replace(f".{kind}.", f".{n}.") for n in rows[kind]
-        ]  # fmt: skip
-        arrays = [tensors.get(each, np.zeros(leaf.shape[1:], np.float32)) for each in names]
-        own[name] = arrays[0] if kind is None else np.stack(arrays)
-    params = jax.tree.unflatten(jax.tree.structure(state.params), own.values())
-    state = dataclasses.replace(state, params=jax.device_put(params, places))
-    step, batches, losses = make_train_step(setup), task.make_batches("train", 0), []
+    start = Start(str(tmp_path / "model.safetensors"))
+    state, losses = first_state(task, parallel, start), []
+    step, batches = make_train_step(task, parallel, train(None)), task.make_batches("train", 0)
     for number in range(2):
         state, metrics = step(state, batches.batch(number))
         losses.append(float(metrics.loss))
@@ -293,22 +229,24 @@ def test_parts_are_renamed_left_out_and_new(run, tmp_path):
     )
     notes = Notes()
     result = fit(task, on("pp2"), train(tmp_path / "run", 1), start=start, report=notes)
-    there = RunFolder(run.out_dir).restore()[1]
-    old, new = (
-        {n: v[...] for n, v in named_leaves(trees(s))} for s in (there, start_of(task, start))
-    )
-    drawn = {n: v[...] for n, v in named_leaves(trees(init_state(task, ONE)))}
-    np.testing.assert_array_equal(new["1.inputs.kernel"], old["0.inputs.kernel"])
-    np.testing.assert_array_equal(new["0.scale"], old["0.scale"])
-    np.testing.assert_array_equal(new["0.outputs.kernel"], drawn["0.outputs.kernel"])
-    assert not np.array_equal(new["0.outputs.kernel"], old["0.outputs.kernel"])
-    for name in ("0.layers.gru.w_x", "0.layers.dense.kernel"):
-        np.testing.assert_array_equal(new[name], old[name][:1], err_msg=name)
-    recurrent = [name for name in old if name.startswith("0.layers.recurrent")]
-    assert recurrent
-    for name in recurrent:
-        np.testing.assert_array_equal(new[name][0], old[name][0], err_msg=name)
-        np.testing.assert_array_equal(new[name][1], drawn[name][1], err_msg=name)
+    old = api.params_of(MIXED, ONE, load_run(run.out_dir).state)
+    new = api.params_of(task, ONE, first_state(task, ONE, start))
+    drawn = api.params_of(task, ONE, init_state(task, ONE))
+    for name, before in (
+        ("inputs.kernel", "inputs.kernel"),
+        ("scale", "scale"),
+        ("layers.1.w_x", "layers.0.w_x"),
+        ("layers.0.kernel", "layers.1.kernel"),
+    ):
+        np.testing.assert_array_equal(new[name], old[before], err_msg=name)
+    np.testing.assert_array_equal(new["outputs.kernel"], drawn["outputs.kernel"])
+    assert not np.array_equal(new["outputs.kernel"], old["outputs.kernel"])
+    cells = [name for name in old if name.startswith("layers.3.")]
+    assert cells
+    for name in cells:
+        taken, not_there = name.replace("layers.3.", "layers.2."), name
+        np.testing.assert_array_equal(new[taken], old[name], err_msg=name)
+        np.testing.assert_array_equal(new[not_there], drawn[not_there], err_msg=name)
     assert len(result.losses) == 1
     told = {(what, name): note for what, name, _, note in notes.rows}
     assert told["taken", "layers.1.w_x"] == "was layers.0.w_x"
@@ -317,10 +255,6 @@ def test_parts_are_renamed_left_out_and_new(run, tmp_path):
     assert told["ignored", "layers.4.kernel"] == ""
     assert told["ignored", "outputs.kernel"] == ""
     assert {what for what, _ in told} == {"taken", "new", "ignored"}
-
-
-def start_of(task, start):
-    return find_weights(Setup.of(task, ONE, TrainConfig(num_steps=4)), start).state()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,7 +276,7 @@ class Copies(Regress):
 
 @pytest.mark.full
 def test_the_optimizer_begins_with_the_weights_too(run):
-    state = start_of(Copies(kinds=MIXED.kinds), Start(str(run.out_dir)))
+    state = first_state(Copies(kinds=MIXED.kinds), ONE, Start(str(run.out_dir)))
     kept = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     for own, copied in zip(jax.tree.leaves(state.params), kept, strict=True):
         np.testing.assert_array_equal(own, copied)
@@ -356,7 +290,7 @@ def test_what_is_evaluated_is_exported(tmp_path, run):
     with pytest.raises(
         ValueError, match=r"evaluates other parameters than it trains\.\nFix: start"
     ):
-        find_weights(Setup.of(MIXED, ONE, train(None)), Start(str(begun.out_dir)))
+        api.begin_with(MIXED, ONE, Start(str(begun.out_dir)))
     loaded = load_run(begun.out_dir)
     [path] = loaded.export(tmp_path / "model.safetensors")
     load_run(run.out_dir).export(tmp_path / "before.safetensors")
@@ -382,11 +316,6 @@ def test_a_run_that_ends_before_its_first_checkpoint_begins_with_the_same_weight
     assert fit(task, ONE, train(out_dir), resume=True, quiet=True).losses == first.losses
 
 
-def test_names_of_neighbouring_layers_are_one():
-    names = ["layers.0.w", "layers.1.w", "layers.3.w", "layers.2.b", "head.bias", "a.7.b"]
-    assert in_ranges(names) == ["layers.0-1,3.w", "layers.2.b", "head.bias", "a.7.b"]
-
-
 OTHER = "a zebra ran to the mat\nthe cat sat\n"
 
 
@@ -401,22 +330,21 @@ def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path):
     first = fit(
         dataclasses.replace(TEXT, corpus=str(text)), ONE, train(tmp_path / "run"), quiet=True
     )
-    task = dataclasses.replace(TEXT, corpus=str(folder))
-    setup = Setup.of(task, on(mesh), TrainConfig(num_steps=4))
+    task, parallel = dataclasses.replace(TEXT, corpus=str(folder)).resolve(), on(mesh)
     old = load_run(first.out_dir)
     [path] = old.export(tmp_path / "model.safetensors")
-    old_words, words = old.vocabulary.words, setup.task.read_text().vocabulary.words
+    old_words, words = old.vocabulary.words, task.read_text().vocabulary.words
     known = [word for word in words if word in old_words]
     assert {"the", "<eos>"} < {*known}
     assert {*words} - {*known} == {"zebra"}
-    drawn = tensors_of(init_state(setup), setup)
-    there = tensors_of(old.state, old.setup)
+    drawn = api.params_of(task, parallel, init_state(task, parallel))
+    there = api.params_of(old.setup.task, ONE, old.state)
     for source in (first.out_dir, path):
-        taken = find_weights(setup, Start(str(source)))
-        assert {note for *_, note in taken.to_rows() if note} == {
+        state, rows = api.begin_with(task, parallel, Start(str(source)))
+        assert {note for *_, note in rows if note} == {
             f"{len(known)} of its {len(old_words)} words, 1 are new"
         }
-        here = tensors_of(taken.state(), setup)
+        here = api.params_of(task, parallel, state)
         assert_same(
             *({n: a for n, a in each.items() if n.startswith("layers")} for each in (here, there))
         )
@@ -429,10 +357,6 @@ def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path):
                 np.testing.assert_array_equal(
                     np.take(here[name], row, axis), expected, err_msg=word
                 )
-
-
-def tensors_of(state, setup):
-    return {n: np.asarray(t.gather()) for n, t in outgoing(trees(state), setup.storage).items()}
 
 
 # A model that is too big to be held twice, in each of two processes.
@@ -488,9 +412,7 @@ import sys
 
 import jax
 import jaxpar
-from jaxpar.hosts.distributed import start_processes
-from jaxpar.step.setup import Setup
-from jaxpar.training.weights import find_weights
+from lib import api
 from wide import Wide
 
 def memory(name):
@@ -510,10 +432,10 @@ def use(folder, width):
     yield memory("VmHWM")
 
 def start(source, width):
-    state = find_weights(Setup.of(Wide(width), "pp2"), jaxpar.Start(source)).state()
+    state = api.begin_with(Wide(width), "pp2", jaxpar.Start(source))
     yield memory("VmHWM")
 
-start_processes()
+api.start_processes()
 work, *file = sys.argv[1].partition("/")
 for folder, width in (("small", 16), ("wide", 2048)):
     before = memory("VmRSS")  # of the wide one: with all that is imported and compiled once
@@ -529,7 +451,8 @@ STATE_BYTES = 3 * 8 * 2048**2 * 4  # parameters, and two moments of each
 def test_no_process_holds_what_two_share(tmp_path):
     """What is trained by two is predicted with, exported, and started from by two."""
     (tmp_path / "wide.py").write_text(WIDE)
-    own = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    tests = Path(__file__).parent
+    own = {**os.environ, "PYTHONPATH": f"{tests.parent}:{tests}"}
 
     def run(what):
         processes = [
@@ -537,7 +460,7 @@ def test_no_process_holds_what_two_share(tmp_path):
                 [sys.executable, "-c", WORK, what], env=environ,
                 stdout=subprocess.PIPE, text=True, cwd=tmp_path,
             )
-            for environ in environs(2, 1, own)
+            for environ in api.environments(2, 1, own)
         ]  # fmt: skip
         found = [process.communicate(timeout=300)[0] for process in processes]
         return [[int(peak) / STATE_BYTES for peak in printed.split()] for printed in found]

@@ -16,20 +16,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from lib import api
 from lib.regression import Regression
+from lib.regression import fit as fit_regression
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, Start, TrainConfig, fit, load_run
 from jaxpar.lm import LM, Vocabulary
-from jaxpar.lm.task import VOCAB_MULTIPLE
-from jaxpar.lm.weights import _from_torch, to_torch
-from jaxpar.model.weights import Rows, Tensor, Weights
 from jaxpar.nn import GateParams, gru_layer
-from jaxpar.partition.by_layer import by_layer
-from jaxpar.step.setup import Setup
-from jaxpar.training.evaluate import evaluate
-from jaxpar.training.loaded import LoadedRun
-from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.weights import find_weights, open_files
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -75,20 +68,20 @@ def make_train(out_dir):
 
 
 def started(path, text, task=TASK, **options):
-    """The setup and state of a run that begins with the weights of a file."""
-    task = dataclasses.replace(task, corpus=str(text))
-    setup = Setup.of(task, ONE, make_train("nowhere"))
-    return setup, find_weights(setup, Start(str(path), **options)).state()
+    """The task and state of a run that begins with the weights of a file."""
+    task = dataclasses.replace(task, corpus=str(text)).resolve()
+    state, _ = api.begin_with(task, ONE, Start(str(path), **options), make_train("nowhere"))
+    return task, state
 
 
 def logits_of(run_dir, tokens_BT):
     """Of the words that a run knows."""
-    return logits(*RunFolder(run_dir).restore(), tokens_BT)
+    run = load_run(run_dir)
+    return np.asarray(run.model()(tokens_BT))[..., : run.setup.task.num_words]
 
 
-def logits(setup, state, tokens_BT):
-    model = setup.storage.merge(state.params, state.frozen)
-    return np.asarray(model(tokens_BT))[..., : setup.task.num_words]
+def logits(task, state, tokens_BT):
+    return np.asarray(api.model(task, ONE, state)(tokens_BT))[..., : task.num_words]
 
 
 def torch_logits(tensors, tokens_BT, names=("embedding", "lstm", "head")):
@@ -153,7 +146,7 @@ def test_exported_tensors_are_those_of_torch(run):
     kind, task = run.setup.task.layer, run.setup.task
     tensors = safetensors.numpy.load_file(run.out_dir / "model.safetensors")
     V, E, H, L = len(words_of(run)), task.embed_size, task.hidden_size, task.num_layers
-    assert V == task.num_words < task.vocab_size == VOCAB_MULTIPLE
+    assert V == task.num_words < task.vocab_size == 384  # padded
     expected = {"embedding.weight": (V, E), "head.weight": (V, H), "head.bias": (V,)}
     for layer in range(L):
         rows = {"lstm": 4, "gru": 3}[kind] * H
@@ -168,10 +161,11 @@ def test_exported_tensors_are_those_of_torch(run):
 @pytest.mark.law
 def test_a_run_that_begins_with_exported_weights_gives_their_logits(run, text):
     path = run.out_dir / "model.safetensors"
-    setup, state = started(path, text, TASKS[run.out_dir.name])
+    task, state = started(path, text, TASKS[run.out_dir.name])
     tokens = tokens_of(run)
-    np.testing.assert_array_equal(logits(setup, state, tokens), logits_of(run.out_dir, tokens))
-    assert evaluate(setup, state, "valid") == run.evaluations["valid"]
+    np.testing.assert_array_equal(logits(task, state, tokens), logits_of(run.out_dir, tokens))
+    sums = api.epoch_sums(task, ONE, state, task.make_batches("valid"))
+    assert sums["loss"] / sums["weight"] == run.evaluations["valid"].loss
 
 
 def foreign(seed=0, *, num_words=12, num_biases=2, names=("embedding", "lstm", "head"), **change):
@@ -197,43 +191,41 @@ WORDS = ["<eos>", "a", "cat", "dog", "mat", "on", "ran", "sat", "the", "to", "<u
 
 
 @pytest.mark.full
-def test_layers_that_torch_does_not_have_are_refused(text, tmp_path):
-    task = dataclasses.replace(TASK, layer="rglru", num_layers=1, corpus=str(text))
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer": "rglru"}, r"layer='rglru': PyTorch has .*\nFix: leave out --torch"),
+        ({"num_heads": 2}, r"num_heads=2: PyTorch has .*\nFix: leave out --torch"),
+    ],
+)
+def test_layers_that_torch_does_not_have_are_refused(text, tmp_path, fields, message):
+    task = dataclasses.replace(TASK, num_layers=1, corpus=str(text), **fields)
     fit(task, ONE, make_train(tmp_path / "run"), quiet=True)
-    with pytest.raises(ValueError, match=r"layer='rglru': PyTorch has .*\nFix: leave out --torch"):
+    with pytest.raises(ValueError, match=message):
         load_run(tmp_path / "run").export(tmp_path / "model.safetensors", torch=True)
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def in_memory(tensors):
-    """Weights as a file would have them."""
-    return Weights(
-        "the file",
-        {name: Tensor(Rows.of_one(a.shape, a.dtype, lambda a=a: a)) for name, a in tensors.items()},
-        {},
-    )
-
-
 def test_a_run_that_is_no_language_model_has_no_names_of_torch(tmp_path):
-    setup = Setup.of(Regression(), "dp1")
-    run = LoadedRun(RunFolder(tmp_path), setup, setup.init_state())
+    run = load_run(fit_regression(Regression(), tmp_path / "run", 1).out_dir)
     with pytest.raises(ValueError, match=r"is for language models .* task Regression\nFix: leave"):
         run.export(tmp_path / "model.safetensors", torch=True)
 
 
-def test_a_gru_of_torch_gives_its_outputs_in_a_language_model():
+def test_a_gru_of_torch_gives_its_outputs_in_a_language_model(text, tmp_path):
     """The stored one, whose biases are all drawn, beside what PyTorch made of it."""
     with np.load(Path(__file__).with_name("torch_gru.npz")) as file:
         stored = dict(file)
     own = {name.removeprefix("weights/"): a for name, a in stored.items() if "weights/" in name}
-    tensors = {f"gru.{name}": a for name, a in own.items()}
-    H = stored["x"].shape[-1]
-    found = _from_torch(in_memory(tensors), LM(layer="gru", hidden_size=H, embed_size=H))
+    save(tmp_path / "model.safetensors", {f"gru.{name}": a for name, a in own.items()})
+    depth, H = len(stored["h_0"]), stored["x"].shape[-1]
+    task = LM(layer="gru", num_layers=depth, hidden_size=H, embed_size=H, optimizer=RATE)
+    task, state = started(tmp_path / "model.safetensors", text, task)
+    found = api.params_of(task, ONE, state)
     y = jnp.asarray(stored["x"])
     for layer, h_0 in enumerate(stored["h_0"]):
-        params = (found.pop(f"layers.{layer}.{name}").whole() for name in ("w_x", "w_h", "b"))
+        params = (found[f"layers.{layer}.{name}"] for name in ("w_x", "w_h", "b"))
         _, y = gru_layer(GateParams(*params), jnp.asarray(h_0), y)
-    assert not found
     assert_close(np.asarray(y), stored["y"])
 
 
@@ -250,21 +242,21 @@ def test_a_foreign_model_gives_its_logits_whatever_the_order_of_its_words(
     save(tmp_path / "model.safetensors", tensors, WORDS)
     rename = ((r"encoder\.(.*)", r"embedding.\1"), (r"rnn\.(.*)", r"lstm.\1"))
     rename = (*rename, (r"decoder\.(.*)", r"head.\1"))
-    setup, state = started(tmp_path / "model.safetensors", text, FOREIGN, rename=rename)
-    ours = Vocabulary.from_json(setup.task.files()["vocabulary.json"]).words
+    task, state = started(tmp_path / "model.safetensors", text, FOREIGN, rename=rename)
+    ours = Vocabulary.from_json(task.files()["vocabulary.json"]).words
     assert ours != tuple(WORDS[:11])
     theirs_of_ours = np.array([WORDS.index(word) for word in ours])
     tokens = np.random.default_rng(1).integers(len(ours), size=(4, 9))
     expected = torch_logits(tensors, theirs_of_ours[tokens], names)
-    assert_close(logits(setup, state, tokens), expected[..., theirs_of_ours])
+    assert_close(logits(task, state, tokens), expected[..., theirs_of_ours])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64, ml_dtypes.bfloat16])
 def test_other_floating_point_types_are_read(text, tmp_path, dtype):
     tensors = {name: tensor.astype(dtype) for name, tensor in foreign().items()}
     save(tmp_path / "model.safetensors", tensors, WORDS)
-    setup, state = started(tmp_path / "model.safetensors", text, FOREIGN)
-    own = Vocabulary.from_json(setup.task.files()["vocabulary.json"]).words
+    task, state = started(tmp_path / "model.safetensors", text, FOREIGN)
+    own = Vocabulary.from_json(task.files()["vocabulary.json"]).words
     rows = [WORDS.index(word) for word in own]
     kernel = np.asarray(state.params["head"]["kernel"][...])
     expected = np.asarray(tensors["head.weight"], np.float32).T[:, rows]
@@ -274,11 +266,11 @@ def test_other_floating_point_types_are_read(text, tmp_path, dtype):
 def test_layers_alone_are_read_without_words(text, tmp_path):
     tensors = {name: a for name, a in foreign().items() if name.startswith("lstm")}
     save(tmp_path / "model.safetensors", tensors)
-    setup, state = started(tmp_path / "model.safetensors", text, FOREIGN)
-    found = by_layer(state.params, setup.storage)
+    task, state = started(tmp_path / "model.safetensors", text, FOREIGN)
+    found = api.params_of(task, ONE, state)
     for layer in range(2):
         kernel = tensors[f"lstm.weight_hh_l{layer}"].T.reshape(8, 4, 8)
-        np.testing.assert_array_equal(found["layers/lstm/w_h"][layer], kernel)
+        np.testing.assert_array_equal(found[f"layers.{layer}.w_h"], kernel)
 
 
 def without(*names):
@@ -327,8 +319,6 @@ def test_layers_of_several_heads_are_none_of_torch(text, tmp_path):
     task = dataclasses.replace(FOREIGN, num_heads=2)
     with pytest.raises(ValueError, match=r"has other sizes than the model: .*layers\.0\.w_h is"):
         started(tmp_path / "model.safetensors", text, task)
-    with pytest.raises(ValueError, match=r"num_heads=2: PyTorch has .*\nFix: leave out --torch"):
-        to_torch({}, dataclasses.replace(task, vocab_size=384))
 
 
 def test_vocabularies_that_do_not_fit_are_refused(text, tmp_path):
@@ -353,11 +343,11 @@ def test_a_head_of_its_own_is_not_tied(text, tmp_path):
 def test_broken_files_are_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     with pytest.raises(FileNotFoundError, match=r"cannot read the weights .*model\.safetensors"):
-        open_files(path)
+        api.tensors_in(path)
     save(path, foreign())
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"is not a whole safetensors file"):
-        open_files(path)
+        api.tensors_in(path)
 
 
 def raw_file(path, header, data=b"", length=None):
@@ -376,7 +366,7 @@ def test_a_tensor_without_elements_is_read_where_no_page_can_be_mapped(tmp_path)
     path = tmp_path / "model.safetensors"
     header = json.dumps({"empty": tensor("F32", 0, 4)}).ljust(mmap.PAGESIZE - 8)
     raw_file(path, header.encode())
-    found = open_files(path).tensors["empty"].whole()
+    found = api.tensors_in(path)["empty"]
     assert (found.shape, found.dtype) == ((0, 4), np.float32)
 
 
@@ -402,7 +392,7 @@ def test_crafted_files_are_refused(name, tmp_path):
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}\W.*{message}"):
-            open_files(path)
+            api.tensors_in(path)
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -415,7 +405,7 @@ def test_a_pipe_is_no_file_of_weights(tmp_path):
     with pytest.raises(
         OSError, match=r"cannot read the weights .*: it is a pipe, .*\nFix: give a safet"
     ):
-        open_files(path)
+        api.tensors_in(path)
 
 
 @pytest.mark.more
@@ -486,10 +476,10 @@ def test_a_model_of_torch_gives_its_logits_here(torch_python, text, tmp_path, ki
     drawn = dataclasses.replace(task, num_words=12)
     expected = run_torch(torch_python, path, tokens, tmp_path, drawn)
     save(path, safetensors.numpy.load_file(path), WORDS)
-    setup, state = started(path, text, task)
-    ours = Vocabulary.from_json(setup.task.files()["vocabulary.json"]).words
+    task, state = started(path, text, task)
+    ours = Vocabulary.from_json(task.files()["vocabulary.json"]).words
     order = [ours.index(word) for word in WORDS[:11]]
-    actual = logits(setup, state, np.array(order)[tokens])
+    actual = logits(task, state, np.array(order)[tokens])
     assert_close(actual[..., order], expected[..., :11])
 
 
