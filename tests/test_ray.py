@@ -3,7 +3,6 @@
 pip install '.[ray]' && pytest -n 0 -m "" tests/test_ray.py
 """
 
-import contextlib
 import os
 import re
 import signal
@@ -14,10 +13,8 @@ import time
 import types
 
 import pytest
+from lib import api
 from lib.runs import flags, read_until, train_losses
-
-from jaxpar.cli.main import main
-from jaxpar.hosts import launch, on_ray
 
 RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
 END_SECONDS = 600  # which only what hangs takes
@@ -41,16 +38,24 @@ class Room:
         return self._has_room
 
 
-class Cluster:
-    """Ray, as far as it places processes.
+class Ray(types.SimpleNamespace):
+    """Ray, as far as it places processes, which end at once.
 
     Args:
-      total: the devices that it counts; free: those that can be had.
+      total: the devices that it counts.
+      free: those that can be had.
+      starts: of each, the exit code, and the devices that are free after it.
     """
 
-    def __init__(self, total, free):
-        self.total, self.free, self.asked, self.removed = total, free, [], 0
-        self.util = self
+    RayError = RayActorError = ConnectionError
+
+    def __init__(self, total, free, starts=()):
+        self.total, self.free, self.starts = total, free, starts
+        self.asked, self.counts = [], []
+        self.util = self.exceptions = self.scheduling_strategies = self
+
+    def init(self, **options):
+        pass
 
     def cluster_resources(self):
         return {"CPU": 64.0, "GPU": float(self.total)}
@@ -60,32 +65,53 @@ class Cluster:
         return Room(bundles, sum(bundle["GPU"] for bundle in bundles) <= self.free)
 
     def remove_placement_group(self, room):
-        self.removed += 1
+        pass
+
+    def PlacementGroupSchedulingStrategy(self, room, index):
+        return room
+
+    def remote(self, **options):
+        def of(target):
+            return that_gives(self._actor if isinstance(target, type) else self._find_address)
+
+        return of
+
+    def get(self, value):
+        return value
+
+    def wait(self, values, timeout):
+        return values, []
+
+    def _find_address(self):
+        self.counts.append(0)
+        return "address:1"
+
+    def _actor(self, *arguments):
+        """If the code is that of a signal, the first one is lost, and the others fail for it."""
+        code, self.free = self.starts[len(self.counts) - 1]
+        if code > 128:
+            code = 1 if self.counts[-1] else 128 - code
+        self.counts[-1] += 1
+        return types.SimpleNamespace(
+            wait=that_gives(lambda: code), lines=that_gives(lambda name: []), send=that_gives(int)
+        )
 
 
-def start(cluster, monkeypatch, num_processes, min_processes, codes, signals=()):
-    """Runs `launch` on it, with processes of 8 GPUs; the exit code, and how many each start had."""
-    counts = []
+def that_gives(function):
+    """What Ray calls a remote function."""
+    return types.SimpleNamespace(remote=function)
 
-    @contextlib.contextmanager
-    def start(self, command, count, devices):
-        counts.append(count)
-        yield []
-        cluster.remove_placement_group(self._room)
 
-    def wait(self):
-        code, cluster.free = codes[len(counts) - 1]
-        return code, int(code != 0)
-
-    monkeypatch.setattr(on_ray, "connect", lambda: cluster)
-    monkeypatch.setattr(on_ray.OnRay, "start", start)
-    monkeypatch.setattr(launch._Watch, "wait", wait)
-    elastic = min_processes is not None
-    code = launch.launch(
-        ["train", "lm", "--train.out-dir", "nowhere"], num_processes, 8, elastic=elastic,
-        min_processes=min_processes or 1, launcher=on_ray.OnRay("gpu"),
-    )  # fmt: skip
-    return code, counts
+def start(ray, monkeypatch, num_processes, min_processes):
+    """The exit code of `launch` on it, with processes of 8 GPUs."""
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_NUM_REDIS_GET_RETRIES", "1")  # which is set where it is not
+    words = ["--on", "ray", "--processes", str(num_processes), "--devices-per-process", "8"]
+    if min_processes is not None:
+        words += ["--elastic", "--min-processes", str(min_processes)]
+    return api.command("launch", *words, "--", "train", "lm", "--train.out-dir", "nowhere")
 
 
 # Exit codes of starts on a cluster of four nodes, and the GPUs that are free then; how many are started, and
@@ -105,25 +131,26 @@ STARTS = {
 
 @pytest.mark.parametrize("case", STARTS)
 def test_as_many_processes_are_started_as_there_is_room_for(case, monkeypatch, capfd):
-    min_processes, codes, counts, code = STARTS[case]
-    monkeypatch.setattr(on_ray, "_PLACE_SECONDS", 1)
-    cluster = Cluster(32, 32)
-    assert start(cluster, monkeypatch, 4, min_processes, codes) == (code, counts)
-    assert cluster.asked[0] == ([{"GPU": 8}] * 4, "SPREAD")
+    min_processes, starts, counts, code = STARTS[case]
+    ray = Ray(32, 32, starts)
+    assert start(ray, monkeypatch, 4, min_processes) == code
+    assert ray.counts == counts
+    assert ray.asked[0] == ([{"GPU": 8}] * 4, "SPREAD")
     said = re.findall(r"continuing with (\d) of 4", capfd.readouterr().err)
     assert list(map(int, said)) == counts[1:]
 
 
 def test_a_run_starts_with_fewer_if_there_is_no_room(monkeypatch, capfd):
-    monkeypatch.setattr(on_ray, "_PLACE_SECONDS", 1)
-    assert start(Cluster(32, 16), monkeypatch, 4, 1, [(0, 16)]) == (0, [2])
+    ray = Ray(32, 16, [(0, 16)])
+    assert start(ray, monkeypatch, 4, 1) == 0
+    assert ray.counts == [2]
     assert "beginning with 2 of 4 processes" in capfd.readouterr().err
-    message = r"no free devices for 4 processes with 8 devices each\nFix: add nodes"
-    for total in (32, 8):  # others have them; there are none
-        with pytest.raises(ValueError, match=message):
-            start(Cluster(total, 8), monkeypatch, 4, None, [])
-    with pytest.raises(ValueError, match=r"no free devices for 2 processes with 8 devices each"):
-        start(Cluster(8, 8), monkeypatch, 4, 2, [])
+    # Others have the devices; there are none; there are too few for the least.
+    for ray, least, number in ((Ray(32, 8), None, 4), (Ray(8, 8), None, 4), (Ray(8, 8), 2, 2)):
+        assert start(ray, monkeypatch, 4, least) == 2
+        said = capfd.readouterr().err
+        fact = f"no free devices for {number} processes with 8 devices each\nFix: add nodes"
+        assert fact in said
 
 
 MISTAKES = {
@@ -138,31 +165,37 @@ MISTAKES = {
 def test_mistakes_are_refused(mistake, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)  # not installed
     argv, message = MISTAKES[mistake]
-    assert main(["launch", "--on", "ray", *argv]) == 2
+    assert api.command("launch", "--on", "ray", *argv) == 2
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_cluster_that_is_not_there_is_told_and_signals_stay_with_the_launcher(monkeypatch):
-    def init(**options):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray does
-        if not there:
+def test_a_cluster_that_is_not_there_is_told(monkeypatch, capsys):
+    class Absent(Ray):
+        def init(self, **options):
             raise ConnectionError("no running Ray instance")
 
-    handler, there = signal.getsignal(signal.SIGTERM), True
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=init))
-    monkeypatch.setenv("RAY_NUM_REDIS_GET_RETRIES", "1")
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    assert start(Absent(32, 32), monkeypatch, 4, None) == 2
+    assert re.search(
+        r"no cluster: .*\nFix: start one \(ray start --head\)", capsys.readouterr().err
+    )
+
+
+def test_signals_stay_with_the_launcher(monkeypatch):
+    class Greedy(Ray):
+        def init(self, **options):
+            self.before = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray does
+
+        def cluster_resources(self):
+            self.after = signal.getsignal(signal.SIGTERM)
+            return super().cluster_resources()
+
+    ray, handler = Greedy(32, 32, [(0, 32)]), signal.getsignal(signal.SIGTERM)
     try:
-        mine = signal.getsignal(signal.SIGTERM)
-        on_ray.connect()
-        assert signal.getsignal(signal.SIGTERM) is mine
-        there = False
-        with pytest.raises(
-            ValueError, match=r"no cluster: .*\nFix: start one \(ray start --head\)"
-        ):
-            on_ray.connect()
+        assert start(ray, monkeypatch, 4, None) == 0
     finally:
         signal.signal(signal.SIGTERM, handler)
+    assert ray.after is ray.before is not signal.SIG_DFL
 
 
 # ---- a cluster ----
@@ -245,7 +278,7 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(text, tmp_path, cluster):
     assert process.returncode == 128 + signal.SIGTERM
     losses = train_losses(out_dir)
     assert [path.name for path in (out_dir / "checkpoints").iterdir()].count(str(len(losses))) == 1
-    assert main(flags(text, tmp_path / "one", len(losses), "--devices", "0")) == 0
+    assert api.command(*flags(text, tmp_path / "one", len(losses), "--devices", "0")) == 0
     assert losses == pytest.approx(train_losses(tmp_path / "one"), rel=RELATIVE_TOLERANCE)
 
 
@@ -265,9 +298,9 @@ def test_nothing_is_left_of_a_launcher_that_was_killed(text, tmp_path, cluster):
 @pytest.mark.full
 def test_a_folder_that_a_node_lacks_is_refused(cluster):
     program = (
-        "import os, sys; from jaxpar.cli.main import main\n"
+        "import os, runpy\n"
         "os.getcwd = lambda: '/no/such/folder'\n"
-        "sys.exit(main(sys.argv[1:]))\n"
+        "runpy.run_module('jaxpar', run_name='__main__')\n"
     )
     command = ["launch", "--on", "ray", "--platform", "cpu", "--elastic", "--", "train", "lm"]
     done = subprocess.run(
