@@ -4,21 +4,14 @@ import itertools
 import tracemalloc
 
 import hypothesis
-import jax
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from lib import api
+from lib.batches import hash_of_ten_batches
 
 from jaxpar import ArrayBatches, IteratorBatches, SeriesBatches
-from jaxpar.base.parts import LENGTHS as LENGTHS_OF_ROWS
-from jaxpar.data.array import HELD
-from jaxpar.data.batches import place_batch
-from jaxpar.data.packed import PackedBatches
-from jaxpar.data.shuffle import Shuffle
 from jaxpar.lm import IGNORE, TokenStreams
-from jaxpar.lm.streams import TOKENS, BucketedText, PackedText, line_places
 from recipes.awd import AWD, RandomWindows
 
 
@@ -44,30 +37,12 @@ def epoch_of(text: TokenStreams, epoch: int = 0):
     return [text.batch(step) for step in range(first, first + text.num_windows)]
 
 
-def mesh_of(**axes: int) -> jax.sharding.Mesh:
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-
-
 # What is drawn stays: numbers that were published can be had again.
 
 TEXT = np.arange(1, 4002, dtype=np.int32) ** 2 % 977
 LENGTHS = np.arange(190) * 37 % 41  # as many steps as TEXT has, but for its end
 STEPS = {"x": TEXT[: LENGTHS.sum()]}
-STARTS_OF_LINES, LENGTHS_OF_LINES = line_places(TEXT, separator=1)
-LINES, EDGES = ({TOKENS: TEXT}, LENGTHS_OF_LINES, 4), (32, 64, 128)
-
-
-def hash_of_ten_batches(batches) -> str:
-    """Of names, dtypes, shapes and values of the first ten."""
-    hashed = xxhash.xxh3_64()
-    for step in range(10):
-        batch = batches.batch(step)
-        for name, value in sorted((batch if isinstance(batch, dict) else batch._asdict()).items()):
-            if value is not None and name != LENGTHS_OF_ROWS:  # which follow from the others
-                array = np.asarray(value)
-                hashed.update(f"{name} {array.dtype} {array.shape}".encode())
-                hashed.update(np.ascontiguousarray(array).tobytes())
-    return hashed.hexdigest()
+MANY = 2**22 + 1  # rows whose order is not held
 
 
 @pytest.mark.parametrize(
@@ -83,16 +58,12 @@ def hash_of_ten_batches(batches) -> str:
         ),
         (lambda: SeriesBatches({"x": TEXT}, 4, 8, 0), "d255924d4acca8f9"),
         (lambda: SeriesBatches({"x": TEXT}, 4, 8, warmup=5), "334e9493b2004d38"),
-        (lambda: PackedBatches(STEPS, LENGTHS, 4, 16), "a37b20157d4d6022"),
-        (lambda: PackedBatches(STEPS, LENGTHS, 4, 16, 0), "76b3e282bdfc146c"),
-        (lambda: PackedText(*LINES, 64, starts=STARTS_OF_LINES), "a63d901ca8ad369f"),
-        (lambda: PackedText(*LINES, 64, 7, starts=STARTS_OF_LINES), "e07da27c2c321a60"),
-        (lambda: BucketedText(*LINES, EDGES, starts=STARTS_OF_LINES), "049feaaf9718d78c"),
-        (lambda: BucketedText(*LINES, EDGES, 7, starts=STARTS_OF_LINES), "486369274d17a074"),
+        (lambda: api.PackedBatches(STEPS, LENGTHS, 4, 16), "a37b20157d4d6022"),
+        (lambda: api.PackedBatches(STEPS, LENGTHS, 4, 16, 0), "76b3e282bdfc146c"),
         (lambda: ArrayBatches({"x": TEXT}, 64, 0), "c21970fcfcc5709f"),
         (lambda: ArrayBatches({"x": TEXT}, 64), "00d739be62361514"),
         (
-            lambda: ArrayBatches({"x": np.arange(HELD + 1, dtype=np.int32)}, 64, 7),
+            lambda: ArrayBatches({"x": np.arange(MANY, dtype=np.int32)}, 64, 7),
             "1e9195e2e7f2a816",
         ),
     ],
@@ -104,44 +75,16 @@ def test_the_first_ten_batches_are_those_of_the_published_numbers(batches, hashe
 # Orders of many rows are computed place by place.
 
 
-def test_a_shuffle_has_every_number_once():
-    for length in (*range(1, 200), 997, 1024, 1025, 65_536, 65_537, 100_000):
-        for seed in range(3):
-            shuffle = Shuffle(length, np.random.default_rng([seed, length]))
-            found = shuffle[np.arange(length)]
-            assert found.dtype == np.int64
-            np.testing.assert_array_equal(np.sort(found), np.arange(length))
-
-
-def test_all_orders_of_few_numbers_are_as_likely():
-    orders = [tuple(Shuffle(4, np.random.default_rng(n))[np.arange(4)]) for n in range(4800)]
-    _, counts = np.unique(orders, axis=0, return_counts=True)
-    assert len(counts) == 24
-    assert np.sum((counts - 200) ** 2 / 200) < 60  # chi-squared of 23: 1 in 30,000 is above
-
-
-def test_neighbours_in_a_shuffle_are_far_from_each_other():
-    """Where the rows of a batch lie, and each of them beside the next, is uniform."""
-    length = 200_000_003
-    found = Shuffle(length, np.random.default_rng([0, 3]))[np.arange(10**6, 10**6 + 40_000)]
-    assert len(np.unique(found)) == 40_000
-    bins = found * 20 // length
-    pairs = np.bincount(bins[:-1] * 20 + bins[1:], minlength=400)
-    assert np.sum((pairs - 100) ** 2 / 100) < 520  # chi-squared of 399: 1 in 30,000 is above
-    parity = np.bincount((found[:-1] % 2) * 2 + found[1:] % 2)
-    np.testing.assert_allclose(parity, 10_000, atol=400)
-
-
-def test_an_epoch_of_many_rows_has_each_once_and_begins_anywhere(monkeypatch):
-    monkeypatch.setattr("jaxpar.data.array.HELD", 10)
-    rows = {"x": np.arange(101)}
-    batches = ArrayBatches(rows, 10, 0)
-    steps = [batches.batch(step)["x"] for step in range(20)]
-    for epoch in (np.concatenate(steps[:10]), np.concatenate(steps[10:])):
-        assert len(np.unique(epoch)) == 100
-    assert not np.array_equal(steps[0], steps[10])
-    for step in (17, 3):  # another process, some of its rows
-        found = ArrayBatches(rows, 10, 0).batch(step, slice(4, 7))["x"]
+def test_an_epoch_of_many_rows_has_each_once_and_begins_anywhere():
+    rows, batch_size = {"x": np.arange(MANY)}, 2**19
+    batches = ArrayBatches(rows, batch_size, 0)
+    assert batches.num_windows == 8
+    steps = [batches.batch(step)["x"] for step in range(16)]
+    for epoch in (np.concatenate(steps[:8]), np.concatenate(steps[8:])):
+        assert np.bincount(epoch).max() == 1
+    assert not np.array_equal(steps[0], steps[8])
+    for step in (13, 3):  # another process, some of its rows
+        found = ArrayBatches(rows, batch_size, 0).batch(step, slice(4, 7))["x"]
         np.testing.assert_array_equal(found, steps[step][4:7])
 
 
@@ -231,7 +174,7 @@ def test_training_reads_no_target_twice_in_an_epoch(text):
 @hypothesis.given(BOTH, st.data())
 def test_batch_is_a_function_of_seed_and_step(text, data):
     step = data.draw(st.integers(0, 3 * text.num_windows))
-    again = TokenStreams(text.arrays[TOKENS], text.batch_size, text.seq_len, text.seed)
+    again = TokenStreams(text.arrays["tokens"], text.batch_size, text.seq_len, text.seed)
     again.batch(data.draw(st.integers(0, 20)))  # what was asked before does not matter
     np.testing.assert_array_equal(text.batch(step).inputs_BT, again.batch(step).inputs_BT)
     np.testing.assert_array_equal(text.batch(step).targets_BT, again.batch(step).targets_BT)
@@ -304,57 +247,7 @@ def test_rows_equal_those_of_the_full_batch(text, data):
     assert part.starts == full.starts
 
 
-@pytest.mark.parametrize("seed", [None, 7])
-@pytest.mark.parametrize(
-    ("axes", "spec", "shard_shape"),
-    [
-        ({"data": 8}, PartitionSpec("data"), (1, 6)),
-        ({"data": 8}, PartitionSpec(), (8, 6)),
-        ({"data": 2, "stage": 4}, PartitionSpec("data"), (4, 6)),
-        ({"data": 2, "stage": 2, "tensor": 2}, PartitionSpec(("data", "tensor")), (2, 6)),
-    ],
-)
-def test_placed_batch_equals_the_host_batch(axes, spec, shard_shape, seed):
-    text = TokenStreams(np.arange(205), batch_size=8, seq_len=6, seed=seed)
-    sharding = NamedSharding(mesh_of(**axes), spec)
-    for step in (0, 1, text.num_windows - 1, text.num_windows):
-        placed, host = place_batch(text, step, sharding), text.batch(step)
-        for on_mesh, on_host in zip(placed[:2], host[:2], strict=True):
-            assert on_mesh.sharding == sharding
-            assert on_mesh.dtype == np.int32
-            assert {shard.data.shape for shard in on_mesh.addressable_shards} == {shard_shape}
-            np.testing.assert_array_equal(on_mesh, on_host)
-        assert placed.starts == host.starts
-
-
-def test_each_part_of_the_rows_is_read_once(monkeypatch):
-    text = TokenStreams(np.arange(200), batch_size=8, seq_len=6, seed=0)
-    read, batch = [], text.batch
-    monkeypatch.setattr(text, "batch", lambda step, rows: read.append(rows) or batch(step, rows))
-    place_batch(text, 3, NamedSharding(mesh_of(data=2, stage=4), PartitionSpec("data")))
-    assert read == [slice(0, 4), slice(4, 8)]
-
-
 # Errors.
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (
-            PartitionSpec("data"),
-            "batch_size=6 does not divide by data=4\nFix: use batch_size=4 or 8, or",
-        ),
-        (
-            PartitionSpec(("data", "stage")),
-            "by data=4 x stage=2 = 8\nFix: use batch_size=8, or other",
-        ),
-    ],
-)
-def test_sharding_that_does_not_divide(spec, message):
-    text = TokenStreams(np.arange(100), batch_size=6, seq_len=5)
-    with pytest.raises(ValueError, match=message):
-        place_batch(text, 0, NamedSharding(mesh_of(data=4, stage=2), spec))
 
 
 @pytest.mark.parametrize(
@@ -400,16 +293,6 @@ def test_masked_values_are_refused_and_arrays_without_them_are_taken():
     with pytest.raises(ValueError, match=message):
         ArrayBatches({"x": x}, 4)
     assert ArrayBatches({"x": x[:8]}, 4).batch(1)["x"].tolist() == [4, 5, 6, 7]
-    sharding = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec("data"))
-
-    class Own:
-        num_windows, batch_size = 1, 20
-
-        def batch(self, step, rows=slice(None)):
-            return {"x": x[rows]}
-
-    with pytest.raises(ValueError, match=r"batch\['x'\] has 2 masked values"):
-        place_batch(Own(), 0, sharding)
 
 
 class OfFile:
@@ -429,8 +312,8 @@ READERS = {
     "rows in a list": lambda: ArrayBatches({"x": [MASKED, MASKED]}, 1),
     "a file": lambda: ArrayBatches({"x": OfFile()}, 4).batch(4),
     "a stream": lambda: IteratorBatches(lambda: iter([{"x": MASKED}]), 20).batch(0),
-    "lengths": lambda: PackedBatches({"x": np.arange(171)}, MASKED, 2, 4),
-    "starts": lambda: PackedBatches({"x": np.arange(30)}, [1] * 20, 2, 4, starts=MASKED),
+    "lengths": lambda: api.PackedBatches({"x": np.arange(171)}, MASKED, 2, 4),
+    "starts": lambda: api.PackedBatches({"x": np.arange(30)}, [1] * 20, 2, 4, starts=MASKED),
     "tokens": lambda: TokenStreams(MASKED, 2, 3),
 }
 

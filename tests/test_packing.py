@@ -6,11 +6,10 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from lib import api
 
 import jaxpar
-from jaxpar.data.packed import PackedBatches
 from jaxpar.lm import IGNORE
-from jaxpar.lm.streams import TOKENS, PackedText
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
 SEEDS = st.none() | st.integers(0, 2**40)
@@ -22,7 +21,9 @@ def packed(lengths, batch_size, seq_len, seed=None):
     lengths = np.array(lengths)
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     step = np.arange(len(sequence)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return PackedBatches({"sequence": sequence, "step": step}, lengths, batch_size, seq_len, seed)
+    return api.PackedBatches(
+        {"sequence": sequence, "step": step}, lengths, batch_size, seq_len, seed
+    )
 
 
 def streams(batches, epoch=0):
@@ -98,20 +99,6 @@ def test_epochs_and_seeds_differ_and_lines_of_one_length_change_places():
     assert order(None, 0) == order(None, 1)
 
 
-def test_lines_are_packed_with_their_targets():
-    tokens = np.arange(1, 30)
-    starts, lengths = np.array([0, 4, 6, 17, 18]), np.array([3, 1, 10, 0, 10])
-    lines = PackedText({TOKENS: tokens}, lengths, 2, 5, seed=3, starts=starts)
-    batches = [lines.batch(step) for step in range(lines.num_windows)]
-    targets = np.concatenate([batch.targets_BT.ravel() for batch in batches])
-    inputs = np.concatenate([batch.inputs_BT.ravel() for batch in batches])
-    counted = targets != IGNORE
-    assert sorted(targets[counted]) == sorted({*tokens} - {1, 5, 7, 18, 19})
-    assert (inputs[counted] == targets[counted] - 1).all()
-    begins = np.concatenate([batch.resets.ravel() for batch in batches])
-    assert sorted(inputs[begins]) == [1, 5, 7, 19]
-
-
 @pytest.mark.parametrize(("rows", "steps"), [(16, 32), (16, 64)])
 def test_python_docs_have_little_padding(rows, steps):
     task = jaxpar.lm.LM(packed=True, batch_size=rows, seq_len=steps)
@@ -141,24 +128,20 @@ def test_packed_sequences_tell_of_their_padding():
 )
 def test_what_cannot_be_packed_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        PackedBatches({"x": np.zeros(max(int(sum(arguments[0])), 0))}, *arguments)
+        api.PackedBatches({"x": np.zeros(max(int(sum(arguments[0])), 0))}, *arguments)
 
 
 def test_other_mistakes_are_told():
     with pytest.raises(ValueError, match=r"arrays of 4 steps for sequences of 3 steps"):
-        PackedBatches({"x": np.zeros(4)}, [1, 2], 1, 4)
+        api.PackedBatches({"x": np.zeros(4)}, [1, 2], 1, 4)
     with pytest.raises(ValueError, match="2 starts for 1 lengths"):
-        PackedBatches({"x": np.zeros(4)}, [3], 1, 4, starts=[0, 1])
+        api.PackedBatches({"x": np.zeros(4)}, [3], 1, 4, starts=[0, 1])
     for starts in ([0, 3], [-1, 0]):
         with pytest.raises(
             ValueError, match=rf"sequence .* of 2 steps begins at step {max(starts, key=abs)} of 4"
         ):
-            PackedBatches({"x": np.zeros(4)}, [2, 2], 1, 4, starts=starts)
-    with pytest.raises(ValueError, match="sequence 0 of 4 steps begins at step 0 of 4"):
-        PackedText(
-            {TOKENS: np.zeros(4, int)}, [4], 1, 4, starts=[0]
-        )  # its last token has none after it
+            api.PackedBatches({"x": np.zeros(4)}, [2, 2], 1, 4, starts=starts)
     with pytest.raises(ValueError, match="step=-1 is negative"):
-        PackedBatches({"x": np.zeros(3)}, [3], 1, 4).batch(-1)
+        api.PackedBatches({"x": np.zeros(3)}, [3], 1, 4).batch(-1)
     with pytest.raises(ValueError, match="packed and num_buckets=3 exclude each other"):
         dataclasses.replace(jaxpar.lm.LM(packed=True), num_buckets=3)
