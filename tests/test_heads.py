@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from lib.laws import MODEL, make_settings, more
+from lib.laws import MODEL, more, on_devices
 
-from jaxpar import LayerContext, inspect_step
+from jaxpar import LayerContext, Parallel, PipelineConfig, init_state, inspect_step
 from jaxpar.lm import LM
 from jaxpar.nn import GRU, LSTM, SLSTM, MinGRU
-from jaxpar.step.setup import Setup
 
 T, B, H, N = 6, 3, 8, 4
 LAYERS = {"lstm": LSTM, "gru": GRU, "slstm": SLSTM}
@@ -77,9 +76,6 @@ def test_one_head_has_the_matrix_that_it_had():
     assert "reshape" not in str(program(jnp.ones((T, B, H))))
 
 
-HEADS = dataclasses.replace(MODEL, num_heads=4)
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("mesh", [(1, 2, 2), more((1, 1, 2)), more((2, 2, 2))])
 @pytest.mark.parametrize("layer", ["lstm", more("gru"), more("slstm")])
@@ -88,7 +84,8 @@ def test_no_time_step_waits_for_another_device(mesh, layer):
     task = dataclasses.replace(MODEL, layer=layer, seq_len=7 * mesh[1])
     for num_heads, waits in ((1, True), (4, False)):
         task = dataclasses.replace(task, num_heads=num_heads)
-        report = inspect_step(*make_settings(mesh, (1, mesh[1]), task))
+        parallel = Parallel(on_devices(mesh), PipelineConfig(num_chunks=mesh[1]))
+        report = inspect_step(task, parallel)
         over_time = [c for c in report.along("tensor") if 7 in c.trip_counts]
         assert bool(over_time) == waits, over_time
 
@@ -101,4 +98,4 @@ def test_heads_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="num_heads=2: layer='rglru' has no recurrent matrix"):
         LM(layer="rglru", num_heads=2)
     with pytest.raises(ValueError, match=r"num_heads=2 .*tensor=4"):
-        Setup.of(dataclasses.replace(HEADS, num_heads=2), "tp4")
+        init_state(dataclasses.replace(MODEL, num_heads=2), "tp4")

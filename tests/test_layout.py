@@ -5,18 +5,21 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from lib import api
 from lib.models import Regress
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
-from jaxpar.data.batches import put_batch
 from jaxpar.planning import estimate_step
-from jaxpar.step.functions import make_eval_step
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import abstract_batch, batch_sharding
 
 RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
 SMALL = Regress(kinds=("gru",), batch_size=12, seq_len=4)
+
+
+def mesh_of(state):
+    """That its arrays lie on."""
+    [mesh] = {leaf.sharding.mesh for leaf in jax.tree.leaves(state)}
+    return mesh
 
 
 def with_rows(batch_size, num_microbatches=1, mesh=None):
@@ -40,11 +43,11 @@ def test_as_many_devices_share_the_batch_as_its_rows_divide_by(
     batch_size, num_microbatches, mesh, sizes
 ):
     task, layout = with_rows(batch_size, num_microbatches, mesh)
-    setup = Setup.of(task, layout)
-    parallel, built = setup.parallel, setup.mesh
-    assert tuple(parallel.mesh.sizes.values()) == built.devices.shape == sizes
-    assert [device.id for device in built.devices.flat] == [*range(built.size)]
-    assert parallel.pipeline == layout.pipeline
+    mesh = mesh_of(api.abstract_state(task, layout))
+    assert mesh.devices.shape == sizes
+    assert [device.id for device in mesh.devices.flat] == [*range(mesh.size)]
+    parallel = estimate_step(task, layout).parallel
+    assert (tuple(parallel.mesh.sizes.values()), parallel.pipeline) == (sizes, layout.pipeline)
 
 
 def test_what_others_have_a_part_in_is_not_made_smaller(monkeypatch):
@@ -60,9 +63,7 @@ def test_what_others_have_a_part_in_is_not_made_smaller(monkeypatch):
 
 def test_a_mesh_that_is_built_decides():
     mesh = MeshConfig(data=2, devices=(6, 7)).build()
-    setup = Setup.of(SMALL, None, None, mesh)
-    assert setup.mesh is mesh
-    assert setup.parallel.mesh == MeshConfig(data=2)
+    assert mesh_of(jaxpar.init_state(SMALL, mesh=mesh)) == mesh
 
 
 def test_rows_that_do_not_divide_into_microbatches_are_told_of():
@@ -75,15 +76,15 @@ def test_whoever_is_given_no_mesh_takes_the_same_devices():
     state = jaxpar.init_state(SMALL)
     devices = set(jax.devices()[:6])
     assert all(leaf.sharding.device_set == devices for leaf in jax.tree.leaves(state))
-    step, evaluate = jaxpar.make_train_step(SMALL), make_eval_step(SMALL)
-    batch = put_batch(SMALL.example_batch(), batch_sharding(Setup.of(SMALL)))
-    _, sums = evaluate(state, batch)
-    _, metrics = step(state, batch)
-    assert sums.weight == metrics.sums.weight > 0
+    assert {leaf.sharding.shard_shape(leaf.shape)[1] for leaf in jax.tree.leaves(state.carry)} == {
+        2
+    }
+    batch = SMALL.example_batch()
+    sums, _ = api.evaluation(SMALL, None, state, batch)
+    _, metrics = jaxpar.make_train_step(SMALL)(state, batch)
+    assert sums["weight"] == metrics.sums.weight > 0
     assert {total.axes for total in jaxpar.inspect_step(SMALL).totals} == {("data",)}
-    assert estimate_step(SMALL).parallel == Setup.of(SMALL).parallel
-    batch = abstract_batch(Setup.of(SMALL))
-    assert batch["x"].sharding.shard_shape((12, 4, 1)) == (2, 4, 1)
+    assert estimate_step(SMALL).parallel.mesh.sizes["data"] == 6
 
 
 @pytest.mark.full
@@ -95,7 +96,7 @@ def test_losses_without_a_mesh_are_those_of_one_device(tmp_path):
     def losses(mesh, batch_size):
         train = jaxpar.TrainConfig(num_steps=5, out_dir=str(tmp_path / f"{mesh}-{batch_size}"))
         result = jaxpar.fit(dataclasses.replace(SMALL, batch_size=batch_size), mesh, train)
-        return result.losses, result.setup.mesh.devices.shape
+        return result.losses, mesh_of(result.state).devices.shape
 
     for batch_size, shape in ((8, (8, 1, 1)), (6, (6, 1, 1))):
         expected, one = losses("dp1", batch_size)

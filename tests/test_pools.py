@@ -10,16 +10,16 @@ import optax.contrib
 import pytest
 import safetensors.numpy
 from flax import nnx
+from lib import api
 from lib.any_model import Calm, assert_same
-from lib.checkpoints import with_parameters
-from lib.laws import assert_close, more, on_devices
+from lib.law.check import assert_near
+from lib.laws import more, on_devices
 from lib.models import WIDTH, Regression, draw
 
 from jaxpar import (
     OptimizerConfig,
     Parallel,
     PipelineConfig,
-    Start,
     TrainConfig,
     fit,
     init_state,
@@ -28,18 +28,6 @@ from jaxpar import (
     show,
 )
 from jaxpar.analysis import inspect_step
-from jaxpar.base.axes import STAGE
-from jaxpar.base.trees import device_bytes
-from jaxpar.data.batches import place_batch
-from jaxpar.partition.by_layer import by_layer, from_layers
-from jaxpar.step.optimizer_numbers import first_numbers
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, audit
-from jaxpar.step.step import batch_sharding, make_loss_and_grad
-from jaxpar.training.checkpoint import Checkpoints
-from jaxpar.training.nonfinite import find_origin
-from jaxpar.training.summary import describe_outer_modules
-from jaxpar.training.weights import find_weights
 
 TRAIN = TrainConfig(num_steps=9, clip_norm=0.5)
 KINDS = ("gru", "wide 60", "wide 20", "gru")
@@ -80,10 +68,10 @@ class Unequal(Calm):
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small():
     """Few numbers are worth it here, and rows are short."""
-    monkeypatch.setattr("jaxpar.partition.partition.FEW", 0)
-    monkeypatch.setattr("jaxpar.partition.pool.COLUMNS", 8)
+    with api.little_is_in_pools():
+        yield
 
 
 def parallel_of(mesh, layout=None, **pipeline):
@@ -91,30 +79,36 @@ def parallel_of(mesh, layout=None, **pipeline):
     return Parallel(on_devices(mesh), units, **(layout or {}))
 
 
-def setup_of(task, parallel):
-    setup = Setup.of(task, parallel, TRAIN)
-    assert (setup.storage.pools is None) == (parallel.mesh.stage == 1)
-    return setup
+def batches_of(task, number=2):
+    return [task.make_batches("train", 0).batch(step) for step in range(number)]
 
 
-def batch_of(setup, step):
-    return place_batch(setup.task.make_batches("train", 0), step, batch_sharding(setup))
+def trained(task, parallel, state=None, steps=(0, 1)):
+    """The state after some steps, and the metrics of the last one."""
+    state = init_state(task, parallel, TRAIN) if state is None else state
+    step = make_train_step(task, parallel, TRAIN)
+    for number in steps:
+        state, metrics = step(state, task.make_batches("train", 0).batch(number))
+    return state, metrics
 
 
-def trained(setup, num_steps=2, state=None, first=0):
-    state, step = init_state(setup) if state is None else state, make_train_step(setup)
-    for number in range(first, first + num_steps):
-        state, metrics = step(state, batch_of(setup, number))
-    return state, float(metrics.loss)
-
-
-def arrays_of(state, setup):
-    return {name: np.asarray(array) for name, array in by_layer(state, setup.storage).items()}
+def assert_trained_as_on_one_device(task, parallel):
+    assert "stage 0" in api.summary(task, parallel)
+    (state, metrics), (expected, of_one) = trained(task, parallel), trained(task, ONE)
+    api.audit(state)
+    np.testing.assert_allclose(metrics.loss, of_one.loss, rtol=1e-5)
+    found, wanted = api.params_of(task, parallel, state), api.params_of(task, ONE, expected)
+    assert_near(found, wanted, 1e-5)
+    # What no layer lies in is zero: the planes are those that the arrays alone give.
+    before = jax.tree.leaves(jax.device_get((state.params, state.opt_state)))
+    again = api.with_arrays(task, parallel, state, {})
+    after = jax.tree.leaves((again.params, again.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 ONE = parallel_of((1, 1, 1), num_chunks=1)
 
-# ---- the law ----
+# ---- losses, gradients and updates ----
 
 LAW = [
     ((1, 2, 1), KINDS, {}, {}, None),
@@ -129,36 +123,28 @@ LAW = [
 @pytest.mark.parametrize(("mesh", "kinds", "pipeline", "layout", "frozen"), LAW)
 def test_layers_in_pools_equal_their_definition(mesh, kinds, pipeline, layout, frozen):
     task = Unequal(kinds, batch_size=8, freeze=frozen)
-    parallel = parallel_of(mesh, layout, **pipeline)
-    setup_of(task, parallel)
-    assert_same(task, parallel)
+    assert_same(task, parallel_of(mesh, layout, **pipeline))
 
 
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "kinds"), [((1, 2, 1), KINDS), more((2, 2, 2), ALIKE)])
-def test_rows_as_long_as_those_of_the_largest_array_equal_their_definition(
-    mesh, kinds, monkeypatch
-):
-    monkeypatch.setattr("jaxpar.partition.pool.MOST_FILLED", 100)
-    task, parallel = Unequal(kinds, batch_size=16), parallel_of(mesh)  # a task of this test alone
-    [plane, *_] = next(
-        pool for pool in setup_of(task, parallel).storage.pools if pool.planes
-    ).planes
-    assert plane.columns > 8
-    assert_same(task, parallel)
+def test_rows_as_long_as_those_of_the_largest_array_equal_their_definition(mesh, kinds):
+    task, parallel = Unequal(kinds, batch_size=16), parallel_of(mesh)
+    in_short_rows = api.device_bytes(api.abstract_state(task, parallel).params)
+    task = Unequal(kinds, batch_size=16, seq_len=4)  # what is made of a task is kept
+    with api.little_is_in_pools(most_filled=100):
+        assert api.device_bytes(api.abstract_state(task, parallel).params) > in_short_rows
+        assert_same(task, parallel)
 
 
 @pytest.mark.full
-def test_rows_without_a_layer_have_no_gradient(monkeypatch):
+def test_rows_without_a_layer_have_no_gradient():
     """In stacks: a group of layers may have none of a kind, though no slot of the stage is empty."""
-    monkeypatch.setattr("jaxpar.partition.partition.FEW", 2**18)
-    task = Unequal(("gru", "wide 60", "wide 20", "gru"), batch_size=8)
-    setup = Setup.of(task, parallel_of((1, 2, 1), schedule="v", placement="even"), TRAIN)
-    assert setup.storage.pools is None
-    assert not setup.partition.slots.has_empty_slots
-    (_, _), grads = jax.jit(make_loss_and_grad(setup))(init_state(setup), batch_of(setup, 0))
-    norm = optax.tree.norm(by_layer(grads, setup.storage))
-    np.testing.assert_allclose(optax.tree.norm(grads), norm, rtol=1e-6)
+    task = Averaged(("gru", "wide 60", "wide 20", "gru"), batch_size=8)
+    parallel = parallel_of((1, 2, 1), schedule="v", placement="even")
+    assert "layers in stacks" in api.summary(task, parallel)["storage"]
+    (_, found), (_, expected) = (trained(task, own, steps=(0,)) for own in (parallel, ONE))
+    np.testing.assert_allclose(found.grad_norm, expected.grad_norm, rtol=1e-5)
 
 
 UPDATES = [
@@ -175,47 +161,18 @@ UPDATES = [
 def test_updates_of_whole_planes_equal_those_of_single_arrays(mesh, optimizer, layout):
     optimizer = OptimizerConfig(learning_rate=0.01, warmup_steps=0, **optimizer)
     task = Unequal(optimizer=optimizer, batch_size=8)
-    setup, one = setup_of(task, parallel_of(mesh, layout)), setup_of(task, ONE)
-    (state, loss), (expected, expected_loss) = trained(setup), trained(one)
-    audit(state)
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    assert_close(arrays_of(state.params, setup), arrays_of(expected.params, one))
-    # What no layer lies in is zero: the planes are those that the arrays alone give.
-    again = from_layers(abstract_state(setup), setup.storage, by_layer(state, setup.storage))
-    for ours, theirs in ((state.params, again.params), (state.opt_state, again.opt_state)):
-        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
-OPTIMIZERS = {
-    "adamw": optax.adamw(1e-2),
-    "muon": optax.contrib.muon(1e-2),
-    "factored": optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "lamb": optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-2)),
-}
+    assert_trained_as_on_one_device(task, parallel_of(mesh, layout))
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnOptimizer(Unequal):
-    name_of_optimizer: str = "muon"
-
+class Factored(Unequal):
     def make_optimizer(self, num_steps):
-        return OPTIMIZERS[self.name_of_optimizer]
+        return optax.adafactor(1e-2, min_dim_size_to_factor=4)
 
 
-@pytest.mark.rows(1)
 @pytest.mark.law
-@pytest.mark.parametrize("mesh", [(1, 2, 1), more((2, 2, 2))])
-@pytest.mark.parametrize("name", ["muon", "adamw", "factored", "lamb"])
-def test_own_optimizers_see_each_layer_s_arrays_in_pools(name, mesh):
-    task = OwnOptimizer(name_of_optimizer=name, batch_size=8)
-    setup, one = setup_of(task, parallel_of(mesh)), setup_of(task, ONE)
-    (state, loss), (expected, expected_loss) = trained(setup), trained(one)
-    audit(state)
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    assert_close(arrays_of(state.params, setup), arrays_of(expected.params, one))
-    again = from_layers(abstract_state(setup), setup.storage, by_layer(state, setup.storage))
-    for ours, theirs in ((state.params, again.params), (state.opt_state, again.opt_state)):
-        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+def test_own_optimizers_see_each_layer_s_arrays_in_pools():
+    assert_trained_as_on_one_device(Factored(batch_size=8), parallel_of((1, 2, 1)))
 
 
 # ---- named arrays ----
@@ -223,47 +180,45 @@ def test_own_optimizers_see_each_layer_s_arrays_in_pools(name, mesh):
 
 @dataclasses.dataclass(frozen=True)
 class Injected(Unequal):
+    rate: float = 0.5
+
     def make_optimizer(self, num_steps):
-        return optax.inject_hyperparams(optax.adam)(0.5)
+        return optax.inject_hyperparams(optax.adam)(self.rate)
 
 
-def test_numbers_that_an_optimizer_is_given_are_known_beside_pools():
-    numbers = first_numbers(setup_of(Injected(), parallel_of((1, 2, 1))))
-    assert numbers["hyperparams/learning_rate"] == 0.5
+def test_numbers_that_an_optimizer_is_given_are_known_beside_pools(tmp_path):
+    parallel = parallel_of((1, 2, 1))
+    api.save(tmp_path, Injected(), parallel, init_state(Injected(), parallel))
+    state = api.restored(tmp_path, Injected(rate=0.25), parallel)
+    assert state.opt_state.hyperparams["learning_rate"] == 0.25
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("kinds", [KINDS, more(ALIKE)])
 def test_a_run_goes_on_with_another_placement_and_mesh(kinds, tmp_path):
-    task = Unequal(kinds, batch_size=8)
-    before = setup_of(task, parallel_of((1, 2, 1), placement=(2, 2)))
-    state, _ = trained(before)
-    expected = arrays_of(state, before)
-    with Checkpoints(tmp_path, before) as checkpoints:
-        checkpoints.save(state)
-    losses = {}
-    for after in (
-        setup_of(task, parallel_of((1, 4, 1), {"update": "host"}, schedule="gpipe")),
-        setup_of(task, ONE),
-    ):
-        restored = Checkpoints(tmp_path, after).restore()
-        audit(restored)
-        found = arrays_of(restored, after)
+    task, before = Unequal(kinds, batch_size=8), parallel_of((1, 2, 1), placement=(2, 2))
+    state, _ = trained(task, before)
+    expected = api.stored(task, before, state)
+    assert {"params/layers/gru/w_x", "params/mix", "params/unmix"} < expected.keys()
+    api.save(tmp_path, task, before, state)
+    losses = []
+    for after in (parallel_of((1, 4, 1), {"update": "host"}, schedule="gpipe"), ONE):
+        restored = api.restored(tmp_path, task, after)
+        api.audit(restored)
+        found = api.stored(task, after, restored)
         assert found.keys() == expected.keys()
-        assert {"params/layers/gru/w_x", "params/mix", "params/unmix"} < found.keys()
         for name, array in expected.items():
             np.testing.assert_array_equal(found[name], array, err_msg=name)
-        losses[after.parallel.mesh] = trained(after, 1, restored, first=2)[1]
-    np.testing.assert_allclose([*losses.values()], losses[ONE.mesh], rtol=1e-5)
+        losses.append(trained(task, after, restored, (2,))[1].loss)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
 @pytest.mark.full
 def test_what_sees_names_sees_the_model_s(tmp_path):
     task, parallel = Unequal(batch_size=8), parallel_of((1, 2, 1))
     fit(task, parallel, TrainConfig(num_steps=2, out_dir=str(tmp_path / "run")), quiet=True)
-    setup_of(task, parallel)
+    assert "layers in pools" in api.summary(task, parallel)["storage"]
     pooled, one = (load_run(tmp_path / "run", mesh) for mesh in ("pp2", "dp1"))
-    assert pooled.setup.storage.pools is not None
     names = set(one.params["layers"])
     assert set(pooled.params["layers"]) == names
     assert "wide0" in names
@@ -281,27 +236,28 @@ def test_what_sees_names_sees_the_model_s(tmp_path):
     tensors = [safetensors.numpy.load_file(file) for file in files]
     assert "layers.1.up.kernel" in tensors[0]
     jax.tree.map(np.testing.assert_array_equal, *tensors)
-    setup = setup_of(dataclasses.replace(task, seq_len=4), parallel)
-    started = find_weights(setup, Start(str(files[0]))).state()
-    expected = arrays_of(pooled.state.params, pooled.setup)
-    found = arrays_of(started.params, setup)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    task = dataclasses.replace(
+        task, seq_len=4, optimizer=OptimizerConfig("sgd", 1e-30, warmup_steps=0)
+    )
+    train = TrainConfig(num_steps=1, out_dir=str(tmp_path / "started"))
+    started = fit(task, parallel, train, start=files[0], quiet=True)
+    leaves = [jax.tree.leaves(nnx.state(run.model())) for run in (started, pooled)]
+    jax.tree.map(np.testing.assert_array_equal, *leaves)
 
 
 @pytest.mark.full
 def test_the_origin_of_a_nan_has_the_layer_s_name():
-    setup = setup_of(Unequal(batch_size=8), parallel_of((1, 2, 1)))
-    state = init_state(setup)
-    arrays = arrays_of(state.params, setup)
-    arrays["layers/wide0/up/kernel"] = arrays["layers/wide0/up/kernel"] * np.float32(np.nan)
-    state = with_parameters(state, setup.storage, arrays)
-    origin = find_origin(setup, state, batch_of(setup, 0))
-    assert origin.place == "the output of layer 1 (wide0)"
+    task, parallel = Unequal(batch_size=8), parallel_of((1, 2, 1))
+    state, name = init_state(task, parallel), "params/layers/wide0/up/kernel"
+    bad = np.full_like(api.stored(task, parallel, state)[name], np.nan)
+    state = api.with_arrays(task, parallel, state, {name: bad})
+    [batch] = batches_of(task, 1)
+    assert api.origin(task, parallel, state, batch)[0] == "the output of layer 1 (wide0)"
 
 
 def test_the_table_names_the_parameters_and_counts_them_as_one_device_does():
     def rows(mesh):
-        table = str(show(abstract_state(setup_of(Unequal(batch_size=8), parallel_of(mesh)))))
+        table = str(show(api.abstract_state(Unequal(batch_size=8), parallel_of(mesh))))
         return [line.split() for line in table.splitlines()]
 
     plain, pooled = rows((1, 1, 1)), rows((1, 2, 1))
@@ -315,36 +271,35 @@ def test_the_table_names_the_parameters_and_counts_them_as_one_device_does():
 
 # ---- bytes ----
 
+OF_ENDS = {
+    "each stage": "stores all of scale",
+    "stage 0": "stores inputs, mix",
+    "stage 3": "stores outputs, unmix",
+}
+
 
 @pytest.mark.full
 def test_a_device_has_room_for_its_own_stage():
     task = Unequal(("wide 20", "wide 60", "wide 50", "wide 20"), batch_size=8)
     parallel = parallel_of((1, 4, 1), placement="even")
-    setup = setup_of(task, parallel)
-    assert setup.storage.pools is not None
     of_stage, model = [], nnx.eval_shape(lambda: task.make_model(nnx.Rngs(0)))
     for number, ends in enumerate(
         [(model.mix, model.inputs), (), (), (model.unmix, model.outputs)]
     ):
         layer = nnx.state(model.layers.maker(number)(nnx.Rngs(0)), nnx.Param)
         of_stage.append(4 * sum(a.size for a in jax.tree.leaves((layer, jax.tree.leaves(ends)))))
-    stacks = setup.storage.pools[0].stack_bytes
+    stacks = api.device_bytes(
+        api.abstract_state(Averaged(task.kinds, batch_size=8), parallel).params
+    )
     assert stacks >= sum(of_stage[1:]) > 2 * max(of_stage)
-    state = abstract_state(setup)
-    assert set(state.params) == {"@pool", "scale"}
-    own = device_bytes(state.params["@pool"])
+    state = api.abstract_state(task, parallel)
+    own = api.device_bytes(state.params) - api.device_bytes(state.params["scale"])
     assert max(of_stage) <= own <= 1.05 * max(of_stage)
-    assert device_bytes(state.opt_state) == 2 * device_bytes(state.params) + 8  # two counts
-    real = init_state(setup)
-    assert device_bytes(real) == device_bytes(state)
-    [(what, text)] = setup.storage.describe()
-    assert what == "storage"
-    assert text.startswith("layers in pools, ")
-    assert dict(describe_outer_modules(setup.storage)) == {
-        "each stage": "stores all of scale",
-        "stage 0": "stores inputs, mix",
-        "stage 3": "stores outputs, unmix",
-    }
+    assert api.device_bytes(state.opt_state) == 2 * api.device_bytes(state.params) + 8  # two counts
+    assert api.device_bytes(init_state(task, parallel)) == api.device_bytes(state)
+    summary = api.summary(task, parallel)
+    assert summary["storage"].startswith("layers in pools, ")
+    assert summary | OF_ENDS == summary
 
 
 @pytest.mark.more
@@ -355,9 +310,8 @@ def test_a_device_has_room_for_its_own_stage():
 def test_nothing_of_a_pool_is_sent_over_stages(kinds, zero_bubble):
     task = Unequal(kinds, batch_size=16)
     parallel = parallel_of((2, 2, 1), zero_bubble=zero_bubble)
-    setup_of(task, parallel)
     report = inspect_step(task, parallel)
-    assert max(c.bytes for c in report.along(STAGE) if not c.in_loop) < 2000
+    assert max(c.bytes for c in report.along("stage") if not c.in_loop) < 2000
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 4), (1, 2, 4)])
@@ -388,7 +342,7 @@ class Draws(Unequal):
 def test_a_model_in_pools_draws_as_on_one_device():
     task = Draws(ALIKE, batch_size=8)
     one, stages = (
-        trained(setup_of(task, parallel), 1)[1]
+        trained(task, parallel, steps=(0,))[1].loss
         for parallel in (ONE, parallel_of((1, 2, 1), num_chunks=1))
     )
     np.testing.assert_allclose(stages, one, rtol=1e-5)
@@ -403,34 +357,24 @@ class Averaged(Unequal):
         return params
 
 
-@pytest.mark.full
 def test_where_stacks_stay_the_table_says_so():
-    setup = Setup.of(Averaged(batch_size=8), parallel_of((1, 2, 1)))
-    assert setup.storage.pools is None
-    assert "wide0" in abstract_state(setup).params["layers"]
-    [(_, text)] = setup.storage.describe()
-    assert text == "layers in stacks by kind, not in pools"
+    task, parallel = Averaged(batch_size=8), parallel_of((1, 2, 1))
+    assert "wide0" in api.abstract_state(task, parallel).params["layers"]
+    assert api.summary(task, parallel)["storage"] == "layers in stacks by kind, not in pools"
 
 
 def test_layers_of_one_kind_stay_in_a_stack_and_only_ends_are_in_pools():
-    setup = setup_of(Unequal(ALIKE, batch_size=8), parallel_of((1, 4, 1), placement="even"))
-    state, model = (
-        abstract_state(setup),
-        nnx.eval_shape(lambda: Foretelling(ALIKE, rngs=nnx.Rngs(0))),
-    )
-    assert set(state.params) == {"layers", "@pool", "scale"}
-    assert setup.storage.describe() == []
-    assert dict(describe_outer_modules(setup.storage)) == {
-        "each stage": "stores all of scale",
-        "stage 0": "stores inputs, mix",
-        "stage 3": "stores outputs, unmix",
-    }
+    task, parallel = Unequal(ALIKE, batch_size=8), parallel_of((1, 4, 1), placement="even")
+    state = api.abstract_state(task, parallel)
+    summary = api.summary(task, parallel)
+    assert "storage" not in summary
+    assert summary | OF_ENDS == summary
+    model = nnx.eval_shape(lambda: Foretelling(ALIKE, rngs=nnx.Rngs(0)))
     of_ends = [
         4 * sum(a.size for a in jax.tree.leaves(both))
         for both in ((model.mix, model.inputs), (model.unmix, model.outputs))
     ]
-    own = device_bytes(state.params["@pool"])
+    others = api.device_bytes((state.params["layers"], state.params["scale"]))
+    own = api.device_bytes(state.params) - others
     assert max(of_ends) <= own <= 1.05 * max(of_ends)
-    assert device_bytes(state.opt_state) == 2 * device_bytes(state.params) + 8
-    whole = Setup.of(Averaged(ALIKE, batch_size=8), setup.parallel)
-    assert whole.storage.pools is None
+    assert api.device_bytes(state.opt_state) == 2 * api.device_bytes(state.params) + 8

@@ -3,32 +3,51 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from lib.laws import MODEL, make_settings
+from lib import api
+from lib.laws import MODEL, on_devices
 from lib.models import Regress
 
-from jaxpar import MeshConfig, Parallel, PipelineConfig
-from jaxpar.hosts.launch import environs
-from jaxpar.model.facts import ModelFacts
-from jaxpar.partition.partition import Partition
-from jaxpar.pipeline import balance
-from jaxpar.pipeline.placement import PartCosts
+from jaxpar import ArrayBatches, MeshConfig, Parallel, PipelineConfig, init_state
+from jaxpar.lm import LM
 from jaxpar.planning import estimate_step, find_machine, plan
-from jaxpar.step.setup import Setup
-from jaxpar.training.summary import describe_balance, summarize
 
 END_SECONDS = 300  # which only a process that hangs takes
-EIGHT = dataclasses.replace(MODEL, num_layers=8, vocab_size=32)  # a head of a quarter of a layer
 
 
-def laid_out(stages, speeds, task=EIGHT, **pipeline):
-    parallel = make_settings((1, stages, 1), layout={"speeds": speeds}, **pipeline).parallel
-    return Partition(ModelFacts.of(task), parallel)
+@dataclasses.dataclass(frozen=True)
+class OfNoText(LM):
+    """A language model that reads no corpus."""
+
+    def describe(self):
+        return []
+
+    def make_batches(self, split, seed=None):
+        tokens = np.zeros((self.batch_size, self.seq_len), np.int32)
+        return ArrayBatches({"inputs": tokens}, self.batch_size, seed)
+
+
+# A head of a quarter of a layer.
+EIGHT = OfNoText(**vars(MODEL) | {"num_layers": 8, "vocab_size": 32})
+
+
+def summary_of(stages, speeds, task=EIGHT, **pipeline):
+    parallel = Parallel(on_devices((1, stages, 1)), PipelineConfig(**pipeline), speeds=speeds)
+    return api.summary(task, parallel)
+
+
+def placed(*args, **pipeline):
+    """The number of layers on each place, and whether the head is on the last one."""
+    words = re.search(r"\((.*)\)", summary_of(*args, **pipeline)["layers"])[1]
+    ranges = [re.findall(r"(\d+)(?:-(\d+))?", place) for place in words.split("|")]
+    numbers = (sum(int(end or begin) - int(begin) + 1 for begin, end in own) for own in ranges)
+    return tuple(numbers), words.endswith("last")
 
 
 @pytest.mark.parametrize(
@@ -45,8 +64,7 @@ def test_the_head_counts_as_work_where_speeds_differ(
     layers_in_head, speeds, asked, head, placement
 ):
     task = dataclasses.replace(EIGHT, vocab_size=8 * 16 * layers_in_head)
-    partition = laid_out(2, speeds, task, head=asked)
-    assert (partition.head, partition.placement) == (head, placement)
+    assert placed(2, speeds, task, head=asked) == (placement, head == "last")
 
 
 @pytest.mark.parametrize("placement", ["even", "0-3 | 4-7, last"])
@@ -71,41 +89,17 @@ def test_speeds_are_refused_where_they_would_change_nothing(placement):
     ],
 )
 def test_fast_stages_have_more_layers(stages, speeds, pipeline, placement):
-    assert laid_out(stages, speeds, **pipeline).placement == placement
-    assert laid_out(stages, tuple(2 * speed for speed in speeds), **pipeline).placement == placement
-
-
-def test_the_first_of_unequal_speed_is_the_best_by_brute_force():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        num_layers, num_places = int(rng.integers(1, 8)), int(rng.integers(1, 5))
-        first, last, shared, *layers = map(tuple, rng.random((num_layers + 3, 2)).tolist())
-        speeds = tuple(rng.uniform(0.2, 4, num_places))
-        costs = PartCosts(tuple(layers), first, last, speeds, shared)
-
-        def tick(placement, costs=costs):
-            ends = [sum(placement[:n]) for n in range(len(placement) + 1)]
-            slowest = [0.0, 0.0]
-            for at, speed in enumerate(costs.speeds):
-                own = costs.layers[ends[at] : ends[at + 1]]
-                for number in (0, 1):
-                    cost = sum(layer[number] for layer in own) + costs.shared[number]
-                    cost += costs.first[number] * (at == 0)
-                    cost += sum(costs.last) * (at == len(placement) - 1 and number == 0)
-                    slowest[number] = max(slowest[number], cost / speed)
-            return sum(slowest)
-
-        every = [p for p in np.ndindex(*[num_layers + 1] * num_places) if sum(p) == num_layers]
-        assert tick(balance(costs, num_places)[0]) == pytest.approx(min(map(tick, every)))
+    for times in (1, 2):
+        own = tuple(times * speed for speed in speeds)
+        assert placed(stages, own, **pipeline)[0] == placement
 
 
 def test_what_training_says_of_speeds():
-    settings = make_settings((1, 2, 1), task=Regress(), layout={"speeds": (1, 3.5)})
-    rows = dict(summarize(Setup.of(*settings)))
+    rows = summary_of(2, (1, 3.5), Regress())
     assert rows["speeds"] == "1 : 3.5"
     assert rows["time"].startswith("stage 0: ")
     assert "work" not in rows
-    warning = dict(describe_balance(laid_out(2, (1, 3.0), placement=(4, 4))))["warning"]
+    warning = summary_of(2, (1, 3.0), placement=(4, 4))["warning"]
     assert warning.startswith("placement=(4, 4): stages have unequal work and wait")
     assert "up to ~1.92 times as fast with placement=(2, 6)" in warning
 
@@ -142,7 +136,7 @@ def test_a_cost_goes_by_the_speeds():
 )
 def test_bad_speeds_are_refused(speeds, message):
     with pytest.raises(ValueError, match=message):
-        laid_out(2, speeds)
+        init_state(EIGHT, Parallel(on_devices((1, 2, 1)), speeds=speeds))
 
 
 def test_another_number_of_stages_has_no_speeds():
@@ -163,7 +157,7 @@ def test_two_processes_of_unequal_speed():
             text=True,
             env=environ,
         )
-        for environ in environs(2, 1, {**os.environ, "XLA_FLAGS": one_core})
+        for environ in api.environments(2, 1, {**os.environ, "XLA_FLAGS": one_core})
     ]
     told = [process.communicate(timeout=END_SECONDS) for process in processes]
     for process, (_, said) in zip(processes, told, strict=True):

@@ -50,6 +50,7 @@ from jaxpar.data.bucketed import choose_edges as choose_edges  # documented for 
 from jaxpar.data.packed import PackedBatches as PackedBatches  # documented for users
 from jaxpar.hosts import distributed, stopping
 from jaxpar.hosts.launch import environs
+from jaxpar.hosts.stopping import Stop
 from jaxpar.lm.options import LAYERS
 from jaxpar.mesh import described_devices
 from jaxpar.model import task as task_module
@@ -81,8 +82,9 @@ from jaxpar.trace import surprises
 from jaxpar.trace.counts import amount
 from jaxpar.training import comparison, loop
 from jaxpar.training.callbacks import TRACKERS
-from jaxpar.training.checkpoint import Checkpoints, Writing, write_table
-from jaxpar.training.evaluate import sum_batches
+from jaxpar.training.checkpoint import Checkpoints, Writing, checksums, write_table
+from jaxpar.training.evaluate import evaluate, sum_batches
+from jaxpar.training.fingerprint import HashedBatches
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.predict import predict
 from jaxpar.training.progress import Curves, Evaluation, Progress
@@ -195,6 +197,13 @@ def evaluation(
     return found, dataclasses.replace(state, carry=carry)
 
 
+def evaluation_of_split(
+    task: Task, parallel: Parallel | None, state: TrainState, split: str
+) -> Evaluation:
+    """An evaluation on "valid" or "test", as callbacks are given it."""
+    return evaluate(Setup.of(task, parallel), state, split)
+
+
 def epoch_sums(
     task: Task, parallel: Parallel | None, state: TrainState, batches: Any
 ) -> dict[str, float]:
@@ -287,9 +296,11 @@ def audit(state: TrainState) -> None:
     state_of.audit(state)
 
 
-def model(task: Task, parallel: Parallel | None, state: TrainState) -> nnx.Module:
-    """The user's model with the parameters of a state, on one device."""
-    return model_of(Setup.of(task, parallel), state, sharded=False)
+def model(
+    task: Task, parallel: Parallel | None, state: TrainState, *, sharded: bool = False
+) -> nnx.Module:
+    """The user's model with the parameters of a state, on one device or on those of the mesh."""
+    return model_of(Setup.of(task, parallel), state, sharded=sharded)
 
 
 def evaluated(task: Task, parallel: Parallel | None, state: TrainState) -> TrainState:
@@ -470,6 +481,12 @@ def tried_backward_passes() -> Iterator[list[str]]:
 # ---- batches ----
 
 
+def identity_of_batch(task: Task, parallel: Parallel | None, step: int) -> dict[str, str]:
+    """What a checkpoint of a step says of the batch that comes next."""
+    batches = HashedBatches(Setup.of(task, parallel), task.make_batches("train", 0), "")
+    return batches.describe(step)["batches"]
+
+
 def put_batch(task: Task, parallel: Parallel, batch: Any) -> Any:
     """A whole batch on the devices of a mesh."""
     return batches.put_batch(batch, batch_sharding(Setup.of(task, parallel)))
@@ -564,13 +581,14 @@ def run_steps(folder: Any) -> list[int]:
     return _checkpoints_of(folder).steps()
 
 
-def run_state(folder: Any) -> TrainState:
-    """The whole state of a run's newest checkpoint."""
-    return _checkpoints_of(folder).restore()
+def run_state(folder: Any, **which: Any) -> TrainState:
+    """The whole state of a run's newest checkpoint, or of that of a `step`, or of the `best`."""
+    return _checkpoints_of(folder).restore(**which)
 
 
 def _checkpoints_of(folder: Any) -> Checkpoints:
     run = RunFolder(folder)
+    run.check()
     return run.checkpoints(Setup.of(*run.settings()))
 
 
@@ -585,11 +603,20 @@ def whole_steps(folder: Any, task: Task) -> list[int]:
 
 
 def describe_checkpoint(folder: Any, changes: dict[str, Any]) -> None:
-    """Changes what the file of a checkpoint says of it; its hash fits."""
+    """Changes what the file of a checkpoint says of it; None leaves a part out. Its hash fits."""
     path = Path(folder) / "checkpoint.json"
     content = json.loads(path.read_text()) | changes
     del content["hash"]
-    write_table(path, content)
+    write_table(path, {name: value for name, value in content.items() if value is not None})
+
+
+def reseal_checkpoint(folder: Any) -> None:
+    """Makes the checksums of a checkpoint those of the files that are there."""
+    path = Path(folder)
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != "checkpoint.json"]
+    known = json.loads((path / "checkpoint.json").read_text())["checksums"]
+    names = [str(file.relative_to(path)) for file in files]
+    describe_checkpoint(path, {"checksums": known | checksums(path, names)})
 
 
 def command(*words: str) -> int:
@@ -641,7 +668,9 @@ def summary(
     task: Task, parallel: Parallel | None = None, train: TrainConfig | None = None
 ) -> dict[str, str]:
     """The table that a run prints first."""
-    return dict(summarize(Setup.of(task, parallel, train)))
+    rows = [*summarize(Setup.of(task, parallel, train))]
+    assert len(rows) == len({name for name, _ in rows}), rows
+    return dict(rows)
 
 
 # ---- pictures ----
@@ -738,28 +767,39 @@ MOMENTS = {
     "take the folder": (FolderLock, "_take"),
     "begin": (RunFolder, "start"),
     "add a line": (RunFolder, "append_metrics"),
+    "save": (Checkpoints, "save"),
     "make the folder of a checkpoint": (Writing, "_make_folder"),
     "write arrays": (Writing, "_write"),
     "finish a checkpoint": (Writing, "_finish"),
+    "look for a signal": (Stop, "now"),
 }
 
 
 @contextlib.contextmanager
-def instead_of(moment: str, do: Callable[[Path, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Where a run comes to a moment of `MOMENTS`, it calls this.
+def instead_of(moment: str, do: Callable[[Path | None, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Where jaxpar comes to a moment of `MOMENTS`, it calls this.
 
     Args:
-      do: of the folder of the run or checkpoint, and a function that does what the run would do.
+      do: of the folder of the run or checkpoint, if there is one, and a function that does what jaxpar would
+        do.
     """
     kind, name = MOMENTS[moment]
     work = getattr(kind, name)
 
     def other(self: Any, *args: Any) -> Any:
-        folder = self._folder if kind is FolderLock else self.path
+        folder = getattr(self, "path", None) or getattr(self, "_folder", None)
         return do(folder, lambda: work(self, *args))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, name, other)
+        yield
+
+
+@contextlib.contextmanager
+def devices_have_peak(flops: float) -> Iterator[None]:
+    """Each device is known to do so many FLOPs a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.training.progress.peak_flops", lambda device, dtype: flops)
         yield
 
 
@@ -837,6 +877,14 @@ def search_for_origin_raises(error: Exception) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "find_origin", search)
+        yield
+
+
+@contextlib.contextmanager
+def logits_are_in_pieces() -> Iterator[None]:
+    """The scores of few words are computed in pieces, as those of many are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxpar.lm.loss.LOGITS_ON_CPU", 1)
         yield
 
 
