@@ -11,13 +11,9 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from lib import api
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig, fit, load_run
-from jaxpar.lm import Vocabulary
-from jaxpar.lm.task import VOCABULARY
-from jaxpar.model.task import find_task
-from jaxpar.step.setup import Setup
-from jaxpar.training.run_folder import RunFolder
 
 # What Python and its libraries say of bytes that mean nothing to them.
 RAW = r"codec|Expecting|Extra data|delimiter|KeyError|control char|Traceback|'utf-8'|DATA_LOSS|_NOT_|INVALID"
@@ -32,11 +28,11 @@ def run(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
     file = folder.parent / "own.py"
     file.write_text(
-        "import dataclasses\nfrom jaxpar.lm.task import LM\n"
+        "import dataclasses\nfrom jaxpar.lm import LM\n"
         "@dataclasses.dataclass(frozen=True)\nclass Own(LM):\n    depth: int = 1\n"
     )
     rate = OptimizerConfig(learning_rate=0.1, warmup_steps=0)
-    task = find_task(f"{file}:Own")(
+    task = api.task_class(f"{file}:Own")(
         num_layers=2, hidden_size=8, embed_size=8, corpus=str(text), batch_size=8, seq_len=4, optimizer=rate
     )  # fmt: skip
     train = TrainConfig(
@@ -51,16 +47,13 @@ def arrays(tree):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def whole_state(path, **options):
-    folder = RunFolder(path)
-    folder.check()
-    return arrays(folder.checkpoints(Setup.of(*folder.settings())).restore(**options))
+def whole_state(path, **which):
+    return arrays(api.run_state(path, **which))
 
 
 def settings(path):
-    RunFolder(path).check()
-    task, parallel, train = RunFolder(path).settings()
-    return repr((vars(task), parallel, vars(train) | {"out_dir": None}))
+    setup = load_run(path).setup
+    return repr((vars(setup.task), setup.parallel, vars(setup.train) | {"out_dir": None}))
 
 
 # Files that people may change.
@@ -73,8 +66,8 @@ READERS = {
     "state": whole_state,
     "earlier state": lambda path: whole_state(path, step=2),
     "best": lambda path: whole_state(path, best=True),
-    "metrics": lambda path: (RunFolder(path).check(), RunFolder(path).metrics())[1],
-    "vocabulary": lambda path: Vocabulary.from_json(RunFolder(path).read(VOCABULARY)),
+    "metrics": lambda path: load_run(path).metrics(),
+    "vocabulary": lambda path: load_run(path).vocabulary,
 }
 
 

@@ -2,12 +2,11 @@
 
 import optax
 import pytest
+from lib import api
 from lib.regression import Regression, X, make_task
 
 import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
-from jaxpar.step.setup import Setup
-from jaxpar.training.summary import summarize
 
 
 def own_chain():
@@ -37,8 +36,7 @@ SAID = {
 @pytest.mark.parametrize("what", SAID)
 def test_a_summary_says_what_the_optimizer_is(what):
     optimizer, words = SAID[what]
-    setup = Setup.of(make_task(optimizer), "dp1", TrainConfig(num_steps=8))
-    rows = dict(summarize(setup))
+    rows = api.summary(make_task(optimizer), "dp1", TrainConfig(num_steps=8))
     assert rows["optimizer"] == f"{words}, 8 steps"
     before = "" if what == "a config" else " before your optimizer"
     clipped = "clipped to norm 1" if what == "a config" else f"not clipped{before}"
@@ -47,16 +45,16 @@ def test_a_summary_says_what_the_optimizer_is(what):
 
 def test_a_summary_has_lines_of_the_data_the_batch_and_the_clipping():
     parallel = Parallel("pp2", PipelineConfig(num_microbatches=2))
-    rows = dict(summarize(Setup.of(Regression(), parallel, TrainConfig(clip_norm=0.5))))
+    rows = api.summary(Regression(), parallel, TrainConfig(clip_norm=0.5))
     assert rows["data"] == "64 rows to train on (ArrayBatches): x float32[8]"
     assert rows["batch"] == "16 rows, in 2 microbatches of 8 rows"
     assert rows["clipping"] == "gradients are clipped to norm 0.5"
 
 
 def test_a_summary_has_lines_of_shares_and_speeds():
-    rows = dict(summarize(Setup.of(Regression(), Parallel("dp2", shares=(3, 1)))))
+    rows = api.summary(Regression(), Parallel("dp2", shares=(3, 1)))
     assert rows["shares"] == "3 : 1"
-    rows = dict(summarize(Setup.of(Regression(), Parallel("pp2", speeds=(1, 2.5)))))
+    rows = api.summary(Regression(), Parallel("pp2", speeds=(1, 2.5)))
     assert rows["speeds"] == "1 : 2.5"
 
 
@@ -67,7 +65,7 @@ class Streamed(Regression):
 
 
 def test_a_stream_of_many_arrays_is_described_in_one_line():
-    rows = dict(summarize(Setup.of(Streamed(), "dp1")))
+    rows = api.summary(Streamed(), "dp1")
     assert rows["data"] == (
         "a stream (IteratorBatches): a float32[8], b float32[8], c float32[8], d float32[8], and 2 more"
     )
@@ -78,9 +76,7 @@ def test_a_task_describes_its_data_and_batch_in_its_own_words():
         def describe(self):
             return [("batch", "16 of 64"), ("data", "noise"), ("note", "own")]
 
-    names = [name for name, _ in summarize(Setup.of(Told(), "dp1"))]
-    rows = dict(summarize(Setup.of(Told(), Parallel("dp1", PipelineConfig(num_microbatches=2)))))
+    rows = api.summary(Told(), Parallel("dp1", PipelineConfig(num_microbatches=2)))
     assert rows["data"] == "noise"
     assert rows["batch"] == "16 of 64, in 2 microbatches of 8 rows"
     assert rows["note"] == "own"
-    assert len(names) == len({*names})

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxpar.base.sheets import SHEETS, sheet_of
+from jaxpar.base.sheets import SHEETS, peak_flops, sheet_of
 from jaxpar.planning import find_machine
 
 
@@ -30,3 +30,19 @@ def test_every_machine_that_is_compiled_for_has_a_data_sheet():
     with pytest.raises(ValueError, match="machine 'x100:1x1x1'") as error:
         find_machine("x100:1x1x1")
     assert {*re.findall(r"[vhab]\d+[ep]?", str(error.value))} == SHEETS.keys() - {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "dtype", "peak"),
+    [
+        ("gpu", "NVIDIA H100 80GB HBM3", "bfloat16", 989.4e12),
+        ("gpu", "NVIDIA H100 80GB HBM3", "float32", 494.7e12),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "float16", 156e12), ("tpu", "TPU v5 lite", "bfloat16", 197e12),
+        ("tpu", "TPU v6 lite", "float32", 918e12), ("gpu", "NVIDIA H100 PCIe", "bfloat16", None),
+        ("gpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16", None), ("gpu", "NVIDIA L4", "float32", None),
+        ("gpu", "NVIDIA GH200 480GB", "float32", None), ("cpu", "cpu", "float32", None),
+    ],
+)  # fmt: skip
+def test_a_peak_is_that_of_the_very_kind(platform, kind, dtype, peak):
+    device = type("Device", (), {"platform": platform, "device_kind": kind})
+    assert peak_flops(device, dtype) == peak
