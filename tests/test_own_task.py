@@ -12,6 +12,7 @@ import tomllib
 
 import jax
 import pytest
+from lib import api
 
 FILE = '''"""Forecasts of waves whose period changes: a GRU says the next value."""
 
@@ -341,8 +342,6 @@ class Picky(jaxpar.Task):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_have_one_message(mistake, tmp_path, monkeypatch, capsys):
-    from jaxpar.cli.main import main
-
     assert len(jax.devices()) == 8  # started, or a file that simulates would have its way
     (tmp_path / "forecast.py").write_text(FILE)
     (tmp_path / "fails.py").write_text("1 / 0\n")
@@ -353,7 +352,7 @@ def test_mistakes_have_one_message(mistake, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     spec, message = MISTAKES[mistake]
     more = ["--number", "8"] if spec.endswith("Picky") else []
-    assert main(["train", spec, "--mesh", "dp8", *more]) == 2
+    assert api.command("train", spec, "--mesh", "dp8", *more) == 2
     captured = capsys.readouterr()
     assert re.search(message, captured.err, re.M | re.S), captured.err
     assert captured.err.count("\n") <= 3
@@ -435,12 +434,10 @@ WRONG = [
 @pytest.mark.rows(4)
 @pytest.mark.parametrize(("right", "wrong", "message"), WRONG)
 def test_mistakes_in_a_model_have_one_message(right, wrong, message, tmp_path, monkeypatch, capsys):
-    from jaxpar.cli.main import main
-
     assert right in FILE
     (tmp_path / "own.py").write_text(FILE.replace(right, wrong))
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "own.py:Forecast", "--mesh", "dp2pp2tp2"]) == 2
+    assert api.command("train", "own.py:Forecast", "--mesh", "dp2pp2tp2") == 2
     captured = capsys.readouterr()
     assert re.search(f"error: .*{message}", captured.err, re.M | re.S), captured.err
     assert captured.err.count("\n") <= 3
@@ -450,25 +447,27 @@ def test_mistakes_in_a_model_have_one_message(right, wrong, message, tmp_path, m
 @pytest.mark.full
 def test_counts_in_python_and_the_numbers_of_numpy_are_taken(tmp_path, monkeypatch, capsys):
     """A weight that is an int, labels of int64: what NumPy and shapes give by themselves."""
-    from jaxpar.cli.main import main
-
     text = FILE.replace('jnp.sum(batch["weight"]), {', "error.size, {")
     (tmp_path / "own.py").write_text(text.replace(".astype(np.float32)", ""))
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "own.py:Forecast", "--mesh", "dp2pp2tp2", "--train.num-steps", "2"]) == 0
+    assert (
+        api.command("train", "own.py:Forecast", "--mesh", "dp2pp2tp2", "--train.num-steps", "2")
+        == 0
+    )
     captured = capsys.readouterr()
     assert captured.err == ""
     assert "splits no parameter" not in captured.out
     (tmp_path / "own.py").write_text(text.replace('"hidden"', "None"))
-    assert main(["train", "own.py:Forecast", "--mesh", "dp2pp2tp2", "--train.num-steps", "2"]) == 0
+    assert (
+        api.command("train", "own.py:Forecast", "--mesh", "dp2pp2tp2", "--train.num-steps", "2")
+        == 0
+    )
     said = " ".join(capsys.readouterr().out.split())
     assert "warning tensor=2 splits no parameter, so 2 devices repeat the same work; name" in said
 
 
 @pytest.mark.full
 def test_a_loop_may_begin_with_constants(tmp_path, monkeypatch, capsys):
-    from jaxpar.cli.main import main
-
     (tmp_path / "own.py").write_text(
         FILE.replace(LOOP, LOOP.replace("h, x", "jnp.zeros(h.shape), x"))
     )
@@ -477,7 +476,7 @@ def test_a_loop_may_begin_with_constants(tmp_path, monkeypatch, capsys):
         command = ["train", "own.py:Forecast", "--mesh", mesh, "--train.out-dir", mesh]
         # The loop begins anew in each chunk of time.
         command += ["--pipeline.num-chunks", "1", "--train.num-steps", "3"]
-        assert main([*command, "--train.log-every", "1"]) == 0
+        assert api.command(*command, "--train.log-every", "1") == 0
     assert capsys.readouterr().err == ""
     one, many = (
         [

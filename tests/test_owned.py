@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from lib import api
 
 import jaxpar
 from jaxpar import (
     IteratorBatches,
     OptimizerConfig,
+    Parallel,
     Stack,
     Sums,
     Task,
@@ -28,11 +30,6 @@ from jaxpar import (
     nn,
     value_and_grad,
 )
-from jaxpar.data.batches import place_batch, put_batch
-from jaxpar.step.functions import make_eval_step
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import batch_sharding
-from jaxpar.training.predict import predict
 
 B, T, WIDTH = 4, 3, 8
 OFFSETS = (0, 16)  # bytes after a multiple of 64
@@ -119,12 +116,13 @@ class Refilling(Task):
 @pytest.mark.rows(5)
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("place", [place_batch, put_batch])
-def test_placed_batch_stays_as_it_was(place, mesh, offset):
-    source, sharding = Refilled(offset), batch_sharding(Setup.of(Refilling(), mesh))
-    # On two devices, two halves are read one after the other into the same array.
-    whole = place is put_batch
-    batch = put_batch(source.batch(0), sharding) if whole else place_batch(source, 0, sharding)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_placed_batch_stays_as_it_was(is_whole, mesh, offset):
+    source, task, parallel = Refilled(offset), Refilling(), Parallel(mesh)
+    if is_whole:
+        batch = api.put_batch(task, parallel, source.batch(0))
+    else:  # on two devices, two halves are read one after the other into the same array
+        batch = api.placed_batch(task, parallel, source, 0)
     source.x[:], source.starts[()] = np.nan, False
     np.testing.assert_array_equal(batch["x"], values(0))
     assert batch["starts"]
@@ -145,14 +143,14 @@ def test_batches_of_a_stream_stay_as_they_were(offset):
 @pytest.mark.more
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(
-    "make", [make_train_step, value_and_grad, make_eval_step, make_predict_step]
+    "make", [make_train_step, value_and_grad, api.eval_step, make_predict_step]
 )
 def test_step_returns_with_its_batch_read(make, mesh):
-    setup = Setup.of(Refilling(stream=False), mesh)
-    step = make(setup)
-    expected = jax.device_get(step(init_state(setup), {"x": values(1), "starts": np.True_}))
+    task = Refilling(stream=False)
+    step, state = make(task, mesh), init_state(task, mesh)
+    expected = jax.device_get(step(state, {"x": values(1), "starts": np.True_}))
     for offset in OFFSETS:
-        state = init_state(setup)
+        state = init_state(task, mesh)
         x, starts = buffer(offset), np.ones((), bool)
         x[:] = values(1)
         found = step(state, {"x": x, "starts": starts})
@@ -178,8 +176,9 @@ def test_run_is_that_of_fresh_arrays(tmp_path, mesh, stream):
 @pytest.mark.more
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_predictions_are_those_of_fresh_arrays(offset):
-    setup = Setup.of(Refilling(stream=False), "dp1")
-    found = predict(setup, init_state(setup), Refilled(offset), quiet=True)
+    task, parallel = Refilling(stream=False), Parallel("dp1")
+    state = init_state(task, parallel)
+    found = api.epoch_predictions(task, parallel, state, Refilled(offset))
     np.testing.assert_array_equal(found["x"], np.concatenate([*map(values, range(3))])[..., 0])
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from lib import api
 from lib.laws import more, on_devices
 from lib.models import MAKERS, WIDTH, Regress, Regression
 
@@ -25,22 +26,17 @@ from jaxpar import (
     TrainConfig,
     fit,
     init_state,
+    make_predict_step,
     make_train_step,
     value_and_grad,
 )
-from jaxpar.data.batches import place_batch
 from jaxpar.lm import LM
-from jaxpar.model.task import find_task
 from jaxpar.nn import GRU, Bidirectional, Stateless
-from jaxpar.step import independence, trial
-from jaxpar.step.independence import IndependenceCheck, check_rows_alone
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import batch_sharding, make_loss_and_grad
 from recipes.awd import AWD
 
 pytestmark = pytest.mark.fresh
 
-ONE = Parallel(on_devices((1, 1, 1))).resolve(8)
+ONE = Parallel(on_devices((1, 1, 1)))
 
 
 class Layer(nnx.Module):
@@ -94,27 +90,21 @@ def batch_norm(x):
     return (x - x.mean((0, 1), keepdims=True)) / (x.std((0, 1), keepdims=True) + 1e-5)
 
 
-def loss_on(task, mesh, make_step, **units):
+def step_on(task, mesh, make_step, **units):
     parallel = Parallel(on_devices(mesh), PipelineConfig(**units))
-    mesh = parallel.mesh.build()
-    batch = place_batch(
-        task.make_batches("train", 0), 0, batch_sharding(Setup.of(task, parallel, mesh=mesh))
-    )
-    return make_step(task, parallel, mesh)(init_state(task, parallel, mesh=mesh), batch)
+    batch = task.make_batches("train", 0).batch(0)
+    return make_step(task, parallel)(init_state(task, parallel), batch)
 
 
-def unchecked(task, parallel, mesh):
-    step = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
-    return lambda state, batch: float(step(state, batch)[0][0])
-
-
-def checked(task, parallel, mesh):
-    return make_train_step(task, parallel, mesh=mesh)
+def loss_of_evaluation(task, mesh):
+    """Which checks no rows."""
+    _, sums = step_on(task, mesh, api.eval_step)
+    return float(sums.loss / sums.weight)
 
 
 def test_a_norm_over_the_batch_is_refused_before_a_file_is_written(tmp_path):
     task = task_of(lambda carry, x, at: (carry, batch_norm(x)))
-    whole, halves = (loss_on(task, (data, 1, 1), unchecked) for data in (1, 2))
+    whole, halves = (loss_of_evaluation(task, (data, 1, 1)) for data in (1, 2))
     assert abs(whole - halves) > 1e-3 * whole  # why
     train = TrainConfig(num_steps=2, out_dir=str(tmp_path / "run"))
     refused = r"^layer layer0 mixes the rows of a batch: a change in row 0 .* output in other.*\n.*nnx\.Layer"
@@ -128,25 +118,20 @@ def test_a_module_that_takes_rows_first_is_told_of_the_dims():
     def make(rngs):
         return Stateless(nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs))
 
-    setup = Setup.of(task_of(make=make), ONE)
     refused = r"layer stateless mixes the rows .*\nFix: .* blocks are \[time, rows, \.\.\.\], so swap these"
     with pytest.raises(ValueError, match=refused):
-        check_rows_alone(setup.parts)
-
-
-def gradients(task, parallel, mesh):
-    return value_and_grad(task, parallel, mesh=mesh)
+        api.check_before_run(task_of(make=make), ONE)
 
 
 @pytest.mark.full
 def test_a_step_of_ones_own_refuses_it_where_rows_lie_apart():
     task = task_of(lambda carry, x, at: (carry, batch_norm(x)))
     for mesh, units in (((2, 1, 1), {}), ((1, 1, 1), {"num_microbatches": 2})):
-        for make_step in (checked, gradients):
+        for make_step in (make_train_step, value_and_grad):
             with pytest.raises(ValueError, match="layer layer0 mixes"):
-                loss_on(task, mesh, make_step, **units)
-    _, metrics = loss_on(task, (1, 1, 1), checked)
-    assert float(metrics.loss) == pytest.approx(loss_on(task, (1, 1, 1), unchecked), rel=1e-5)
+                step_on(task, mesh, make_step, **units)
+    _, metrics = step_on(task, (1, 1, 1), make_train_step)
+    assert float(metrics.loss) == pytest.approx(loss_of_evaluation(task, (1, 1, 1)), rel=1e-5)
 
 
 def last_with(change):
@@ -258,7 +243,7 @@ class Zero(nnx.Module):
 def test_rows_that_mix_are_named_by_where_they_do(mixed):
     options, message = MIXED[mixed]
     with pytest.raises(ValueError, match=message):
-        check_rows_alone(Setup.of(task_of(**options), ONE).parts)
+        api.check_before_run(task_of(**options), ONE)
 
 
 TWO_CHUNKS = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2))
@@ -297,9 +282,9 @@ CHUNKED = {
 def test_what_chunks_of_time_would_change_is_named(mistake):
     options, message = CHUNKED[mistake]
     task = task_of(**options)
-    check_rows_alone(Setup.of(task, ONE).parts)
+    api.check_before_run(task, ONE)
     with pytest.raises(ValueError, match=message):
-        check_rows_alone(Setup.of(task, TWO_CHUNKS).parts)
+        api.check_before_run(task, TWO_CHUNKS)
 
 
 def heeds_resets(carry, x, at):
@@ -313,7 +298,7 @@ def heeds_resets(carry, x, at):
     [(causal, True), (heeds_resets, False), (lambda carry, x, at: (carry + x[-1], x), False)],
 )
 def test_a_layer_whose_state_goes_on_between_sequences_is_told(layer, is_told, caplog):
-    check_rows_alone(Setup.of(task_of(layer), ONE).parts)
+    api.check_before_run(task_of(layer), ONE)
     said = (
         "layer layer0 ignores 'resets' of the batch, so its state continues .*at\\.resets is true"
     )
@@ -321,7 +306,7 @@ def test_a_layer_whose_state_goes_on_between_sequences_is_told(layer, is_told, c
 
 
 def test_what_chunks_of_time_leave_as_it_is_passes():
-    check_rows_alone(Setup.of(task_of(causal), TWO_CHUNKS).parts)
+    api.check_before_run(task_of(causal), TWO_CHUNKS)
 
 
 class Tags(nnx.Module):
@@ -408,31 +393,39 @@ def test_a_mean_over_the_places_that_count_is_refused(task):
     parallel = units if task.later == -1 else Parallel("dp2")
     refused = r"`last` (do not add up: its|mixes .* its gradient)"
     with pytest.raises(ValueError, match=refused):
-        check_rows_alone(Setup.of(task, parallel).parts)
+        api.check_before_run(task, parallel)
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("counts", [c if c in ("positive", "long") else more(c) for c in COUNTS])
 def test_a_sum_over_the_places_that_count_is_not(counts):
-    check_rows_alone(Setup.of(Tagged(counts, "sum", later=-1), ONE).parts)
+    api.check_before_run(Tagged(counts, "sum", later=-1), ONE)
 
 
-def test_rows_are_those_of_several_batches_and_a_short_stream_is_enough():
-    def read(num):
-        buffer = np.zeros((8, 3), np.int32)
-        for step in range(num):
-            buffer[:] = step
-            yield {"id": buffer}
+@dataclasses.dataclass(frozen=True)
+class Streamed(Tagged):
+    """Batches that a stream reads into one array; `later` is in no row of the first."""
 
-    for num, expected in ((9, [0, 1, 2, 3]), (2, [0, 1, 0, 1])):
+    num_batches: int = 9
 
-        class Streamed(Tagged):
-            def make_batches(self, split, seed=None, num=num):
-                return IteratorBatches(lambda: read(num), 8)
+    def make_batches(self, split, seed=None):
+        source = super().make_batches(split, seed)
 
-        batch, special = trial._rows_of(task := Streamed(), task.example_batch(), 4)
-        np.testing.assert_array_equal(batch["id"][:, 0], expected)
-        np.testing.assert_array_equal(special["id"], [-1, 0, max(expected)])
+        def read():
+            batch = jax.tree.map(np.copy, source.batch(0))
+            for number in range(self.num_batches):
+                for name, array in source.batch(number).items():
+                    batch[name][:] = array
+                yield batch
+
+        return IteratorBatches(read, 8)
+
+
+@pytest.mark.parametrize("num_batches", [9, 2])
+def test_rows_are_those_of_several_batches_and_a_short_stream_is_enough(num_batches):
+    with pytest.raises(ValueError, match=r"`last` (do not add up: its|mixes .* its gradient)"):
+        api.check_before_run(Streamed("not 4", later=4, num_batches=num_batches), ONE)
+    api.check_before_run(Streamed("not 4", "sum", later=4, num_batches=num_batches), ONE)
 
 
 def test_a_prediction_of_a_whole_window_is_found_where_that_is_cut():
@@ -446,14 +439,14 @@ def test_a_prediction_of_a_whole_window_is_found_where_that_is_cut():
 
     for num_chunks in (1, 2):
         cut = Parallel("pp2", PipelineConfig(num_chunks=num_chunks))
-        parts = Setup.of(Centers(("dense", "dense")), cut).parts
+        task = Centers(("dense", "dense"))
         if num_chunks == 1:
-            check_rows_alone(parts, predicts=True)
+            make_predict_step(task, cut)
             continue
         with pytest.raises(
             ValueError, match=r"`predict` gives .* split into 2 time chunks: its output 'y'"
         ):
-            check_rows_alone(parts, predicts=True)
+            make_predict_step(task, cut)
 
 
 def test_what_adds_up_over_layers_beside_the_rows_is_found_in_the_layer():
@@ -473,7 +466,7 @@ def test_what_adds_up_over_layers_beside_the_rows_is_found_in_the_layer():
         last=lambda model, y, batch: plain_last(model, y["h"], batch),
     )
     with pytest.raises(ValueError, match="layer costs mixes"):
-        check_rows_alone(Setup.of(task, ONE).parts)
+        api.check_before_run(task, ONE)
 
 
 @pytest.mark.full
@@ -500,10 +493,10 @@ def test_any_mix_is_found_and_nothing_else(place, share, shift, reads, number):
 
     task = task_of(layer)
     if place == "nowhere":
-        check_rows_alone(Setup.of(task, ONE).parts)
+        api.check_before_run(task, ONE)
         return
     with pytest.raises(ValueError, match="layer layer0 mixes"):
-        check_rows_alone(Setup.of(task, ONE).parts)
+        api.check_before_run(task, ONE)
 
 
 SMALL = {
@@ -526,7 +519,7 @@ SMALL = {
         *(more(LM(**SMALL, layer=name)) for name in ("gru", "rglru", "mingru", "slstm", "mlstm")),
         more(LM(**SMALL | {"batch_size": 2})),
         more(LM(**SMALL | {"embed_size": 8}, num_buckets=2)),
-        more(find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")()),
+        more(api.task_class(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")()),
         *(more(Regress((kind,))) for kind in [*MAKERS][:4]),
         *(more(Regress((kind,))) for kind in [*MAKERS][4:]),
         Regress(freeze="dense"),
@@ -534,16 +527,7 @@ SMALL = {
     ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",
 )
 def test_what_comes_with_jaxpar_mixes_no_rows(task):
-    check_all(Setup.of(task, ONE).parts)
-
-
-def check_all(parts):
-    """A run leaves out the parts that are of jaxpar's own modules; here they are checked."""
-    num_rows = min(independence.ROWS, parts.facts.batch_size) // 2 * 2
-    own = IndependenceCheck(parts, num_rows, parts.partition.parallel.num_chunks)
-    assert {"`first`", "`last`"} <= own.makers.keys()
-    for make in own.makers.values():
-        own.check(make())
+    api.check_all_rows(task, ONE)
 
 
 @pytest.mark.rows(1)
@@ -561,14 +545,15 @@ def check_all(parts):
     ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",
 )
 def test_what_comes_with_jaxpar_is_the_same_in_chunks_of_time(task):
-    check_all(Setup.of(task, TWO_CHUNKS).parts)
+    api.check_all_rows(task, TWO_CHUNKS)
 
 
-def test_modules_of_jaxpar_alone_are_not_checked(monkeypatch):
-    monkeypatch.setattr(independence, "IndependenceCheck", None)
-    check_rows_alone(Setup.of(LM(vocab_size=64), TWO_CHUNKS).parts)
-    with pytest.raises(TypeError, match="NoneType"):  # its `first` and `last` are of the user's
-        check_rows_alone(Setup.of(Regress(("gru",)), TWO_CHUNKS).parts)
+def test_modules_of_jaxpar_alone_are_not_checked():
+    with api.checks_of_rows() as checked:
+        api.check_before_run(LM(vocab_size=64), TWO_CHUNKS)
+        assert checked == []
+        api.check_before_run(Regress(("gru",)), TWO_CHUNKS)
+    assert checked == ["Regress"]  # its `first` and `last` are of the user's
 
 
 def test_a_function_of_the_users_in_a_layer_of_jaxpars_is_checked():
@@ -576,11 +561,11 @@ def test_a_function_of_the_users_in_a_layer_of_jaxpars_is_checked():
         def make(rngs):
             return Bidirectional(GRU(WIDTH, rngs=rngs), GRU(WIDTH, rngs=rngs), merge)
 
-        return Setup.of(task_of(make=make), ONE).parts
+        return task_of(make=make)
 
-    check_rows_alone(both_ways(jnp.add))
+    api.check_before_run(both_ways(jnp.add), ONE)
     with pytest.raises(ValueError, match=r"layer .*bidirectional.* mixes the rows of a batch"):
-        check_rows_alone(both_ways(lambda y, z: y + batch_norm(z)))
+        api.check_before_run(both_ways(lambda y, z: y + batch_norm(z)), ONE)
 
 
 def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
@@ -607,26 +592,21 @@ def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
             x = np.random.default_rng(0).normal(size=(40, 5, 3)).astype(np.float32)
             return ArrayBatches({"x": x}, 8, seed)
 
-    check_rows_alone(Setup.of(Grouped(), ONE).parts)
+    api.check_before_run(Grouped(), ONE)
 
 
 @pytest.mark.full
-def test_the_model_of_a_setup_is_looked_at_once_and_one_row_not_at_all(monkeypatch):
-    setup = Setup.of(Regress(), ONE)
-    check_rows_alone(setup.parts)
-    monkeypatch.setattr(independence, "IndependenceCheck", None)
-    check_rows_alone(setup.replace(num_steps=3).parts)
-    on_stages = Parallel(on_devices((1, 2, 1)))
-    check_rows_alone(Setup.of(setup.task, on_stages, facts=setup.facts).parts)
-    check_rows_alone(
-        Setup.of(task_of(lambda carry, x, at: (carry, batch_norm(x)), batch_size=1), ONE).parts
-    )
-    for changed in (
-        Setup.of(Regress(), ONE),  # the task may read something that has changed
-        Setup.of(setup.task, TWO_CHUNKS, facts=setup.facts),
-    ):
-        with pytest.raises(TypeError, match="NoneType"):
-            check_rows_alone(changed.parts)
+def test_a_run_looks_at_its_model_once_and_at_one_row_not_at_all(tmp_path):
+    def run(name, task, mesh):
+        fit(task, mesh, TrainConfig(num_steps=1, out_dir=str(tmp_path / name)), quiet=True)
+
+    with api.checks_of_rows() as checked:
+        run("one row", task_of(lambda carry, x, at: (carry, batch_norm(x)), batch_size=1), ONE)
+        assert checked == []
+        run("first", Regress(), "pp2")  # its step would look as well
+        assert checked == ["Regress"]
+        run("second", Regress(), "pp2")  # the task may read something that has changed
+    assert checked == ["Regress"] * 2
 
 
 def noise(x, scale):
@@ -639,19 +619,17 @@ def noise(x, scale):
 @pytest.mark.full
 def test_a_layer_that_repeats_no_bits_is_judged_by_what_is_no_number():
     alone = task_of(lambda carry, x, at: (carry, noise(x, np.float32(1e-7))))
-    check_rows_alone(Setup.of(alone, ONE).parts)
+    api.check_before_run(alone, ONE)
     mixes = task_of(lambda carry, x, at: (carry, noise(batch_norm(x), np.float32(1e-7))))
     with pytest.raises(ValueError, match="layer layer0 mixes"):
-        check_rows_alone(Setup.of(mixes, ONE).parts)
+        api.check_before_run(mixes, ONE)
 
 
 def test_a_layer_that_gives_something_else_in_each_call_is_refused():
     with pytest.raises(
         ValueError, match=r"^layer layer0 gives other numbers each time .*\n.*at\.draw\("
     ):
-        check_rows_alone(
-            Setup.of(task_of(lambda carry, x, at: (carry, noise(x, np.float32(1)))), ONE).parts
-        )
+        api.check_before_run(task_of(lambda carry, x, at: (carry, noise(x, np.float32(1)))), ONE)
 
 
 def test_a_prediction_that_rounding_decides_is_no_mix():
@@ -666,5 +644,5 @@ def test_a_prediction_that_rounding_decides_is_no_mix():
         right = jax.pure_callback(off_by_one, jnp.float32(0)) + jnp.float32(y.shape[1])
         return sums._replace(metrics={"right": right})
 
-    check_rows_alone(Setup.of(task_of(last=last_with(change)), ONE).parts)
+    api.check_before_run(task_of(last=last_with(change)), ONE)
     assert len(calls) == 14  # three for each of two tries, then eight for the gradients
