@@ -13,16 +13,13 @@ import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
-from lib import gpt
+from lib import api, gpt
 from lib.gpt import ARRAYS, PLACES, ROWS, Words, arrays_of, plain
 from lib.runs import train_losses
 from orbax import checkpoint as orbax
 
 import jaxpar
 from jaxpar import load_run
-from jaxpar.cli.main import main
-from jaxpar.cli.parse import read_command
-from jaxpar.planning import plan_in_steps
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -46,7 +43,7 @@ def jaxpar_prints(*arguments):
     """What a command prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert main([str(argument) for argument in arguments]) == 0, printed.getvalue()
+        assert api.command(*map(str, arguments)) == 0, printed.getvalue()
     return printed.getvalue()
 
 
@@ -168,12 +165,11 @@ def test_inspect_counts_what_a_step_does():
 
 
 @pytest.mark.full
-def test_plan_prints_a_command_for_the_task(monkeypatch):
-    kept = functools.partial(plan_in_steps, num_finalists=0)
-    monkeypatch.setattr("jaxpar.planning.plan_in_steps", kept)
-    printed = jaxpar_prints("plan", TASK, "--machine", "h100:1x1x4")
+def test_plan_prints_a_command_for_the_task():
+    with api.plans_are_estimated():
+        printed = jaxpar_prints("plan", TASK, "--machine", "h100:1x1x4")
     command = printed.splitlines()[-1].partition("python -m jaxpar ")[2]
-    task, parallel, _ = read_command(shlex.split(command)).settings
+    task, parallel, _ = api.settings(*shlex.split(command))
     assert type(task).__name__ == "Words"
     assert parallel.mesh.num_devices == 4
 

@@ -9,12 +9,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from lib import api
 
 import jaxpar
 from jaxpar import ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Stack, Task
 from jaxpar.nn import LSTM, Stateless
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state
 
 VOCAB, WIDTH, TIME, ROWS = 256, 64, 32, 16
 IDS = np.zeros((40, TIME), np.int32)
@@ -94,12 +93,12 @@ class InLayers(Task):
         return ArrayBatches({"x": IDS, "y": IDS}, ROWS, seed)
 
 
-def plain(make, depth):
+def plain(make, depth, optimizer=OptimizerConfig()):
     return jaxpar.adopt(
         lambda rngs: Plain(rngs, make, depth),
         lambda model, batch: mean_nll(model(batch["x"]), batch),
         batches=lambda split, seed: ArrayBatches({"x": IDS, "y": IDS}, ROWS, seed),
-        optimizer=OptimizerConfig(),
+        optimizer=optimizer,
     )
 
 
@@ -123,9 +122,12 @@ def test_costs_as_much_as_in_the_layer_form(kind, mesh):
     make, depth = PAIRS[kind]
     costs = []
     for task in (plain(make, depth), InLayers(kind, depth)):
-        setup = Setup.of(task, MESHES[mesh])
-        batch = task.make_batches("train", 0).batch(0)
-        cost = setup.train_step().lower(abstract_state(setup), batch).compile().cost_analysis()
+        batch, state = (
+            task.make_batches("train", 0).batch(0),
+            api.abstract_state(task, MESHES[mesh]),
+        )
+        step = jaxpar.make_train_step(task, MESHES[mesh])
+        cost = step.lower(state, batch).compile().cost_analysis()
         costs.append([cost["flops"], cost["bytes accessed"]])
     adopted, layered = costs
     np.testing.assert_allclose(adopted, layered, rtol=0.02)
@@ -133,13 +135,11 @@ def test_costs_as_much_as_in_the_layer_form(kind, mesh):
 
 @functools.cache
 def drawing(depth):
-    """The program that draws the first state, compiled for four stages."""
-    setup = Setup.of(plain(Block, depth), Parallel("pp4"))
-    target = abstract_state(setup)
-    places = jax.tree.map(lambda leaf: leaf.sharding, (target.params, target.frozen))
-    draw = jax.jit(lambda key: setup.storage.draw(key, setup.mesh), out_shardings=places)
-    key = jax.random.key_data(jax.random.key(0, impl="threefry2x32"))
-    return draw.lower(key), sum(leaf.size * 4 for leaf in jax.tree.leaves(target.params))
+    """The program that draws the first state for four stages, and the bytes of all parameters."""
+    task, parallel = plain(Block, depth, OptimizerConfig("sgd")), Parallel("pp4")
+    params = api.abstract_state(task, parallel).params
+    num_bytes = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
+    return api.compiled_init(task, parallel), num_bytes
 
 
 def test_the_program_that_draws_does_not_grow_with_the_blocks():
@@ -148,7 +148,7 @@ def test_the_program_that_draws_does_not_grow_with_the_blocks():
 
 
 def test_no_device_draws_all_blocks():
-    lowered, num_bytes = drawing(24)
-    memory = lowered.compile().memory_analysis()
+    program, num_bytes = drawing(24)
+    memory = program.memory_analysis()
     assert memory.output_size_in_bytes < 0.35 * num_bytes
     assert memory.temp_size_in_bytes < 0.6 * num_bytes

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.pallas import pallas_call
+from lib import api
 from lib import flax_models as models
 from lib.adopted import Adopted, batch_of
 from lib.flax_models import DEPTH, TIME, WIDTH, MLPBlock, Text
 
 from jaxpar import ArrayBatches, Parallel, init_state, value_and_grad
-from jaxpar.step.setup import Setup
 
 
 @pytest.fixture(autouse=True)
@@ -551,8 +551,7 @@ def line_of(mark):
 
 
 def run(task, parallel):
-    setup = Setup.of(task, parallel)
-    return value_and_grad(setup)(init_state(setup), batch_of(task))
+    return value_and_grad(task, parallel)(init_state(task, parallel), batch_of(task))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -591,7 +590,8 @@ def test_a_kernel_must_say_where_its_outputs_differ():
 
 
 def test_of_two_lists_the_one_that_is_a_chain_has_the_blocks():
-    assert Setup.of(Adopted(CalledBack, None), "dp1").facts.cut_model.layers == "blocks"
+    summary = api.summary(Adopted(CalledBack, None), Parallel("dp1"))
+    assert summary["blocks"] == f"CalledBack.blocks: {DEPTH} mlpblock"
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
