@@ -1,33 +1,26 @@
 """The task of a language model: its options, its vocabulary and what pads it, and what it refuses."""
 
 import dataclasses
-import functools
 import json
 import math
+import shutil
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from lib import api
+from lib.laws import assert_close, make_settings, more
 
 from jaxpar import (
     MeshConfig,
     OptimizerConfig,
     Parallel,
-    PipelineConfig,
     TrainConfig,
     init_state,
     make_train_step,
 )
-from jaxpar.data.batches import place_batch, put_batch
 from jaxpar.lm import IGNORE, LM, Vocabulary
-from jaxpar.lm.task import VOCAB_MULTIPLE
-from jaxpar.sharding import named_leaves
-from jaxpar.step.functions import make_eval_step
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import batch_sharding, make_loss_and_grad
-from jaxpar.training.evaluate import evaluate
-from jaxpar.training.summary import summarize
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5
@@ -41,35 +34,11 @@ TIED = dataclasses.replace(TASK, embed_size=16, tie_embedding=True)
 ONE = Parallel(MeshConfig(devices=(0,)))
 
 
-def on_mesh(mesh=(1, 1, 1), units=(1, 1), **pipeline):
-    return Parallel(
-        MeshConfig(*mesh, devices=tuple(range(math.prod(mesh)))),
-        PipelineConfig(num_microbatches=units[0], num_chunks=units[1], **pipeline),
-    )
-
-
-def placed(task, parallel):
-    mesh = parallel.mesh.build()
-    sharding = batch_sharding(Setup.of(task, parallel, mesh=mesh))
-    return mesh, init_state(task, parallel, mesh=mesh), put_batch(task.example_batch(), sharding)
-
-
-def loss_and_grads(task, parallel):
-    mesh, state, batch = placed(task, parallel)
-    (loss, _), grads = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))(
-        state, batch
-    )
-    return float(loss), {name: np.asarray(leaf[...]) for name, leaf in named_leaves(grads, "/")}
-
-
-@functools.cache
-def plainly(task):
-    return loss_and_grads(task, ONE)
+def on_mesh(mesh, units=(1, 1), **pipeline):
+    return make_settings(mesh, units, **pipeline).parallel
 
 
 # ---- layers ----
-
-more = functools.partial(pytest.param, marks=pytest.mark.more)
 
 
 @pytest.mark.more
@@ -77,10 +46,11 @@ more = functools.partial(pytest.param, marks=pytest.mark.more)
 def test_layers_of_any_kind_learn_a_batch_by_heart(layer):
     config = OptimizerConfig(learning_rate=0.02, lr_schedule="constant", warmup_steps=0)
     task = dataclasses.replace(TASK, layer=layer, dropout=0.0, optimizer=config)
-    mesh, state, batch = placed(task, ONE)
-    assert {name.split("/")[1] for name, _ in named_leaves(state.params, "/")} >= {layer}
-    step = make_train_step(task, ONE, TrainConfig(num_steps=99), mesh)
-    losses = []
+    state, batch, losses = init_state(task, ONE), task.example_batch(), []
+    assert {name.split("/")[2] for name in api.stored(task, ONE, state) if "layers" in name} >= {
+        layer
+    }
+    step = make_train_step(task, ONE, TrainConfig(num_steps=99))
     for _ in range(100):
         state, metrics = step(state, batch)
         losses.append(float(metrics.loss))
@@ -95,31 +65,18 @@ def test_what_other_layers_than_lstm_cannot_do_is_refused():
 # ---- padding words ----
 
 
-HEADS = [
-    ((1, 1, 1), (1, 1), {}),
-    pytest.param((1, 2, 1), (1, 2), {"head": "last"}, marks=pytest.mark.more),
-    ((2, 2, 2), (2, 3), {"head": "last"}),
-    pytest.param((1, 2, 1), (1, 2), {"head": "sharded"}, marks=pytest.mark.more),
-    ((2, 2, 2), (2, 3), {"head": "sharded"}),
-]
-
-
 @pytest.mark.rows(1)
 @pytest.mark.law
 @pytest.mark.parametrize("task", [TASK, TIED], ids=["apart", "tied"])
-@pytest.mark.parametrize(("mesh", "units", "pipeline"), HEADS, ids=str)
-def test_padding_has_no_gradient_and_every_head_is_that_of_one_device(task, mesh, units, pipeline):
-    loss, grads = loss_and_grads(task, on_mesh(mesh, units, **pipeline))
-    expected, expected_grads = plainly(task)
-    assert loss == pytest.approx(expected, rel=RELATIVE_ERROR)
-    for name, grad in grads.items():
-        error = np.linalg.norm(grad - expected_grads[name])
-        assert error <= RELATIVE_ERROR * np.linalg.norm(expected_grads[name]), name
+@pytest.mark.parametrize("head", ["last", "sharded"])
+def test_padding_has_no_gradient(task, head):
+    parallel = on_mesh((2, 2, 2), (2, 3), head=head)
+    grads = api.gradients(task, parallel, task.example_batch()).grads
     of_padding = {
-        "embedding/table": np.s_[NUM_WORDS:],
+        "embedding.table": np.s_[NUM_WORDS:],
         "head_bias": np.s_[NUM_WORDS:],
-        "head/bias": np.s_[NUM_WORDS:],
-        "head/kernel": np.s_[:, NUM_WORDS:],
+        "head.bias": np.s_[NUM_WORDS:],
+        "head.kernel": np.s_[:, NUM_WORDS:],
     }
     found = {name: grads[name][part] for name, part in of_padding.items() if name in grads}
     assert len(found) == (2 if task.tie_embedding else 3)
@@ -132,16 +89,15 @@ def test_padding_has_no_gradient_and_every_head_is_that_of_one_device(task, mesh
 @pytest.mark.parametrize("parallel", [ONE, on_mesh((2, 2, 2), (1, 2))], ids=["one", "eight"])
 def test_an_untrained_model_is_as_perplexed_as_it_has_words(parallel):
     task = dataclasses.replace(TASK, dropout=0.0)
-    mesh, state, batch = placed(task, parallel)
-    _, sums = make_eval_step(task, parallel, mesh=mesh)(state, batch)
-    perplexity = task.metrics(float(sums.loss) / float(sums.weight), {})["perplexity"]
+    sums, _ = api.evaluation(task, parallel, init_state(task, parallel), task.example_batch())
+    perplexity = task.metrics(sums["loss"] / sums["weight"], {})["perplexity"]
     assert perplexity == pytest.approx(NUM_WORDS, rel=0.05)
 
 
 def test_the_probabilities_of_the_words_add_up_to_one():
-    _, state, batch = placed(TASK, ONE)
-    model = Setup.of(TASK, ONE).storage.merge(state.params, state.frozen)
-    probabilities = np.asarray(jax.nn.softmax(model(batch.inputs_BT)), np.float64)
+    model = api.model(TASK, ONE, init_state(TASK, ONE))
+    scores = model(TASK.example_batch().inputs_BT)
+    probabilities = np.asarray(jax.nn.softmax(scores), np.float64)
     np.testing.assert_allclose(probabilities[..., :NUM_WORDS].sum(-1), 1.0, atol=1e-6)
     np.testing.assert_array_equal(probabilities[..., NUM_WORDS:], 0.0)
 
@@ -149,10 +105,8 @@ def test_the_probabilities_of_the_words_add_up_to_one():
 @pytest.mark.full
 def test_training_leaves_padding_as_it_is():
     task = dataclasses.replace(TASK, optimizer=OptimizerConfig("sgd", 0.5, warmup_steps=0))
-    mesh, state, batch = placed(task, ONE)
-    before = np.asarray(state.params["head"]["kernel"][...])
-    state, _ = make_train_step(task, ONE, mesh=mesh)(state, batch)
-    after = np.asarray(state.params["head"]["kernel"][...])
+    found = api.updates(task, ONE, TrainConfig(num_steps=1), [task.example_batch()])
+    before, after = found.weights["head.kernel"], found.trained["head.kernel"]
     np.testing.assert_array_equal(after[:, NUM_WORDS:], before[:, NUM_WORDS:])
     assert np.all(np.any(after[:, :NUM_WORDS] != before[:, :NUM_WORDS], axis=0))
 
@@ -160,11 +114,12 @@ def test_training_leaves_padding_as_it_is():
 # ---- what the text says ----
 
 
-def test_resolving_reads_the_text_only_if_it_must(text, monkeypatch):
-    task = LM(corpus=str(text)).resolve()
-    assert (task.num_words, task.vocab_size) == (11, VOCAB_MULTIPLE)
+def test_resolving_reads_the_text_only_if_it_must(text, tmp_path):
+    folder = shutil.copytree(text, tmp_path / "text")
+    task = LM(corpus=str(folder)).resolve()
+    assert (task.num_words, task.vocab_size) == (11, 384)
     # What has been read is at hand, and what says its size is not read.
-    monkeypatch.setattr("jaxpar.lm.corpus.load_corpus", lambda *_: pytest.fail("was read"))
+    shutil.rmtree(folder)
     assert len(task.read_text().vocabulary) == 11
     assert task.make_batches("valid").length == 70
     sized = dataclasses.replace(TASK, corpus="nowhere")
@@ -215,7 +170,7 @@ def test_the_table_before_a_run(text):
     told = dict(LM(corpus=str(text), num_buckets=3).describe())
     assert told["vocabulary"] == "11"
     assert told["batch"] == "16 rows x 32 steps or less, in buckets"
-    told = dict(summarize(Setup.of(LM(corpus=str(text), num_buckets=3), "dp1")))
+    told = api.summary(LM(corpus=str(text), num_buckets=3), "dp1")
     assert told["batches"].splitlines()[0] == "length  sequences  batches  padding"
 
 
@@ -223,8 +178,7 @@ def test_evaluations_stand_beside_word_frequencies(text):
     task = LM(
         num_layers=1, hidden_size=8, embed_size=8, corpus=str(text), batch_size=8, seq_len=4
     ).resolve()
-    setup = Setup.of(task, ONE)
-    found = evaluate(setup, init_state(setup), "valid")
+    found = api.evaluation_of_split(task, ONE, init_state(task, ONE), "valid")
     assert found.metrics == {"perplexity": math.exp(found.loss)}
     assert found.metrics["perplexity"] == pytest.approx(11, rel=0.1)
     assert 5 < found.baseline["unigram perplexity"] < 11
@@ -238,19 +192,18 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
     for split, words in (("train", "a b c a b a c\n" * 20), ("valid", "b c"), ("test", "a\n")):
         (tmp_path / f"{split}.txt").write_text(words)
     parallel = on_mesh(mesh)
-    devices = parallel.mesh.build()
     task = LM(
         num_layers=2, hidden_size=8, embed_size=8, corpus=str(tmp_path), batch_size=8, seq_len=4
     ).resolve()
-    state = init_state(task, parallel, mesh=devices)
     batches = task.make_batches("valid")
     assert (batches.num_windows, batches.length) == (1, 3)
-    batch = place_batch(batches, 0, batch_sharding(Setup.of(task, parallel, mesh=devices)))
+    batch = batches.batch(0)
     assert batch.inputs_BT.shape == (8, 4)
-    assert int(np.sum(np.asarray(batch.targets_BT) != IGNORE)) == 2
-    loss = evaluate(Setup.of(task, parallel), state, "valid").loss
+    assert np.sum(batch.targets_BT != IGNORE) == 2
+    state = init_state(task, parallel)
+    loss = api.evaluation_of_split(task, parallel, state, "valid").loss
     # Each of the two targets is in a row of its own, after a token and the zero state.
-    model = Setup.of(task, ONE).storage.merge(init_state(task, ONE).params, state.frozen)
+    model = api.model(task, parallel, state)
     tokens = task.read_text().valid
     logits = np.asarray(model(tokens[:2, None])[:, 0, :], np.float64)
     nll = np.log(np.exp(logits).sum(-1)) - logits[np.arange(2), tokens[1:]]
@@ -318,8 +271,7 @@ def test_a_width_that_tensor_does_not_divide_is_refused():
     ],
 )
 def test_a_step_takes_no_token_outside_the_vocabulary(name, value, message):
-    mesh, state, batch = placed(TASK, ONE)
-    step = make_train_step(TASK, ONE, mesh=mesh)
+    state, step, batch = init_state(TASK, ONE), make_train_step(TASK, ONE), TASK.example_batch()
     tokens = np.array(getattr(batch, name))
     tokens[2, 5] = value
     with pytest.raises(ValueError, match=message):
@@ -335,17 +287,15 @@ def test_a_step_takes_no_token_outside_the_vocabulary(name, value, message):
 @pytest.mark.more
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units"), [((1, 1, 1), (1, 1)), ((1, 2, 2), (2, 2))])
-def test_logits_in_pieces_are_those_at_once(monkeypatch, mesh, units):
+def test_logits_in_pieces_are_those_at_once(mesh, units):
     parallel = on_mesh(mesh, units, head="last")
-    rows = dataclasses.replace(TASK, batch_size=64, seq_len=8)
-    loss, grads = loss_and_grads(rows, parallel)
-    monkeypatch.setattr("jaxpar.lm.loss.LOGITS_ON_CPU", 1)
-    pieces = dataclasses.replace(rows, corpus="another")  # what has been traced of a task is kept
-    actual, actual_grads = loss_and_grads(pieces, parallel)
-    assert actual == pytest.approx(loss, rel=RELATIVE_ERROR)
-    for name, grad in actual_grads.items():
-        error = np.linalg.norm(grad - grads[name])
-        assert error <= RELATIVE_ERROR * np.linalg.norm(grads[name]), name
+    task = dataclasses.replace(TASK, batch_size=64, seq_len=8)
+    expected = api.gradients(task, parallel, task.example_batch())
+    task = dataclasses.replace(task, corpus="another")  # what has been traced of a task is kept
+    with api.logits_are_in_pieces():
+        found = api.gradients(task, parallel, task.example_batch())
+    assert found.loss == pytest.approx(expected.loss, rel=RELATIVE_ERROR)
+    assert_close(found.grads, expected.grads)
 
 
 def test_a_narrow_table_is_widened_only_where_tensor_splits_it():
