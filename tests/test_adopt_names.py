@@ -6,32 +6,17 @@ import shutil
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
-from lib import gpt
+from lib import api, gpt
 from lib.gpt import ARRAYS, InGroups, Words, arrays_of, plain
 from orbax import checkpoint as orbax
 
 import jaxpar
-from jaxpar import Start, init_state, make_train_step
-from jaxpar.base.display import join_names
-from jaxpar.partition.by_layer import by_layer
-from jaxpar.sharding import array_of, user_name
-from jaxpar.step.setup import Setup
-from jaxpar.training.nonfinite import check_parameters, find_origin
-from jaxpar.training.summary import summarize
-from jaxpar.training.weights import (
-    find_weights,
-    in_ranges,
-    model_of,
-    open_files,
-    outgoing,
-    write_weights,
-)
+from jaxpar import Parallel, Start, init_state, make_predict_step, make_train_step
 
 BATCH = Words().make_batches("train", 0).batch(0)
 RTOL = 1e-5
@@ -44,24 +29,15 @@ def models_of_users_convert_and_broadcast():
         yield
 
 
-def stored(setup, state):
-    """What is exported."""
-    tensors = outgoing((state.params, state.frozen), setup.storage)
-    return {name: tensor.gather() for name, tensor in tensors.items()}
+def found_rows(kind, rows):
+    """The names in rows of a kind, such as "taken", of the table that says what is taken."""
+    return [name for what, name, *_ in rows if what == kind]
 
 
 def assert_equal(found, expected, rtol=RTOL):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol, 1e-7, err_msg=name)
-
-
-def test_names_that_differ_in_a_step_become_one():
-    assert join_names(["blocks.0.up", "blocks.2.up", "blocks.1.up"]) == "blocks.0-2.up"
-    assert join_names(["a.block_3.b", "a.block_1.b"]) == "a.block_1,3.b"
-    assert join_names(["a.x.b", "a.y.b"]) == "a.x,y.b"
-    assert in_ranges(["e.blocks.0.mlp.1.w", "e.blocks.1.mlp.1.w"]) == ["e.blocks.0-1.mlp.1.w"]
-    assert in_ranges(["layer_0.w", "layer_1.w", "b16.w"]) == ["layer_0-1.w", "b16.w"]
 
 
 # The model, and the names that a block's first norm has in a checkpoint.
@@ -78,25 +54,22 @@ TASKS = {
 @pytest.mark.parametrize("name", TASKS)
 def test_parameters_have_the_names_and_values_of_the_users_model(name):
     task, norms = TASKS[name]
-    setup = Setup.of(task, "pp2tp2")
-    state = init_state(setup)
-    expected = arrays_of(plain(task.model))
-    assert_equal(stored(setup, state), expected)
-    in_checkpoint = {
-        **by_layer(state.params, setup.storage),
-        **by_layer(state.frozen, setup.storage),
-    }
-    assert [own for own in in_checkpoint if own.endswith("norm.scale")] == norms
-    of_adam = by_layer(state.opt_state, setup.storage)
-    trained = by_layer(state.params, setup.storage)
-    assert {f"0/mu/{own}" for own in trained} <= {own.removeprefix("0/") for own in of_adam} | {
-        *of_adam
-    }
-    shown = str(jaxpar.show(dataclasses.replace(state)))
-    assert all(own in shown for own in norms) or (setup.storage.pools is not None)
+    parallel = Parallel("pp2tp2")
+    state = init_state(task, parallel)
+    assert_equal(api.params_of(task, parallel, state), arrays_of(plain(task.model)))
+    in_checkpoint = {*api.stored(task, parallel, state)}
+    parts = [own.split("/", 1) for own in in_checkpoint]
+    variables = sorted(
+        own for part, *names in parts for own in names if part in ("params", "frozen")
+    )
+    assert [own for own in variables if own.endswith("norm.scale")] == norms
+    trained = [own for part, *names in parts for own in names if part == "params"]
+    assert {f"opt_state/0/mu/{own}" for own in trained} <= in_checkpoint
+    shown = str(jaxpar.show(state))
+    assert all(own in shown for own in norms) or name == "pools"
     assert "embed.embedding" in shown
     assert "outer" not in shown
-    table = dict(summarize(setup))
+    table = api.summary(task, parallel)
     assert "outer" not in table["each stage"]
     assert "embed" in table["each stage"]
 
@@ -104,9 +77,9 @@ def test_parameters_have_the_names_and_values_of_the_users_model(name):
 @pytest.mark.parametrize("name", ["list", "stacked"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_users_own_model_comes_back(name, sharded):
-    setup = Setup.of(Words(model=name, rate=0.5), "dp2pp2")
-    state, own = init_state(setup), plain(name, rate=0.5)
-    model = model_of(setup, state, sharded=sharded)
+    task, parallel = Words(model=name, rate=0.5), Parallel("dp2pp2")
+    state, own = init_state(task, parallel), plain(name, rate=0.5)
+    model = api.model(task, parallel, state, sharded=sharded)
     assert type(model) is type(own)
     assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(nnx.state(own))
     assert_equal(arrays_of(model), arrays_of(own))
@@ -126,28 +99,29 @@ def test_a_model_in_the_form_of_layers_comes_back_on_one_device():
     task = jaxpar.lm.LM(
         num_layers=2, hidden_size=8, embed_size=8, vocab_size=16, batch_size=4, seq_len=4
     )
-    setup = Setup.of(task, "dp2pp2")
-    state = init_state(setup)
+    parallel = Parallel("dp2pp2")
+    state = init_state(task, parallel)
     for sharded, count in ((False, 1), (True, 4)):
-        model = model_of(setup, state, sharded=sharded)
+        model = api.model(task, parallel, state, sharded=sharded)
         assert {len(a.devices()) for a in jax.tree.leaves(nnx.state(model))} == {count}
 
 
 def test_a_frozen_block_stays_and_has_no_state():
     task = Words(freeze="blocks.1.")
-    setup = Setup.of(task, "pp2")
-    state, batch = init_state(setup), BATCH
-    before = stored(setup, state)
-    state, _ = make_train_step(setup)(state, batch)
-    after = stored(setup, state)
+    parallel = Parallel("pp2")
+    state = init_state(task, parallel)
+    before = api.params_of(task, parallel, state)
+    state, _ = make_train_step(task, parallel)(state, BATCH)
+    after = api.params_of(task, parallel, state)
     same = {name for name in before if np.array_equal(before[name], after[name])}
     assert same == {name for name in before if name.startswith("blocks.1.")}
-    assert not any("blocks.1" in name for name in by_layer(state.opt_state, setup.storage))
+    in_checkpoint = api.stored(task, parallel, state)
+    assert [name for name in in_checkpoint if "blocks.1" in name and "opt_state" in name] == []
 
 
 def test_a_filter_that_matches_nothing_is_refused():
     with pytest.raises(ValueError, match=r"matches no parameter of .*blocks\.0-3\.mlp\.0\.bias"):
-        Setup.of(Words(freeze="layers"))
+        init_state(Words(freeze="layers"))
 
 
 def test_a_dim_that_does_not_divide_has_the_users_name():
@@ -159,7 +133,7 @@ def test_a_dim_that_does_not_divide_has_the_users_name():
         r"parameter blocks\.0-3\.mlp\.0\.bias: dim 'tensor' has size 16, which does not split over"
     )
     with pytest.raises(ValueError, match=error):
-        init_state(Setup.of(Split(), "tp3"))
+        init_state(Split(), "tp3")
 
 
 @pytest.mark.parametrize(
@@ -172,8 +146,8 @@ def test_a_dim_that_does_not_divide_has_the_users_name():
 )
 def test_an_optimizer_by_path_does_as_in_plain_flax(name, mesh):
     task = InGroups(model=name)
-    setup = Setup.of(task, mesh, jaxpar.TrainConfig(num_steps=2, clip_norm=0.0))
-    state, step = init_state(setup), make_train_step(setup)
+    train = jaxpar.TrainConfig(num_steps=2, clip_norm=0.0)
+    found = api.updates(task, Parallel(mesh), train, [BATCH] * 2)
     graphdef, params, others = nnx.split(plain(name), nnx.Param, ...)
     optimizer = gpt.in_groups()
     opt_state = optimizer.init(params)
@@ -183,10 +157,9 @@ def test_an_optimizer_by_path_does_as_in_plain_flax(name, mesh):
         return sums.loss / sums.weight
 
     for _ in range(2):
-        state, _ = step(state, BATCH)
         updates, opt_state = optimizer.update(jax.grad(mean)(params), opt_state, params)
         params = optax.apply_updates(params, updates)
-    assert_equal(stored(setup, state), arrays_of(nnx.merge(graphdef, params, others)), 1e-4)
+    assert_equal(found.trained, arrays_of(nnx.merge(graphdef, params, others)), 1e-4)
 
 
 # ---- weights that come in ----
@@ -216,12 +189,12 @@ FORMS = {
 def test_what_plain_flax_has_saved_comes_in(name, form, tmp_path):
     trained = plain(name, seed=1, rate=0.5)
     FORMS[form](trained, tmp_path / "7")
-    setup = Setup.of(Words(model=name, rate=0.5), "dp2pp2")
-    weights = find_weights(setup, Start(str(tmp_path / "7")))
-    assert (weights.new, weights.ignored) == ((), {})
+    task, parallel = Words(model=name, rate=0.5), Parallel("dp2pp2")
+    state, rows = api.begin_with(task, parallel, Start(str(tmp_path / "7")))
+    assert {what for what, *_ in rows} == {"taken"}
     block = "blocks.norm.scale" if name == "stacked" else "blocks.0-3.norm.scale"
-    assert ("taken", block, "4x8" if name == "stacked" else "8", "") in weights.to_rows()
-    assert_equal(stored(setup, weights.state()), arrays_of(trained))
+    assert ("taken", block, "4x8" if name == "stacked" else "8", "") in rows
+    assert_equal(api.params_of(task, parallel, state), arrays_of(trained))
 
 
 def flipped(content, rng):
@@ -243,8 +216,7 @@ DAMAGES = {
 def read_or_refuse(folder):
     """The tensors of a checkpoint, or the error for them."""
     try:
-        weights = open_files(folder)
-        return {name: tensor.whole() for name, tensor in weights.tensors.items()}
+        return api.tensors_in(folder)
     except (ValueError, OSError) as error:
         return str(error)
 
@@ -288,35 +260,32 @@ def test_damage_of_a_checkpoint_of_orbax_is_told_or_changes_nothing(damage, tmp_
 )
 def test_damaged_metadata_of_orbax_are_named(content, fact, tmp_path):
     (tmp_path / "_METADATA").write_text(content, encoding="latin1")
-    setup = Setup.of(Words(model="list"), "dp1")
     message = rf"{tmp_path}/_METADATA is damaged: {fact}\nFix: restore it from a backup"
     with pytest.raises(ValueError, match=message):
-        find_weights(setup, Start(str(tmp_path)))
+        api.begin_with(Words(), Parallel("dp1"), Start(str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["list", "stacked"])
 def test_what_is_exported_comes_in_elsewhere(name, tmp_path):
-    setup = Setup.of(Words(model=name, freeze="embed"), "pp2")
-    state = setup.init_state(3)
-    tensors = outgoing((state.params, state.frozen), setup.storage)
-    write_weights(tmp_path / "w.safetensors", tensors, {})
+    task, parallel = Words(model=name, freeze="embed"), Parallel("pp2")
+    state = init_state(task, parallel, jaxpar.TrainConfig(seed=3))
+    api.export(tmp_path / "w.safetensors", task, parallel, state)
     expected = arrays_of(plain(name, seed=3))
     assert_equal(safetensors.numpy.load_file(tmp_path / "w.safetensors"), expected)
-    other = Setup.of(Words(model=name), "dp2pp4")
-    weights = find_weights(other, Start(str(tmp_path / "w.safetensors")))
-    assert_equal(stored(other, weights.state()), expected)
+    other, parallel = Words(model=name), Parallel("dp2pp4")
+    state, _ = api.begin_with(other, parallel, Start(str(tmp_path / "w.safetensors")))
+    assert_equal(api.params_of(other, parallel, state), expected)
 
 
 @pytest.mark.full
 def test_what_a_run_has_stacked_comes_in_elsewhere(tmp_path):
     train = jaxpar.TrainConfig(num_steps=1, out_dir=str(tmp_path / "run"))
-    result = jaxpar.fit(Words(model="stacked"), "dp1", train, quiet=True)
-    setup = Setup.of(Words(model="stacked"), "pp2")
-    weights = find_weights(setup, Start(result.out_dir))
-    assert ("taken", "blocks.norm.scale", "4x8", "") in weights.to_rows()
-    assert_equal(
-        stored(setup, weights.state()), stored(Setup.of(Words(model="stacked")), result.state)
-    )
+    task, one, other = Words(model="stacked"), Parallel("dp1"), Parallel("pp2")
+    result = jaxpar.fit(task, one, train, quiet=True)
+    state, rows = api.begin_with(task, other, Start(result.out_dir))
+    assert ("taken", "blocks.norm.scale", "4x8", "") in rows
+    trained = api.params_of(task, one, result.state)
+    assert_equal(api.params_of(task, other, state), trained)
 
 
 # What is changed in a file of weights, how it begins a run, and the error or what is new.
@@ -349,12 +318,13 @@ def test_weights_that_differ_are_named_as_their_user_does(case, tmp_path):
     change, options, expected = WRONG[case]
     path = tmp_path / "model.safetensors"
     safetensors.numpy.save_file(change(arrays_of(plain())), path)
-    setup = Setup.of(Words())
+    start, parallel = Start(str(path), **options), Parallel("dp1")
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            find_weights(setup, Start(str(path), **options))
+            api.begin_with(Words(), parallel, start)
     else:
-        assert list(find_weights(setup, Start(str(path), **options)).new) == expected
+        _, rows = api.begin_with(Words(), parallel, start)
+        assert found_rows("new", rows) == expected
 
 
 def test_stacked_weights_of_another_depth_are_refused(tmp_path):
@@ -362,26 +332,10 @@ def test_stacked_weights_of_another_depth_are_refused(tmp_path):
     arrays = arrays_of(plain("stacked"))
     safetensors.numpy.save_file({n: a[:3] if "blocks" in n else a for n, a in arrays.items()}, path)
     with pytest.raises(ValueError, match=r"blocks\.mlp\.0\.bias is 3x16 there and 4x16 here"):
-        find_weights(Setup.of(Words(model="stacked")), Start(str(path)))
+        api.begin_with(Words(model="stacked"), Parallel("dp1"), Start(str(path)))
 
 
 # ---- numbers that are not finite ----
-
-
-def with_nan(setup, name, row=None):
-    """The first state, with a number in a parameter that is not finite."""
-    state = init_state(setup)
-
-    def of(path, leaf):
-        stored_name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if user_name(stored_name, leaf) != name:
-            return leaf
-        return leaf.replace(array_of(leaf).at[... if row is None else row].set(jnp.nan))
-
-    is_leaf = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
-    return dataclasses.replace(
-        state, params=jax.tree.map_with_path(of, state.params, is_leaf=is_leaf)
-    )
 
 
 @pytest.mark.parametrize(
@@ -393,14 +347,16 @@ def with_nan(setup, name, row=None):
         ("list", "head.kernel", None, "the output of the loss"),
     ],
 )
-def test_the_place_that_is_not_finite_is_in_the_users_model(model, name, row, place):
-    setup = Setup.of(Words(model=model), "dp1")
-    state = with_nan(setup, name, row)
-    assert find_origin(setup, state, BATCH).place == place
-    with pytest.raises(
-        FloatingPointError, match=f"parameter {name} is not finite".replace(".", r"\.")
-    ):
-        check_parameters(setup, state)
+def test_the_place_that_is_not_finite_is_in_the_users_model(model, name, row, place, tmp_path):
+    task, parallel, stored_name = Words(model=model), Parallel("dp1"), f"params/{name}"
+    state = init_state(task, parallel)
+    array = api.stored(task, parallel, state)[stored_name].copy()
+    array[... if row is None else row] = np.nan
+    state = api.with_arrays(task, parallel, state, {stored_name: array})
+    assert api.origin(task, parallel, state, BATCH)[0] == place
+    message = f"parameter {name} is not finite".replace(".", r"\.")
+    with pytest.raises(FloatingPointError, match=message):
+        api.save(tmp_path, task, parallel, state)
 
 
 # ---- predictions ----
@@ -464,9 +420,10 @@ PREDICTIONS = {
 @pytest.mark.parametrize("case", PREDICTIONS)
 def test_predictions_are_of_the_call_or_of_the_task(case):
     task, expected = PREDICTIONS[case]
-    facts = Setup.of(task).facts
+    parallel = Parallel("dp1")
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            _ = facts.outputs
+            make_predict_step(task, parallel)
     else:
-        assert {name: own.shape for name, own in facts.outputs.items()} == expected
+        outputs, _ = api.predictions(task, parallel, BATCH)
+        assert {name: own.shape for name, own in outputs.items()} == expected

@@ -57,6 +57,7 @@ from jaxpar.model import task as task_module
 from jaxpar.model.adopt.variables import find_in
 from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import find_task
+from jaxpar.nn.fused_lstm import Plan
 from jaxpar.nn.gated_delta import gated_delta as gated_delta  # a function of arrays
 from jaxpar.nn.gated_delta import inverse as inverse  # of matrices
 from jaxpar.nn.mlstm import mlstm as mlstm  # a function of arrays
@@ -699,6 +700,11 @@ def progress(**fields: Any) -> Progress:
 def result_of(split: str, loss: float, **metrics: float) -> Evaluation:
     """An evaluation, as callbacks are given it."""
     return Evaluation(split, loss, metrics, {})
+
+
+def lstm_kernel(rows: int, width: int, dtype: str) -> Any:
+    """What `lstm_layer` takes as `how` to run as one kernel, on the GPU of this machine."""
+    return Plan.of(rows, width, dtype, jax.devices()[0].core_count)
 
 
 # ---- what tests set up ----
