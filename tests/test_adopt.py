@@ -25,7 +25,6 @@ def models_of_users_convert_and_broadcast():
 
 
 RNNS, IMAGES = {"where": "rnns"}, {"loss_of": models.image_loss, "batch_of": models.image_batch}
-POINTS = {"loss_of": models.point_loss, "batch_of": models.point_batch}
 MLP = (("blocks.*.up.kernel", (None, "tensor")), ("blocks.*.up.bias", ("tensor",)))
 
 # What models of `lib.law.blocks` don't have, after one example of what they have; and the mesh of the default
@@ -33,6 +32,7 @@ MLP = (("blocks.*.up.kernel", (None, "tensor")), ("blocks.*.up.bias", ("tensor",
 MODELS = {
     "gpt": (Adopted(models.GPT), "dp2pp2tp2"),
     "caching": (Adopted(models.Caching, loss_of=models.first_loss), "dp2pp2tp2"),
+    "jitted": (Adopted(models.Jitted), "remat"),
     "padded, tied": (Adopted(models.Padded, by_path=MLP), "dp8"),
     "u-net": (Adopted(models.UNet, by_path=MLP), "dp8"),
     "numbered": (Adopted(models.Numbered, "layer_*"), "dp8"),
@@ -42,16 +42,18 @@ MODELS = {
     "mapped": (Adopted(models.Mapped), "dp8"),
     "nothing drawn": (Adopted(models.Norms), "dp8"),
     "shared kernel": (Adopted(models.SharedKernel), "dp8"),
+    "pair": (Adopted(models.Pair), "zero-bubble"),
     "rope": (Adopted(models.Rope), "pp4"),
     "mixer": (Adopted(models.Mixer, "encoder.blocks", **IMAGES), "dp8"),
     "watched": (Adopted(models.Watched, loss_of=models.logits_loss), None),
+    "rnns": (Adopted(models.RNNs, **RNNS), "chunks"),
     "grus": (Adopted(models.GRUs, batch_of=models.series_batch, **RNNS), "dp8"),
     "residual rnns": (Adopted(models.ResidualRNNs, **RNNS), None),
     "remat rnns": (Adopted(models.RematRNNs, **RNNS), None),
     "bidirectional": (Adopted(models.Bidirectional, **RNNS), None),
     "backward": (Adopted(models.BackwardRNNs, **RNNS), "dp8"),
 }
-WITH_TIME = "grus", "residual rnns"
+WITH_TIME = "rnns", "grus", "residual rnns"
 
 
 def table(models, with_time):

@@ -38,9 +38,9 @@ class OneHead(nnx.Module):
         self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
 
-    def __call__(self, x, mask=None, bias=0.0):
+    def __call__(self, x, mask=None):
         q, k, v = jnp.split(self.qkv(x), 3, -1)
-        scores = jnp.einsum("btw,bsw->bts", q, k) / 4 + bias
+        scores = jnp.einsum("btw,bsw->bts", q, k) / 4
         scores = scores if mask is None else jnp.where(mask[:, 0], scores, -1e9)
         return self.out(jnp.einsum("bts,bsw->btw", jax.nn.softmax(scores), v))
 
@@ -180,32 +180,6 @@ class Mapped(Text):
         return jax.vmap(lambda x: self.head(self.norm(x)))(self.run(x, tokens))
 
 
-class RematBlock(Block):
-    @nnx.remat
-    def __call__(self, x, mask):
-        return super().__call__(x, mask)
-
-
-class RematInside(Text):
-    """Activations within blocks are computed again; each block has a mask of its own."""
-
-    block = RematBlock
-
-    def run(self, x, tokens):
-        for block in self.blocks:
-            x = block(x, self.mask(tokens))
-        return x
-
-
-class Outside(Text):
-    """The residual connection is outside of the block."""
-
-    def run(self, x, tokens):
-        for block in self.blocks:
-            x = x + 0.5 * block(x)
-        return x
-
-
 class Padded(Text):
     """Between blocks, padding is set to zero; the head is the embedding."""
 
@@ -229,35 +203,6 @@ class UNet(Text):
             else:
                 x = block(x + skips.pop()) + x
         return x
-
-
-class TwoKinds(Text):
-    def make_blocks(self, rngs):
-        return nnx.List([kind(WIDTH, rngs) for kind in [GatedBlock, Block] * (DEPTH // 2)])
-
-    def run(self, x, tokens):
-        mask = self.mask(tokens)
-        for block in self.blocks:
-            x = block(x, mask)
-        return x
-
-
-class TupleBlock(MLPBlock):
-    """What it returns goes into the next one as it is."""
-
-    def __call__(self, x, total):
-        y = super().__call__(x)
-        return x + y, total + y.mean(-1, keepdims=True)
-
-
-class Tuples(Text):
-    block = TupleBlock
-
-    def run(self, x, tokens):
-        both = x, jnp.zeros((*x.shape[:2], 1))
-        for block in self.blocks:
-            both = block(*both)
-        return both[0] + both[1]
 
 
 class Watched(Text):
@@ -339,31 +284,6 @@ class Stacked(Text):
             return block(x, mask)
 
         return run(self.blocks, x, (tokens > 0)[..., None].astype(x.dtype))
-
-
-class T5Block(nnx.Module):
-    def __init__(self, width, rngs):
-        self.norm, self.att = nnx.RMSNorm(width, rngs=rngs), OneHead(width, rngs)
-
-    def __call__(self, x, bias):
-        return x + self.att(self.norm(x), bias=bias)
-
-
-class T5(Text):
-    """All blocks are given one table of biases, which is learned outside of them and has no rows."""
-
-    block = T5Block
-
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.bias = nnx.Embed(2 * TIME, 1, rngs=rngs)
-
-    def run(self, x, tokens):
-        place = jnp.arange(tokens.shape[1])
-        bias = self.bias(place[:, None] - place + TIME)[..., 0]
-        for block in self.blocks:
-            x = block(x, bias)
-        return x
 
 
 class NormBlock(nnx.Module):
@@ -601,7 +521,7 @@ class ComplexText(Text):
         return super().run(x.astype(jnp.complex64), tokens).real
 
 
-# ---- images, and points ----
+# ---- images ----
 
 
 class MixerBlock(nnx.Module):
@@ -633,37 +553,6 @@ class Mixer(nnx.Module):
         for block in self.encoder["blocks"]:
             x = block(x)
         return self.head(x.mean(1))
-
-
-class DiTBlock(nnx.Module):
-    """Modulated by a vector of each row."""
-
-    def __init__(self, width, rngs):
-        self.norm = nnx.LayerNorm(width, use_bias=False, use_scale=False, rngs=rngs)
-        self.mod = nnx.Linear(width, 2 * width, rngs=rngs)
-        self.mlp = nnx.Linear(width, width, rngs=rngs)
-
-    def __call__(self, x, c):
-        shift, scale = jnp.split(self.mod(nnx.silu(c))[:, None], 2, -1)
-        return x + self.mlp(nnx.gelu(self.norm(x) * (1 + scale) + shift))
-
-
-class DiT(nnx.Module):
-    """Blocks are given an embedding of the row's time, made of parameters outside of them."""
-
-    def __init__(self, rngs):
-        self.inp, self.out = nnx.Linear(3, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 3, rngs=rngs)
-        self.time = nnx.Sequential(
-            nnx.Linear(2, WIDTH, rngs=rngs), nnx.silu, nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        )
-        self.blocks = nnx.List([DiTBlock(WIDTH, rngs) for _ in range(DEPTH)])
-
-    def __call__(self, x, t):
-        c = self.time(jnp.stack([jnp.sin(t), jnp.cos(t)], -1))
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(x, c)
-        return self.out(x)
 
 
 # ---- models that draw ----
@@ -779,11 +668,6 @@ def image_batch(rng):
     return {"x": images, "y": rng.integers(0, 10, ROWS, dtype=np.int32)}
 
 
-def point_batch(rng):
-    x, y = rng.standard_normal((2, ROWS, TIME, 3), dtype=np.float32)
-    return {"x": x, "t": rng.random(ROWS, dtype=np.float32), "y": y}
-
-
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
@@ -806,9 +690,3 @@ def first_loss(model, batch):
 def image_loss(model, batch):
     losses = cross_entropy(model(batch["x"]), batch["y"])
     return Sums(jnp.sum(losses * batch["weight"]), jnp.sum(batch["weight"]))
-
-
-def point_loss(model, batch):
-    errors = (model(batch["x"], batch["t"]) - batch["y"]) ** 2
-    weight = jnp.broadcast_to(batch["weight"][:, None, None], errors.shape)
-    return Sums(jnp.sum(errors * weight), jnp.sum(weight))
