@@ -22,9 +22,7 @@ from pathlib import Path
 
 import pytest
 import tensorstore as ts
-
-from jaxpar.cli.main import main
-from jaxpar.training.checkpoint import checksums, write_table
+from lib import api
 
 SECONDS = 3.0  # of this process that a message may take, without its imports
 HANGS_AFTER_SECONDS = 60
@@ -42,7 +40,7 @@ def world(text, tmp_path_factory, compile_once):
     world = tmp_path_factory.mktemp("world")
     shutil.copytree(text, world / "text")
     arguments = ["--corpus", str(world / "text"), "--train.out-dir", str(world / "run")]
-    assert main(["train", "lm", *SIZES, *arguments, "--devices", "0"]) == 0
+    assert api.command("train", "lm", *SIZES, *arguments, "--devices", "0") == 0
     return world
 
 
@@ -205,7 +203,7 @@ def assert_one_line(argv, message, capsys):
     faulthandler.dump_traceback_later(2 * HANGS_AFTER_SECONDS, exit=True, file=2)
     began = time.process_time()
     try:
-        code = main(argv)
+        code = api.command(*argv)
     finally:
         signal.alarm(0)
         faulthandler.cancel_dump_traceback_later()
@@ -244,25 +242,9 @@ CHECKPOINT = Path("run/checkpoints/2")
 DESCRIPTION, METADATA = CHECKPOINT / "checkpoint.json", "_CHECKPOINT_METADATA"
 
 
-def reseal():
-    """Checksums of what is there now."""
-    files = [file for file in CHECKPOINT.rglob("*") if file.is_file() and file != DESCRIPTION]
-    names = [str(file.relative_to(CHECKPOINT)) for file in files]
-    described(
-        checksums=json.loads(DESCRIPTION.read_text())["checksums"] | checksums(CHECKPOINT, names)
-    )()
-
-
 def described(**values):
     """What a checkpoint says of itself, with a hash of all that; None leaves a part out."""
-
-    def change():
-        content = {**json.loads(DESCRIPTION.read_text()), **values}
-        content = {name: value for name, value in content.items() if value is not None}
-        content.pop("hash", None)
-        write_table(DESCRIPTION, content)
-
-    return change
+    return lambda: api.describe_checkpoint(CHECKPOINT, values)
 
 
 def state_file(pattern, content):
@@ -354,7 +336,7 @@ CHECKPOINTS = {
 def test_a_crafted_checkpoint_ends_in_one_line(name, here, capsys):
     change, message = CHECKPOINTS[name]
     change()
-    reseal()
+    api.reseal_checkpoint(CHECKPOINT)
     gc.disable()  # what it makes stays young, and is found without looking through all that there is
     try:
         assert_one_line(["evaluate", "run"], message, capsys)
@@ -436,24 +418,25 @@ RUNS_NO_FILE = {
 def test_who_runs_the_file_of_a_task(name, here):
     weights(MODEL, 40)()
     (here / "own.py").write_text(
-        "import dataclasses, pathlib\nfrom jaxpar.lm.task import LM\n"
+        "import dataclasses, pathlib\nfrom jaxpar.lm import LM\n"
         f"pathlib.Path({str(here / 'ran')!r}).touch()\n"
         "@dataclasses.dataclass(frozen=True)\nclass Own(LM):\n    depth: int = 1\n"
     )
     in_run('(?m)^task = "lm"$', f'task = "{here}/own.py:Own"')()
     with contextlib.suppress(SystemExit):
-        main((RUNS_THE_FILE | RUNS_NO_FILE)[name])
+        api.command(*(RUNS_THE_FILE | RUNS_NO_FILE)[name])
     assert (here / "ran").exists() == (name in RUNS_THE_FILE)
 
 
 @pytest.mark.full
 def test_a_run_of_a_huge_model_takes_no_memory(here):
     model_of_one_terabyte()
-    reseal()
+    api.reseal_checkpoint(CHECKPOINT)
     program = (
-        "import re, resource; from jaxpar.cli.main import main\n"
+        f"import re, resource, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from lib import api\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))\n"
-        "code = main(['evaluate', 'run'])\n"
+        "code = api.command('evaluate', 'run')\n"
         r"print(code, re.search(r'VmHWM:\s+(\d+)', open('/proc/self/status').read())[1])"
     )
     done = subprocess.run(
