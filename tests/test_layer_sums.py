@@ -1,4 +1,4 @@
-"""Layers that add to the loss: exact on every mesh and schedule."""
+"""Layers that add to the loss: in the plain model, in evaluation, and what is refused."""
 
 import dataclasses
 
@@ -7,16 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from lib.laws import RELATIVE_ERROR, assert_close, by_layer, make_settings, more
+from lib import api
+from lib.law.check import assert_near
+from lib.laws import RELATIVE_ERROR, more, on_devices
 from lib.layers import PENALTY, Penalized
 from lib.models import Regress, Regression
 
-import jaxpar
-from jaxpar import LayerContext, Stack, Sums, init_state, make_train_step
-from jaxpar.data.batches import put_batch
-from jaxpar.step.functions import make_eval_step
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import batch_sharding, make_loss_and_grad
+from jaxpar import (
+    LayerContext,
+    Parallel,
+    PipelineConfig,
+    Stack,
+    Sums,
+    init_state,
+    lm,
+    make_train_step,
+)
 
 
 class Silent(nnx.Module):
@@ -79,50 +85,25 @@ class Task(Regress):
 MIXED = Task(("penalized", "silent", "silent", "penalized"))
 
 
-def results(settings):
-    """Sums, gradients and the carry of a step, whose state is not zero."""
-    task, parallel, _ = settings
-    setup = Setup.of(task, parallel, mesh=parallel.mesh.build())
-    batch = put_batch(task.example_batch(), batch_sharding(setup))
-    run = jax.jit(make_loss_and_grad(setup))
-    (loss, (carry, sums)), grads = run(init_state(setup), batch)
-    numbers = {"loss of a step": loss, **sums.by_name}
-    return numbers, by_layer(grads, settings), by_layer(carry, settings)
-
-
-def in_plain_python(task):
-    """The same by the model's own methods and autodiff alone."""
-    setup = Setup.of(task, make_settings(task=task).parallel)
-    state, batch = init_state(setup), task.example_batch()
-    block = setup.facts.to_block(batch)
-    at = LayerContext(0, 0, 0, key=None, batch=block)
-
-    def loss(params):
-        model = setup.storage.merge(params, state.frozen)
-        carry = model.layers.initial_carry(task.batch_size)
-        _, y, of_layers = model.layers(carry, model.first(block, at), at)
-        sums = model.last(y, block, at)
-        return (sums.loss + of_layers.loss) / sums.weight, of_layers
-
-    (value, of_layers), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-    return value, of_layers, grads
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("task", [Task(), MIXED])
 def test_the_plain_model_adds_what_its_layers_add(task):
-    value, of_layers, expected = in_plain_python(task)
-    settings = make_settings(task=task)
-    numbers, grads, _ = results(settings)
-    np.testing.assert_allclose(numbers["loss of a step"], value, rtol=RELATIVE_ERROR)
-    np.testing.assert_allclose(numbers["penalty"], of_layers.loss, rtol=RELATIVE_ERROR)
-    assert numbers["above"] == of_layers.metrics["above"]
-    assert of_layers.loss > 0.1 * value  # else what follows would show little
-    assert_close(grads, by_layer(expected, settings))
+    """By the model's own methods alone."""
+    model, batch = task.make_model(nnx.Rngs(0)), task.example_batch()
+    block = {name: a.swapaxes(0, 1) if np.ndim(a) > 1 else a for name, a in batch.items()}
+    at, carry = LayerContext(0, 0, 0, batch=block), model.layers.initial_carry(task.batch_size)
+    _, y, of_layers = model.layers(carry, model.first(block, at), at)
+    sums = model.last(y, block, at)
+    value = (sums.loss + of_layers.loss) / sums.weight
+    assert of_layers.loss > 0.05 * value * sums.weight  # else this would show little
+    found = api.gradients(task, Parallel("dp1"), batch)
+    np.testing.assert_allclose(found.loss, value, rtol=RELATIVE_ERROR)
+    for name, own in of_layers.metrics.items():
+        np.testing.assert_allclose(found.metrics[name], own / sums.weight, rtol=RELATIVE_ERROR)
 
 
 @dataclasses.dataclass(frozen=True)
-class Text(jaxpar.lm.LM):
+class Text(lm.LM):
     """A language model, whose head stages share, with penalties."""
 
     def make_model(self, rngs):
@@ -143,27 +124,24 @@ class Penalized2(Penalized):
 @pytest.mark.parametrize("options", [{}, more({"remat": True}), more({"schedule": "v"})])
 def test_sums_of_layers_beside_a_head_that_stages_share_equal_plain(options):
     task = Text(4, 16, 16, vocab_size=96, batch_size=8, seq_len=8, dropout=0.0)
-    wanted, grads, _ = results(make_settings(task=task))
-    settings = make_settings((2, 2, 1), (2, 2), task, head="sharded", **options)
-    numbers, found, _ = results(settings)
-    for name, value in wanted.items():
-        np.testing.assert_allclose(numbers[name], value, rtol=RELATIVE_ERROR, err_msg=name)
-    assert_close(found, grads)
+    units = PipelineConfig(num_microbatches=2, num_chunks=2, head="sharded", **options)
+    batch = task.example_batch()
+    found = api.gradients(task, Parallel(on_devices((2, 2, 1)), units), batch)
+    expected = api.gradients(task, Parallel("dp1"), batch)
+    assert_near({"loss": found.loss}, {"loss": expected.loss}, RELATIVE_ERROR)
+    assert_near(found.grads, expected.grads, RELATIVE_ERROR)
 
 
 @pytest.mark.full
 def test_evaluation_reports_them():
-    settings = make_settings((1, 2, 1), (2, 2), MIXED)
-    setup = Setup.of(*settings)
-    batch = put_batch(MIXED.example_batch(), batch_sharding(setup))
-    _, sums = make_eval_step(setup)(init_state(setup), batch)
-    plain = Setup.of(*make_settings(task=MIXED))
-    state = init_state(plain)
-    _, expected = make_eval_step(plain)(
-        state, put_batch(MIXED.example_batch(), batch_sharding(plain))
+    units, batch = PipelineConfig(num_microbatches=2, num_chunks=2), MIXED.example_batch()
+    layouts = Parallel(on_devices((1, 2, 1)), units), Parallel("dp1")
+    found, expected = (
+        api.evaluation(MIXED, parallel, init_state(MIXED, parallel), batch)[0]
+        for parallel in layouts
     )
-    for name, value in expected.by_name.items():
-        np.testing.assert_allclose(sums.by_name[name], value, rtol=RELATIVE_ERROR, err_msg=name)
+    assert {"penalty", "above"} < expected.keys()
+    assert found == pytest.approx(expected, rel=RELATIVE_ERROR)
 
 
 @pytest.mark.more
@@ -177,20 +155,12 @@ def test_evaluation_reports_them():
 )
 def test_what_would_be_another_loss_is_refused(kind, message):
     task = Task((kind, "silent"))
-
-    def train():
-        setup = Setup.of(*make_settings((2, 1, 1), task=task))
-        batch = put_batch(task.example_batch(), batch_sharding(setup))
-        return make_train_step(setup)(init_state(setup), batch)
-
     with pytest.raises(ValueError, match=message):
-        train()
+        make_train_step(task, "dp2")(init_state(task, "dp2"), task.example_batch())
 
 
 def test_sums_for_some_calls_only_are_refused():
     task = Task(("sometimes", "silent"))
-    setup = Setup.of(*make_settings(task=task))
-    state, batch = init_state(setup), put_batch(task.example_batch(), batch_sharding(setup))
-    evaluate = make_eval_step(setup)
+    state = init_state(task, "dp1")
     with pytest.raises(ValueError, match="returns sums for some of its calls only"):
-        evaluate(state, batch)
+        api.evaluation(task, "dp1", state, task.example_batch())

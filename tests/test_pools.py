@@ -110,21 +110,6 @@ ONE = parallel_of((1, 1, 1), num_chunks=1)
 
 # ---- losses, gradients and updates ----
 
-LAW = [
-    ((1, 2, 1), KINDS, {}, {}, None),
-    ((2, 2, 2), KINDS[:3], {"zero_bubble": False}, {"fsdp": True}, "up"),
-    # Layers of one kind stay in a stack; the ends alone are in pools.
-    ((2, 2, 1), ALIKE, {"zero_bubble": True}, {"fsdp": True}, None),
-]
-
-
-@pytest.mark.rows(1)
-@pytest.mark.law
-@pytest.mark.parametrize(("mesh", "kinds", "pipeline", "layout", "frozen"), LAW)
-def test_layers_in_pools_equal_their_definition(mesh, kinds, pipeline, layout, frozen):
-    task = Unequal(kinds, batch_size=8, freeze=frozen)
-    assert_same(task, parallel_of(mesh, layout, **pipeline))
-
 
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "kinds"), [((1, 2, 1), KINDS), more((2, 2, 2), ALIKE)])

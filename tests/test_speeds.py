@@ -8,31 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from lib import api
 from lib.laws import MODEL, on_devices
-from lib.models import Regress
+from lib.models import OfNoText, Regress
 
-from jaxpar import ArrayBatches, MeshConfig, Parallel, PipelineConfig, init_state
-from jaxpar.lm import LM
+from jaxpar import MeshConfig, Parallel, PipelineConfig, init_state
 from jaxpar.planning import estimate_step, find_machine, plan
 
 END_SECONDS = 300  # which only a process that hangs takes
-
-
-@dataclasses.dataclass(frozen=True)
-class OfNoText(LM):
-    """A language model that reads no corpus."""
-
-    def describe(self):
-        return []
-
-    def make_batches(self, split, seed=None):
-        tokens = np.zeros((self.batch_size, self.seq_len), np.int32)
-        return ArrayBatches({"inputs": tokens}, self.batch_size, seed)
-
-
 # A head of a quarter of a layer.
 EIGHT = OfNoText(**vars(MODEL) | {"num_layers": 8, "vocab_size": 32})
 

@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 import jaxpar
-from jaxpar import LayerContext, OptimizerConfig, SeriesBatches, Stack, Sums, Task, nn
+from jaxpar import LayerContext, OptimizerConfig, SeriesBatches, Stack, Sums, Task, lm, nn
 from jaxpar.nn import LSTM, Recurrent, dropout, named_param
 
 WIDTH, FEATURES = 16, 3
@@ -212,3 +212,15 @@ class Tokens(Task):
     def make_batches(self, split, seed=None):
         x = np.random.default_rng(0).integers(0, 1000, 1000).astype(np.int32)
         return SeriesBatches({"x": x[:-1], "y": x[1:]}, batch_size=8, seq_len=8, seed=seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfNoText(lm.LM):
+    """A language model that reads no corpus."""
+
+    def describe(self):
+        return []
+
+    def make_batches(self, split, seed=None):
+        tokens = np.zeros((self.batch_size, self.seq_len), np.int32)
+        return jaxpar.ArrayBatches({"inputs": tokens}, self.batch_size, seed)
