@@ -1,4 +1,4 @@
-"""The examples learn, and each is on every mesh and schedule what a loop over its layers computes."""
+"""The examples learn, and each is on a mesh what a loop over its layers computes."""
 
 import collections
 import contextlib
@@ -13,12 +13,15 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pandas as pd
 import pytest
 from flax import nnx
+from lib import any_model, api
+from lib.any_model import assert_same, batch_of
+from lib.law import plain
+from lib.law.check import assert_near
 from lib.laws import more
-from lib.references import FOLDER, RELATIVE_ERROR, assert_close
+from lib.references import FOLDER, RELATIVE_ERROR
 from sklearn.linear_model import LinearRegression
 from statsmodels.datasets import co2
 
@@ -32,16 +35,8 @@ from jaxpar import (
     TrainConfig,
     init_state,
     load_run,
-    make_train_step,
 )
 from jaxpar.analysis import inspect_step
-from jaxpar.cli.main import main
-from jaxpar.data.batches import place_batch
-from jaxpar.model.task import find_task
-from jaxpar.sharding import is_variable
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit
-from jaxpar.step.step import batch_sharding
 
 pytestmark = pytest.mark.law
 
@@ -75,7 +70,7 @@ def make_task(name, **options):
     if name == MAMBA:
         pytest.importorskip("mamba2_jax", reason="mamba2-jax is not installed")
     options = {"batch_size": 16, "optimizer": SGD, **SIZES[name], **options}
-    return find_task(f"{FOLDER}/{name}")(**options)
+    return api.task_class(f"{FOLDER}/{name}")(**options)
 
 
 def make_parallel(mesh, shares=None, **pipeline):
@@ -84,206 +79,14 @@ def make_parallel(mesh, shares=None, **pipeline):
     return Parallel(MeshConfig(*mesh, devices=devices), PipelineConfig(**pipeline), shares)
 
 
-# --- The plain program: the user's modules on whole arrays, one after the other, on one device.
-
-
-class PlainStack(nnx.Module):
-    """In the place of a Stack: a list of layers, each by itself."""
-
-    def __init__(self, makers, *, rngs):
-        with nnx.use_eager_sharding(False):
-            self.items = nnx.List([make(rngs) for make in makers])
-
-
-def run_plainly(model, carry, batch, key, last="last"):
-    """Sums of a batch, or what another method for them gives, and the carry of every layer after it."""
-    time_major = getattr(model, "time_major", True)
-    block = jax.tree.map(
-        lambda a: jnp.swapaxes(a, 0, 1) if time_major and np.ndim(a) > 1 else jnp.asarray(a), batch
-    )
-    at = LayerContext(0, 0, 0, key, block, lambda x, *dims: x, time_major)
-    x, after = model.first(block, at), []
-    for number, layer in enumerate(model.layers.items):
-        new, x = layer(carry[number], x, at._replace(layer=number))
-        after.append(new)
-    return getattr(model, last)(x, block, at._replace(layer=len(after))), after
-
-
-class Plain:
-    """A task's model as plain arrays by name, on one device."""
-
-    def __init__(self, task, monkeypatch):
-        self.task, self.batches = task, task.make_batches("train", 0)
-        with monkeypatch.context() as patch:
-            patch.setattr(sys.modules[type(task).__module__], "Stack", PlainStack, raising=False)
-            with nnx.use_eager_sharding(False):
-                self.model = task.make_model(nnx.Rngs(0))
-        self.graphdef, self.state, self.others = nnx.split(self.model, nnx.Param, ...)
-        self.grads = jax.jit(jax.value_and_grad(self.loss, has_aux=True))
-
-    def initial_carry(self):
-        if self.task.adopts:
-            return []
-        return [
-            layer.initial_carry(self.batches.batch_size) if hasattr(layer, "initial_carry") else ()
-            for layer in self.model.layers.items
-        ]
-
-    def model_of(self, params):
-        leaves, structure = jax.tree.flatten_with_path(self.state)
-        values = [params[name_of(path)] for path, _ in leaves]
-        params = jax.tree.unflatten(structure, values)
-        return nnx.merge(self.graphdef, params, self.others, copy=True)
-
-    def loss(self, params, carry, batch, step):
-        key = jax.random.fold_in(jax.random.key(0), step)
-        if self.task.adopts:
-            sums = self.task.loss(self.model_of(params), batch)
-        else:
-            sums, carry = run_plainly(self.model_of(params), carry, batch, key)
-        return sums.loss / sums.weight, (sums, carry)
-
-    def two_batches(self, params):
-        """Of each of two batches loss, sums, gradients and the carry after it, by name."""
-        carry, found = self.initial_carry(), []
-        for step in range(2):
-            batch = self.batches.batch(step)
-            carry = self.initial_carry() if starts(batch) else carry
-            (loss, (sums, carry)), grads = self.grads(params, carry, batch, step)
-            found.append((float(loss), named(sums), grads, carry_by_name(carry)))
-        return found
-
-    def two_updates(self, params):
-        """The losses of two optimizer steps, and the parameters after them."""
-        clip = optax.clip_by_global_norm(1.0)  # the default of an OptimizerConfig
-        optimizer = optax.chain(clip, self.task.make_optimizer(2))
-
-        @jax.jit
-        def update(grads, state, params):
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        state, carry, losses = jax.jit(optimizer.init)(params), self.initial_carry(), []
-        for step in range(2):
-            batch = self.batches.batch(step)
-            carry = self.initial_carry() if starts(batch) else carry
-            (loss, (_, carry)), grads = self.grads(params, carry, batch, step)
-            params, state = update(grads, state, params)
-            losses.append(float(loss))
-        return losses, params
-
-
-def starts(batch):
-    return bool(batch.get("starts", True))
-
-
-def name_of(path):
-    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-
-
-def named(tree):
-    return {name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
-def carry_by_name(carry):
-    return named({str(number): own for number, own in enumerate(carry)})
-
-
-# --- The same of a state that is laid out on a mesh.
-
-
-def by_layer(state, partition):
-    """Parameters or gradients by the names that they have in the plain program; empty rows are zeros."""
-    arrays = {}
-    for path, variable in jax.tree.leaves_with_path(state, is_leaf=is_variable):
-        name, array = name_of(path), np.asarray(variable.get_value())
-        top, _, rest = name.partition("/")
-        if top != "layers":
-            arrays[name.removeprefix("outer/")] = array
-            continue
-        kind, _, rest = rest.partition("/")
-        model = partition.facts.cut_model  # of an example in plain Flax
-        layers = "layers/items" if model is None else model.layers.replace(".", "/")
-        for row, layer in enumerate(partition.slots.rows[partition.facts.kinds.index(kind)]):
-            if layer < 0:
-                assert not array[row].any(), f"{name}: the empty row {row} is not zero"
-            else:
-                arrays[f"{layers}/{layer}/{rest.removeprefix('own/')}"] = array[row]
-    return arrays
-
-
-def carry_by_layer(carry, partition):
-    arrays = {}
-    for kind, rows in zip(partition.facts.kinds, partition.slots.rows, strict=True):
-        whole = jax.tree.map(lambda v: np.asarray(v.get_value()), carry[kind], is_leaf=is_variable)
-        for row, layer in enumerate(rows):
-            if layer >= 0:
-                own = jax.tree.map(lambda a, row=row: a[row], whole)
-                arrays |= named({str(layer): own})
-    return arrays
-
-
-@functools.cache
-def plain_program(task):
-    with pytest.MonkeyPatch.context() as patch:
-        return Plain(task, patch)
-
-
-@functools.cache
-def initial_params(task):
-    parallel = make_parallel((1, 1, 1))
-    return by_layer(init_state(task, parallel).params, Setup.of(task, parallel).partition)
-
-
-@functools.cache
-def plain_batches(task):
-    return plain_program(task).two_batches(initial_params(task))
-
-
-def assert_batches_equal_plain(task, parallel):
-    """Loss, sums, every gradient and the carry at two batches; the second goes on with the carry."""
-    mesh, partition = parallel.mesh.build(), Setup.of(task, parallel).partition
-    state, batches = init_state(task, parallel, mesh=mesh), task.make_batches("train", 0)
-    audit(state)
-    assert_close(by_layer(state.params, partition), initial_params(task))
-    run = jaxpar.value_and_grad(task, parallel, mesh=mesh)
-    for number, (loss, sums, grads, carry) in enumerate(plain_batches(task)):
-        batch = place_batch(batches, number, batch_sharding(Setup.of(task, parallel, mesh=mesh)))
-        (actual, (state, actual_sums)), actual_grads = run(state, batch)
-        assert abs(float(actual) - loss) <= RELATIVE_ERROR * abs(loss)
-        assert_close(named(actual_sums), sums)
-        assert_close(by_layer(actual_grads, partition), grads)
-        if not task.adopts:
-            assert_close(carry_by_layer(state.carry, partition), carry)
-        audit(dataclasses.replace(state, params=actual_grads))
-
+# --- Each is on a mesh what a loop over its layers computes.
 
 LAYOUTS = [
-    more(FORECAST, make_parallel((1, 1, 1), num_microbatches=2)),
-    more(FORECAST, make_parallel((8, 1, 1))),
     (FORECAST, make_parallel((1, 8, 1), num_microbatches=2, num_chunks=4)),
-    more(FORECAST, make_parallel((1, 2, 4), num_chunks=2, remat=True)),
-    more(FORECAST, make_parallel((2, 2, 2), shares=(3, 1), num_microbatches=2, num_chunks=8)),
-    more(FORECAST, make_parallel((4, 2, 1), num_chunks=2, placement=(5, 3))),
-    more(CHARACTERS, make_parallel((1, 1, 1))),
-    more(CHARACTERS, make_parallel((8, 1, 1))),
-    more(CHARACTERS, make_parallel((1, 2, 4), num_microbatches=4)),
     (CHARACTERS, make_parallel((2, 2, 2), num_microbatches=2, remat=True)),
-    more(CHARACTERS, make_parallel((4, 2, 1), shares=(1, 1, 1, 5), placement=(1, 3))),
-    more(TRANSLATE, make_parallel((1, 1, 1))),
-    more(TRANSLATE, make_parallel((8, 1, 1))),
-    more(TRANSLATE, make_parallel((1, 2, 4), num_microbatches=2)),
     (TRANSLATE, make_parallel((2, 2, 2), shares=(1, 3), num_microbatches=4)),
-    more(TRANSLATE, make_parallel((4, 2, 1), num_microbatches=2, remat=True)),
-    more(DIGITS, make_parallel((1, 1, 1))),
-    more(DIGITS, make_parallel((8, 1, 1))),
-    more(DIGITS, make_parallel((1, 8, 1), num_chunks=2)),
-    more(DIGITS, make_parallel((1, 2, 4), num_microbatches=2, num_chunks=4)),
     more(DIGITS, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=2, remat=True)),
-    more(DIGITS, make_parallel((4, 2, 1), num_microbatches=4, num_chunks=8)),
     (HYBRID, make_parallel((2, 1, 4))),
-    more(HYBRID, make_parallel((8, 1, 1))),
-    more(MAMBA, make_parallel((8, 1, 1))),
     (MAMBA, make_parallel((2, 4, 1), num_microbatches=2)),
 ]
 
@@ -296,54 +99,59 @@ def label(value):
     return "-".join(map(str, parts))
 
 
+class Ends(any_model.Ends):
+    def predict(self, arrays, x, batch, at):
+        return plain.with_arrays(self.model, arrays).predict(x, batch, at)
+
+
+class OfRows(plain.Form):
+    """A model in the layer form whose arrays have no time: each layer on all rows."""
+
+    def __init__(self, task):
+        self.ends = Ends(task)
+        self.layers = [layer for layer, _ in self.ends.layers()]
+        layers = nnx.Dict({str(number): layer for number, layer in enumerate(self.layers)})
+        self.trained = self.ends.trained | plain.trained_of(nnx.Dict(layers=layers), task.frozen)
+
+        def loss_of(trained, others, batch, carry, key):
+            sums = self.outputs({**others, **trained}, batch, key, self.ends.last)
+            loss, metrics = plain.mean_of([sums])
+            return loss, (metrics, carry)
+
+        self.run = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
+
+    def outputs(self, arrays, batch, key, last):
+        """What `last` makes of the output of the layers."""
+        at = LayerContext(0, 0, 0, key, batch, time_major=False)
+        x = self.ends.first(arrays, batch, at)
+        for number, layer in enumerate(self.layers):
+            own = plain.with_arrays(layer, arrays, f"layers.{number}.")
+            _, x = own((), x, at._replace(layer=number))
+        return last(arrays, x, batch, at._replace(layer=len(self.layers)))
+
+
+@pytest.fixture
+def without_a_mesh():
+    """Plain models have dims with names, too."""
+    with nnx.use_eager_sharding(False):
+        yield
+
+
 @pytest.mark.more
+@pytest.mark.usefixtures("without_a_mesh")
 @pytest.mark.parametrize(("name", "parallel"), LAYOUTS, ids=label)
 def test_loss_metrics_and_gradients_equal_plain(name, parallel):
-    assert_batches_equal_plain(make_task(name), parallel)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("seed", [0, *map(more, (1, 2))])
-def test_layouts_drawn_at_random_equal_plain(seed):
-    rng = np.random.default_rng(seed)
-    name = rng.choice([FORECAST, CHARACTERS, TRANSLATE, DIGITS])
-    has_chunks = name in (FORECAST, DIGITS)
-    mesh = rng.permutation([1, 2, 4]) if rng.random() < 0.5 else (2, 4, 1)
-    parallel = make_parallel(
-        tuple(map(int, mesh)),
-        num_microbatches=int(rng.choice([1, 2, 4])),
-        num_chunks=int(rng.choice([1, 2, 4])) if has_chunks else 1,
-        schedule=str(rng.choice(["1f1b", "gpipe"])),
-        remat=bool(rng.random() < 0.5),
-    )
-    assert_batches_equal_plain(make_task(str(name)), parallel)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(
-    ("name", "parallel"),
-    [
-        (FORECAST, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=4)),
-        more(CHARACTERS, make_parallel((1, 2, 4), num_microbatches=2)),
-        (TRANSLATE, make_parallel((4, 2, 1), num_microbatches=2)),
-        more(DIGITS, make_parallel((1, 8, 1), num_microbatches=2, num_chunks=2)),
-    ],
-    ids=label,
-)
-def test_parameters_agree_after_two_optimizer_steps(name, parallel):
     task = make_task(name)
-    expected_losses, expected = plain_program(task).two_updates(initial_params(task))
-    mesh = parallel.mesh.build()
-    state, losses = init_state(task, parallel, mesh=mesh), []
-    step = make_train_step(task, parallel, TrainConfig(num_steps=2), mesh)
-    for number in range(2):
-        batches = task.make_batches("train", 0)
-        batch = place_batch(batches, number, batch_sharding(Setup.of(task, parallel, mesh=mesh)))
-        state, metrics = step(state, batch)
-        losses.append(float(metrics.loss))
-    audit(state)
-    np.testing.assert_allclose(losses, expected_losses, rtol=RELATIVE_ERROR)
-    assert_close(by_layer(state.params, Setup.of(task, parallel).partition), expected)
+    if name in (FORECAST, TRANSLATE):  # in the layer form
+        assert_same(task, parallel)
+        return
+    batch, model = batch_of(task), OfRows(task) if name == HYBRID else plain.FlaxForm(task)
+    found = api.gradients(task, parallel, batch)
+    weights = model.split(found.weights)
+    (loss, (metrics, _)), grads = model.run(*weights, batch, model.start(), plain.step_key(0))
+    assert_near({"loss": found.loss}, {"loss": loss}, RELATIVE_ERROR)
+    assert_near(found.metrics, metrics, RELATIVE_ERROR)
+    assert_near({name: found.grads[name] for name in grads}, grads, RELATIVE_ERROR)
 
 
 @pytest.mark.trains
@@ -380,7 +188,7 @@ def trained(name, module, monkeypatch, caches, capsys, folder, *options):
         monkeypatch.setattr(module, cache, functools.cache(getattr(module, cache).__wrapped__))
     train = ["--train.num-steps", "2", "--train.out-dir", str(folder)]
     train += ["--optimizer.warmup-steps", "0"]
-    assert main(["train", f"{FOLDER}/{name}", *options, *train]) == 0
+    assert api.command("train", f"{FOLDER}/{name}", *options, *train) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     numbers = {row[0]: list(map(float, row[1:])) for row in rows if {*row[:1]} & {"valid", "test"}}
     return numbers, load_run(folder).model()
@@ -402,7 +210,7 @@ def test_the_forecaster_is_printed_beside_two_guesses(capsys, monkeypatch, tmp_p
     values[[3, 100, 639, 650, 715, 760, 799]] = np.nan
     weeks = pd.Series(values, pd.date_range("1960-01-02", periods=num_weeks, freq="W-SAT"))
     monkeypatch.setattr(co2, "load", lambda: SimpleNamespace(data=pd.DataFrame({"co2": weeks})))
-    module = sys.modules[find_task(f"{FOLDER}/{FORECAST}").__module__]
+    module = sys.modules[api.task_class(f"{FOLDER}/{FORECAST}").__module__]
     options = ["--num-layers", "2", "--width", "4", "--batch-size", "4", "--mesh", "dp2pp2tp2"]
     numbers, model = trained(
         FORECAST, module, monkeypatch, ["load_series"], capsys, tmp_path / "run", *options
@@ -453,7 +261,7 @@ def test_the_translator_is_printed_beside_a_memory_of_german(capsys, monkeypatch
     words = {"a": "eins", "b": "einsam", "c": "sam", "d": "samt", "e": "einst"}
     drawn = [" ".join(rng.choice(list(words), n)) for n in rng.integers(1, 4, 60)]
     pairs = {text: " ".join(words[word] for word in text.split()) for text in sorted(drawn)}
-    module = sys.modules[find_task(f"{FOLDER}/{TRANSLATE}").__module__]
+    module = sys.modules[api.task_class(f"{FOLDER}/{TRANSLATE}").__module__]
     monkeypatch.setattr(module, "load_pairs", lambda path: pairs)
     options = ["--width", "8", "--batch-size", "8", "--devices", "0", "--max-tokens", "20"]
     caches = ["load_vocabulary", "load_split"]
@@ -515,7 +323,7 @@ def test_the_hybrid_sends_a_fifth_of_what_data_parallelism_sends():
 
 @pytest.mark.full
 def test_unequal_shares_have_the_losses_of_even_ones(capsys, monkeypatch):
-    module = sys.modules[find_task(f"{FOLDER}/shares.py:Slowed").__module__]
+    module = sys.modules[api.task_class(f"{FOLDER}/shares.py:Slowed").__module__]
     monkeypatch.setattr(module, "WORK", 1)
     module.main(num_steps=3)
     (shares, rows, loss), unequal = re.findall(
@@ -623,7 +431,7 @@ def test_translation_prints_bleu_and_refuses_what_is_no_pair(translated, capsys,
 
 
 def of_distillation(**options):
-    return find_task(f"{FOLDER}/distillation.py:Digits")(width=8, batch_size=16, **options)
+    return api.task_class(f"{FOLDER}/distillation.py:Digits")(width=8, batch_size=16, **options)
 
 
 @pytest.mark.more
@@ -631,33 +439,31 @@ def of_distillation(**options):
     "parallel",
     [
         make_parallel((2, 2, 1), num_microbatches=2),
-        more(make_parallel((1, 4, 1), num_microbatches=4)),
         more(make_parallel((2, 2, 2), shares=(1, 3))),
-        more(make_parallel((8, 1, 1))),
     ],
     ids=label,
 )
+@pytest.mark.usefixtures("without_a_mesh")
 def test_a_pair_has_the_loss_and_the_gradients_of_one_device(parallel):
     tasks = of_distillation(num_layers=6), of_distillation(num_layers=4, told=3)
-    module, plain = sys.modules[type(tasks[0]).__module__], [plain_program(task) for task in tasks]
+    module, models = sys.modules[type(tasks[0]).__module__], []
     batches = [task.make_batches("train", 0).batch(0) for task in tasks]
     states = [init_state(task, parallel) for task in tasks]
-    layouts = [Setup.of(task, parallel).partition for task in tasks]
-    params = list(map(by_layer, (state.params for state in states), layouts))
+    weights = [api.params_of(*own) for own in zip(tasks, [parallel] * 2, states, strict=True)]
+    models = [OfRows(task) for task in tasks]
+    said = models[0].outputs(weights[0], batches[1], None, models[0].ends.predict)
+    expected, expected_grads = 0.0, []
+    for model, own, batch in zip(models, weights, (batches[0], batches[1] | said), strict=True):
+        arrays = model.split(own)
+        (loss, _), grads = model.run(*arrays, batch, model.start(), plain.step_key(0))
+        expected += float(loss)
+        expected_grads.append(grads)
 
-    @jax.value_and_grad
-    def loss(params):
-        target = plain[0].model_of(jax.lax.stop_gradient(params[0]))
-        carries = [own.initial_carry() for own in plain]
-        said, _ = run_plainly(target, carries[0], batches[1], None, "predict")
-        pairs = zip(plain, params, carries, (batches[0], {**batches[1], **said}), strict=True)
-        return sum(own.loss(*rest, 0)[0] for own, *rest in pairs)
-
-    expected, expected_grads = loss(params)
     (found, states), grads = module.make_pair_step(tasks, parallel)(states, batches)
-    assert abs(float(found) - float(expected)) <= RELATIVE_ERROR * float(expected)
-    for own, layout, wanted in zip(grads, layouts, expected_grads, strict=True):
-        assert_close(by_layer(own, layout), wanted)
+    assert abs(float(found) - expected) <= RELATIVE_ERROR * expected
+    for task, state, own, wanted in zip(tasks, states, grads, expected_grads, strict=True):
+        arrays = api.params_of(task, parallel, dataclasses.replace(state, params=own))
+        assert_near({name: arrays[name] for name in wanted}, wanted, RELATIVE_ERROR)
     assert [int(state.step) for state in states] == [1, 1]
 
 
