@@ -11,6 +11,7 @@ from flax import nnx
 from lib import api
 from lib.any_model import Calm, assert_same
 from lib.awd import awd
+from lib.law.check import ERRORS, assert_near
 from lib.laws import assert_same_as_plain, make_settings, more, on_devices
 from lib.models import MAKERS, WIDTH, Regress, Regression
 
@@ -132,8 +133,6 @@ LAW = {
     "both ways": (Draws(("noisy both ways",)), (1, 2, 1), {"num_microbatches": 2}),
     "groups": (Draws(("noisy", "group")), (1, 2, 1), {"num_microbatches": 2, "num_chunks": 2}),
     "groups, rows": more(Draws(("group", "group")), (2, 1, 1), {}),
-    "without time": (Rows(), (2, 1, 1), {}),
-    "without time, units": more(Rows(), (1, 2, 1), {"num_microbatches": 4}),
     **{
         kind: more(Draws((kind, kind)), (2, 2, 1), {"num_microbatches": 2, "num_chunks": 2})
         for kind in ("own gru", "mingru", "rglru", "slstm")
@@ -146,6 +145,18 @@ LAW = {
 @pytest.mark.parametrize(("task", "mesh", "units"), LAW.values(), ids=LAW)
 def test_what_is_drawn_is_the_same_on_any_mesh(task, mesh, units):
     assert_same(task, Parallel(on_devices(mesh), PipelineConfig(**units)))
+
+
+@pytest.mark.more
+@pytest.mark.law
+@pytest.mark.parametrize(
+    "parallel", [Parallel("dp2"), Parallel("pp2", PipelineConfig(num_microbatches=4))]
+)
+def test_what_is_drawn_without_time_is_the_same_on_any_mesh(parallel):
+    batch = Rows().make_batches("train", 0).batch(0)
+    found, expected = (api.gradients(Rows(), own, batch) for own in (parallel, ONE))
+    assert_near({"loss": found.loss}, {"loss": expected.loss}, ERRORS["float32"])
+    assert_near(found.grads, expected.grads, ERRORS["float32"])
 
 
 @pytest.mark.law
