@@ -362,14 +362,17 @@ def test_mistakes_have_one_message(mistake, tmp_path, monkeypatch, capsys):
 def test_a_program_that_loads_its_own_task_is_not_run_again(tmp_path):
     program = """
 import dataclasses, jaxpar
-from jaxpar.model.task import find_task, spec_of
+from lib import api
 @dataclasses.dataclass(frozen=True)
 class Own(jaxpar.Task):
     pass
-print("once", find_task(spec_of(Own())) is Own)
+print("once", api.task_class(api.spec_of(Own())) is Own)
 """
     (tmp_path / "own.py").write_text(program)
-    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "own.py"], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
     assert (done.stdout, done.stderr) == ("once True\n", "")
 
 
