@@ -6,6 +6,7 @@ while they save:
     pytest -n 0 -m "" -s tests/test_bucket.py
 """
 
+import contextlib
 import os
 import random
 import re
@@ -20,18 +21,12 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from etils import epath
+from lib import api
 from lib.fake_gcs import FakeGCS
-from lib.runs import Act
+from lib.runs import Act, metrics_of
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig, fit, load_run
-from jaxpar.base.bucket import as_path
-from jaxpar.base.files import remove_folder, sizes_of, write_file
-from jaxpar.cli.main import main
-from jaxpar.hosts.group import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 from jaxpar.lm import LM
-from jaxpar.step.setup import Setup
-from jaxpar.training import run_folder
-from jaxpar.training.run_folder import FolderLock, RunFolder
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -76,15 +71,15 @@ def make_train(folder, **train):
     return TrainConfig(**{**options, **train})
 
 
-def steps_in(address):
-    folder = RunFolder(address)
-    return folder.checkpoints(Setup.of(*folder.settings())).steps()
+def has_begun(folder):
+    """Whether a run has written there what it is continued from."""
+    return (epath.Path(folder) / "config.toml").exists()
 
 
 def numbers(folder):
     """All that was computed: of every step and evaluation."""
     names = ("step", "split", "loss", "grad_norm", "perplexity")
-    return [tuple(line.get(name) for name in names) for line in RunFolder(folder).metrics()]
+    return [tuple(line.get(name) for name in names) for line in metrics_of(epath.Path(folder))]
 
 
 def wait_for(condition):
@@ -130,7 +125,8 @@ def test_a_run_in_a_bucket_is_that_on_a_disk(server, address, text, tmp_path, ca
 def test_weights_are_taken_from_and_written_from_a_bucket(server, address, text, tmp_path, capsys):
     task = make_task(text)
     first = fit(task, ONE, make_train(address))
-    assert main(["export", address, "-o", "model.safetensors"]) == 0, capsys.readouterr().err
+    words = ["export", address, "-o", "model.safetensors"]
+    assert api.command(*words) == 0, capsys.readouterr().err
     for source in (address, "model.safetensors"):
         begun = fit(
             task, ONE, make_train(f"{address}-2", num_steps=1), start=source, overwrite=True
@@ -149,9 +145,9 @@ def test_commands_read_a_run_in_a_bucket(server, address, text, tmp_path, capsys
         ["predict", address, "test", "-o", "predicted"],
         ["plot", "curves", address, "-o", "a.html"],
     ):
-        assert main(argv) == 0, capsys.readouterr().err
+        assert api.command(*argv) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
-    assert f"{RunFolder(address).metrics()[-1]['perplexity']:.4g}" in said
+    assert f"{numbers(address)[-1][-1]:.4g}" in said
     assert {path.name for path in tmp_path.iterdir()} == {"a.html", "predicted"}
 
 
@@ -184,13 +180,13 @@ def test_a_copy_of_a_run_is_one(server, address, text, tmp_path):
 def test_half_a_checkpoint_is_none_and_a_damaged_one_is_replaced(server, address, text, caplog):
     task, name = make_task(text), address.removeprefix("gs://bucket/")
     fit(task, ONE, make_train(address, num_steps=4))
-    assert steps_in(address) == [2, 4]
+    assert api.run_steps(address) == [2, 4]
     # As by a run that was killed while it saved.
     key = "bucket", f"{name}/checkpoints/4/checkpoint.json"
     del server.objects[key]
     stray = f"{name}/checkpoints/6/state/stray"
     server.put(("bucket", stray), b"?")
-    assert steps_in(address) == [2]
+    assert api.run_steps(address) == [2]
     result = fit(task, ONE, make_train(address), resume=True)
     assert result.first_step == 2
     assert stray not in server.names()
@@ -203,24 +199,25 @@ def test_half_a_checkpoint_is_none_and_a_damaged_one_is_replaced(server, address
     [skipped] = caplog.messages
     assert re.search(r"skipped the damaged checkpoint .*/6: .* has 0 of \d+ bytes", skipped)
     assert damaged not in server.names()
-    assert steps_in(address) == [6, 8]
+    assert api.run_steps(address) == [6, 8]
 
 
 @pytest.mark.full
-def test_lines_are_put_now_and_then_and_with_each_checkpoint(server, address, text, monkeypatch):
+def test_lines_are_put_now_and_then_and_with_each_checkpoint(server, address, text):
     puts, kept = [], []
     server.on_put = lambda name: puts.append(name.rpartition("/")[2])
 
     def look():
-        kept.append(len(RunFolder(address).metrics()))
+        kept.append(len(numbers(address)))
 
     train = make_train(address, num_steps=20, checkpoint_every=10)
     fit(make_task(text), ONE, train, report=[Act(9, look), Act(12, look)])
     assert kept == [1, 10]
     assert puts.count("metrics.jsonl") <= 6
-    assert len(RunFolder(address).metrics()) == 22
-    monkeypatch.setattr(run_folder, "_PUT_SECONDS", 0.0)
-    fit(make_task(text), ONE, make_train(address, num_steps=24), resume=True, report=Act(23, look))
+    assert len(numbers(address)) == 22
+    train = make_train(address, num_steps=24)
+    with api.lines_are_put_at_once():
+        fit(make_task(text), ONE, train, resume=True, report=Act(23, look))
     assert kept == [1, 10, 25]
 
 
@@ -230,11 +227,11 @@ def test_lines_are_put_now_and_then_and_with_each_checkpoint(server, address, te
 @pytest.mark.full
 def test_the_newest_start_has_the_folder(server, address, text):
     """The older run ends before its next save, and says who has it now."""
-    begun, newest = [], RunFolder(address)
+    begun, newest = [], contextlib.ExitStack()
 
     def begin():
-        wait_for(lambda: steps_in(address) == [2])
-        newest.lock.__enter__()
+        wait_for(lambda: api.run_steps(address) == [2])
+        newest.enter_context(api.holds(address))
         begun.extend(server.objects.items())
 
     who = rf"process {os.getpid()} on {re.escape(socket.gethostname())} since 20\S+ \S+"
@@ -242,31 +239,30 @@ def test_the_newest_start_has_the_folder(server, address, text):
     with pytest.raises(BlockingIOError, match=told):
         fit(make_task(text), ONE, make_train(address), report=Act(3, begin))
     assert dict(begun) == server.objects
-    assert steps_in(address) == [2]
-    newest.lock.check()
-    newest.lock.__exit__()
+    assert api.run_steps(address) == [2]
+    newest.close()
     assert len(fit(make_task(text), ONE, make_train(address), resume=True).losses) == 4
 
 
 @pytest.mark.full
 def test_a_save_under_way_does_not_count_once_another_run_has_begun(server, address, text):
-    newest = RunFolder(address)
+    newest = contextlib.ExitStack()
 
     def begin(name):
         if name.endswith("checkpoints/4/commit_success.txt"):
             server.on_put = lambda name: None
-            newest.lock.__enter__()
+            newest.enter_context(api.holds(address))
 
     server.on_put = begin
-    with pytest.raises(BlockingIOError, match="is in use by another run"):
+    with newest, pytest.raises(BlockingIOError, match="is in use by another run"):
         fit(make_task(text), ONE, make_train(address))
-    assert steps_in(address) == [2]
+    assert api.run_steps(address) == [2]
 
 
 @pytest.mark.full
 def test_a_bucket_that_forgets_the_run_ends_it(server, address, text):
     with pytest.raises(FileNotFoundError, match=f"^{address} was removed during"):
-        fit(make_task(text), ONE, make_train(address), report=Act(3, as_path(address).rmtree))
+        fit(make_task(text), ONE, make_train(address), report=Act(3, epath.Path(address).rmtree))
     assert server.names(address.removeprefix("gs://bucket/")) == []
 
 
@@ -285,13 +281,13 @@ def test_what_the_storage_refuses_is_told_in_words(server, address, text, capsys
     )
     with pytest.raises(OSError, match=told):
         fit(make_task(text), ONE, make_train(address))
-    assert steps_in(address) == [2]
+    assert api.run_steps(address) == [2]
 
     def refuse_all(name):
         raise PermissionError
 
     server.on_put = refuse_all
-    assert main(["train", "lm", "--train.out-dir", f"{address}/new"]) == 2
+    assert api.command("train", "lm", "--train.out-dir", f"{address}/new") == 2
     assert re.search(
         rf"error: cannot write {address}/new/\.lock: .*Forbidden", capsys.readouterr().err
     )
@@ -299,7 +295,7 @@ def test_what_the_storage_refuses_is_told_in_words(server, address, text, capsys
 
 def test_a_bucket_without_its_package_is_told(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["evaluate", "gs://bucket/run"]) == 2
+    assert api.command("evaluate", "gs://bucket/run") == 2
     said = "gs://bucket/run needs the package gcsfs Fix: pip install gcsfs"
     assert said in " ".join(capsys.readouterr().err.split())
 
@@ -310,7 +306,7 @@ def test_a_bucket_that_cannot_be_reached_is_told(server, tmp_path, monkeypatch, 
     key = tmp_path / "key.json"
     key.write_text("{")
     monkeypatch.setitem(fsspec.config.conf, "gcs", {"token": str(key)})
-    assert main(["evaluate", "gs://elsewhere/run"]) == 2
+    assert api.command("evaluate", "gs://elsewhere/run") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: cannot reach gs://elsewhere/run: ")
     assert error.endswith("\nFix: check the bucket's name and your credentials\n")
@@ -320,40 +316,29 @@ def test_a_bucket_alone_and_a_profile_are_refused(address, text):
     with pytest.raises(
         ValueError, match="gs://bucket names no folder\nFix: use gs://BUCKET/FOLDER"
     ):
-        RunFolder("gs://bucket")
+        load_run("gs://bucket")
     with pytest.raises(ValueError, match="is in a bucket, where JAX writes no profile"):
         fit(make_task(text), ONE, make_train(address), profile=True)
 
 
-def test_paths_in_a_bucket():
-    path = epath.Path("gs://bucket/a/run")
-    assert os.fspath(path / "x") == str(path / "x") == "gs://bucket/a/run/x"
-    assert str((path / "x").relative_to(path)) == "x"
-    assert (path / "x").parent == path
-    assert str(path.with_name("b")) == "gs://bucket/a/b"
-    assert as_path(path) is path
-
-
 @pytest.mark.full
 def test_objects(server, address):
-    path = as_path(address)
+    path = epath.Path(address)
     assert not path.exists()
     assert [*path.glob("*")] == []
-    remove_folder(path)  # of nothing
     (path / "a" / "b").write_bytes(b"one\n\ntwo")
     assert (path / "a" / "b").read_bytes() == b"one\n\ntwo"
     assert (path.is_dir(), (path / "a").is_dir(), (path / "a/b").is_dir()) == (True, True, False)
     assert [*path.iterdir()] == [path / "a"]
-    write_file(path / "c", b"")
-    assert sizes_of(path) == {"a/b": 8, "c": 0}
     # Another process writes: nothing is remembered.
-    server.put(("bucket", f"{address.removeprefix('gs://bucket/')}/d"), b"")
+    for name in "cd":
+        server.put(("bucket", f"{address.removeprefix('gs://bucket/')}/{name}"), b"")
     assert [each.name for each in sorted(path.glob("[c-e]"))] == ["c", "d"]
     (path / "d").unlink()
     with pytest.raises(FileNotFoundError):
         (path / "d").read_bytes()
     (path / "d").unlink(missing_ok=True)
-    remove_folder(path)
+    path.rmtree()
     assert not path.exists()
 
 
@@ -365,13 +350,13 @@ def start(folders, argv, environ):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    own = {COORDINATOR_ADDRESS: address, NUM_PROCESSES: str(len(folders))}
+    own = {"JAX_COORDINATOR_ADDRESS": address, "JAXPAR_NUM_PROCESSES": str(len(folders))}
     processes = []
     for number, folder in enumerate(folders):
         folder.mkdir(exist_ok=True)
         its_own = {"TMPDIR": str(folder)}
         if len(folders) > 1:
-            its_own |= own | {PROCESS_ID: str(number)}
+            its_own |= own | {"JAXPAR_PROCESS_ID": str(number)}
         with (folder / "said").open("w") as said:
             processes.append(
                 subprocess.Popen(
@@ -423,7 +408,7 @@ def test_hosts_that_share_no_folder_lose_nothing(server, address, text, tmp_path
     whole, moments = numbers(f"{address}-whole"), random.Random(0)
     layouts = [(2, "dp2"), (2, "dp2"), (1, "dp1"), (2, "pp2"), (2, "dp2")]
     for number, (count, mesh) in enumerate(layouts):
-        before = max(steps_in(address), default=0) if RunFolder(address).holds_run else 0
+        before = max(api.run_steps(address), default=0) if has_begun(address) else 0
         victims, left = [], [moments.randrange(1, 12)]
 
         def kill(name, before=before, victims=victims, left=left):
@@ -438,7 +423,7 @@ def test_hosts_that_share_no_folder_lose_nothing(server, address, text, tmp_path
         victims.extend(go_on(count, mesh, address))
         end(victims, hosts[:count], [-signal.SIGKILL])
         server.on_put = lambda name: None
-        after = max(steps_in(address))
+        after = max(api.run_steps(address))
         print(f"kill {number + 1}: {count} processes, {mesh}, at checkpoint {after}", flush=True)
         assert before < after < 60
     end(go_on(2, "dp2", address), hosts[:2])
@@ -451,19 +436,21 @@ def test_hosts_that_share_no_folder_lose_nothing(server, address, text, tmp_path
 
 @pytest.mark.full
 def test_hosts_end_when_another_run_begins_in_their_folder(server, address, text, tmp_path):
-    hosts, newest = [tmp_path / "host-0", tmp_path / "host-1"], RunFolder(address)
+    hosts = [tmp_path / "host-0", tmp_path / "host-1"]
     argv = train(text, 10**6, "--mesh", "dp2", "--train.out-dir", address)
     processes = start(hosts, argv, compiled_in(tmp_path))
-    wait_for(lambda: processes[0].poll() is not None or (newest.holds_run and steps_in(address)))
-    newest.lock.__enter__()
-    at = max(steps_in(address))
-    for said in end(processes, hosts, [2]):
-        assert re.search(
-            rf"error: process 0: {address} is in use by another run: process \d+ on", said
-        )
-        assert "Traceback" not in said
-    assert max(steps_in(address)) == at
-    newest.lock.check()
+    wait_for(
+        lambda: processes[0].poll() is not None or (has_begun(address) and api.run_steps(address))
+    )
+    with api.holds(address):
+        holder, at = (epath.Path(address) / ".lock").read_text(), max(api.run_steps(address))
+        for said in end(processes, hosts, [2]):
+            assert re.search(
+                rf"error: process 0: {address} is in use by another run: process \d+ on", said
+            )
+            assert "Traceback" not in said
+    assert max(api.run_steps(address)) == at
+    assert (epath.Path(address) / ".lock").read_text() == holder
 
 
 @pytest.mark.more
@@ -481,22 +468,3 @@ def test_hosts_that_share_nothing_are_refused_at_the_start(text, tmp_path, how):
         assert "Traceback" not in said
     assert time.monotonic() - before < 60
     assert not (hosts[1] / "out").exists()
-
-
-def test_a_process_that_does_not_see_the_lock_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "_SEEN_SECONDS", 0.3)
-    here, elsewhere = tmp_path / "here", tmp_path / "there"
-    with FolderLock(here):
-        holder = (here / ".lock").read_text()
-        assert holder.startswith(f"process {os.getpid()} on ")
-        monkeypatch.setattr("jax.process_index", lambda: 1)
-        FolderLock(here)._wait_for(holder)
-        told = (
-            rf"^{elsewhere} on \S+ is not that of process 0\nFix: give all processes a folder that they "
-            r"share, such as --train\.out-dir gs:"
-        )
-        with pytest.raises(FileNotFoundError, match=told):
-            FolderLock(elsewhere)._wait_for(holder)
-        assert not elsewhere.exists()
-        with pytest.raises(FileNotFoundError, match="is not that of process 0"):
-            FolderLock(here)._wait_for(holder + " ")
