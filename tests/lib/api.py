@@ -51,7 +51,9 @@ from jaxpar.data.packed import PackedBatches as PackedBatches  # documented for 
 from jaxpar.hosts import distributed, stopping
 from jaxpar.hosts.launch import environs
 from jaxpar.hosts.stopping import Stop
+from jaxpar.lm.drawing import Draw
 from jaxpar.lm.options import LAYERS
+from jaxpar.lm.sampling import sample_tokens
 from jaxpar.mesh import described_devices
 from jaxpar.model import task as task_module
 from jaxpar.model.adopt.variables import find_in
@@ -80,7 +82,6 @@ from jaxpar.step.state import TrainState
 from jaxpar.step.state import release as release  # documented for users
 from jaxpar.step.step import CompiledStep, batch_sharding
 from jaxpar.trace import surprises
-from jaxpar.trace.counts import amount
 from jaxpar.training import comparison, loop
 from jaxpar.training.callbacks import TRACKERS
 from jaxpar.training.checkpoint import Checkpoints, Writing, checksums, write_table
@@ -203,6 +204,19 @@ def evaluation_of_split(
 ) -> Evaluation:
     """An evaluation on "valid" or "test", as callbacks are given it."""
     return evaluate(Setup.of(task, parallel), state, split)
+
+
+def sampled(
+    task: Task,
+    parallel: Parallel | None,
+    state: TrainState,
+    prompts: Sequence[np.ndarray],
+    length: int,
+    **draw: Any,
+) -> np.ndarray:
+    """The tokens that follow each prompt, drawn with these numbers: [prompts, length]."""
+    draws = Draw.of(**draw)
+    return np.array(sample_tokens(Setup.of(task, parallel), state, prompts, draws, length).tokens)
 
 
 def epoch_sums(
@@ -378,11 +392,6 @@ def lowered_evaluation(task: Task, parallel: Parallel | None = None) -> jax.stag
     """The evaluation of a batch that is not compiled yet."""
     given = abstract_state(task, parallel), abstract_batch(task, parallel)
     return make_eval_step(task, parallel).lower(*given)
-
-
-def flops(function: Any, *shapes: jax.ShapeDtypeStruct) -> float:
-    """Of all matrix products, also of those in loops."""
-    return amount(function, *shapes).flops
 
 
 def forget_warnings() -> None:

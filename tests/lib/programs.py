@@ -1,6 +1,7 @@
 """What stands in traced programs, and which programs are compiled."""
 
 import contextlib
+import math
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -24,6 +25,20 @@ def equations_in(program):
         yield equation
         for part in programs_in(equation):
             yield from equations_in(part)
+
+
+def flops_of(program):
+    """Of all matrix products, also of those in loops of a known length."""
+    total = 0
+    for equation in program.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            [product] = equation.outvars
+            total += 2 * product.aval.size * math.prod(shape[dim] for dim in contracted)
+        turns = equation.params.get("length", 1)
+        total += turns * sum(map(flops_of, programs_in(equation)))
+    return total
 
 
 @contextlib.contextmanager
