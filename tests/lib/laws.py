@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-import jax
 import numpy as np
 import pytest
 
@@ -18,8 +17,6 @@ from jaxpar import (
     init_state,
 )
 from jaxpar.lm import LM, Batch
-from jaxpar.sharding import is_variable
-from jaxpar.step.setup import Setup
 from lib import api
 
 # A row that goes the same ways as others, and one that `.ci/run` takes beside the default ones.
@@ -76,25 +73,10 @@ def random_batch(task, rng, shape, starts):
     return batch
 
 
-def make_batch(settings, mesh=None, seed=0, starts=False, length=None):
+def make_batch(settings, seed=0, starts=False, length=None):
     """A random batch of the task."""
     task, rng = settings.task, np.random.default_rng(seed)
     return random_batch(task, rng, (task.batch_size, length or task.seq_len), starts)
-
-
-def by_layer(tree, settings):
-    """Plain arrays, with the rows of stacked layers put into the layers' order."""
-    storage = Setup.of(settings.task, settings.parallel).storage
-
-    def unstack(variable):
-        array, kind = np.asarray(variable.get_value()), variable.get_metadata("kind", None)
-        if kind is None:
-            return array
-        rows = storage.partition.slots.rows[storage.facts.kinds.index(kind)]
-        return array[[rows.index(layer) for layer in sorted(rows) if layer >= 0]]
-
-    leaves = jax.tree.leaves_with_path(storage.in_stacks(tree), is_leaf=is_variable)
-    return {jax.tree_util.keystr(path): unstack(leaf) for path, leaf in leaves}
 
 
 def state_with_carry(task, parallel):
