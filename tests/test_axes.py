@@ -10,7 +10,9 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from lib import api
 from lib.any_model import assert_same
+from lib.law.check import assert_near
 from lib.laws import more
 from lib.layers import Attention, Experts
 from lib.models import FEATURES, MAKERS, SGD, WIDTH, Regress
@@ -25,21 +27,9 @@ from jaxpar import (
     Sums,
     TrainConfig,
     init_state,
-    make_predict_step,
     nn,
 )
-from jaxpar.data.batches import place_batch
-from jaxpar.mesh import short_name
-from jaxpar.model.facts import ModelFacts
-from jaxpar.model.task import Settings, find_task
-from jaxpar.partition.by_layer import by_layer, from_layers
-from jaxpar.partition.partition import Partition
-from jaxpar.planning import estimate_step, plan
-from jaxpar.step.functions import make_eval_step
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import batch_sharding, make_loss_and_grad
-from jaxpar.training.config_file import read_config, to_toml
-from jaxpar.training.nonfinite import find_origin
+from jaxpar.planning import describe, estimate_step, plan
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -111,43 +101,35 @@ def laid_out(mesh, **pipeline):
     return Parallel(config, PipelineConfig(**pipeline))
 
 
-@pytest.mark.law
-def test_time_in_parts_equals_the_plain_model():
-    assert_same(Context(), laid_out("pp2context2", num_microbatches=2))
-
-
-@pytest.mark.law
-def test_experts_over_an_axis_equal_the_plain_model():
-    assert_same(Mixture(), laid_out("dp2pp2expert2", num_microbatches=2, num_chunks=2))
-
-
 @pytest.mark.rows(1)
-@pytest.mark.parametrize(("task", "mesh"), [(Mixture(), "pp2expert2"), (Context(), "dp2context2")])
-def test_a_number_that_is_not_finite_is_found_in_layers_with_axes_of_their_own(task, mesh):
-    setup = Setup.of(task, laid_out(mesh))
-    state = setup.init_state()
-    batch = place_batch(setup.task.make_batches("train", 0), 0, batch_sharding(setup))
-    assert str(find_origin(setup, state, batch)).startswith("the norm of all gradients")
-    arrays = by_layer(state.params, setup.storage)
-    name = next(name for name in arrays if name.startswith("layers/"))
-    bad = jax.device_put(np.full_like(arrays[name], np.nan), arrays[name].sharding)
-    params = from_layers(state.params, setup.storage, {**arrays, name: bad})
-    kind = name.split("/")[1]
-    number = setup.facts.kind_of.index(setup.facts.kinds.index(kind))
-    origin = find_origin(setup, dataclasses.replace(state, params=params), batch)
-    assert str(origin).startswith(
-        f"the output of layer {number} ({kind}) at time step 0, in rows 0"
-    )
+@pytest.mark.parametrize(
+    ("task", "mesh", "name", "layer"),
+    [
+        (Mixture(), "pp2expert2", "gru/w_h", "0 (gru)"),
+        (Context(), "dp2context2", "attention/qkv/kernel", "0 (attention)"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_found_in_layers_with_axes_of_their_own(
+    task, mesh, name, layer
+):
+    parallel = laid_out(mesh)
+    state, batch = init_state(task, parallel), task.make_batches("train", 0).batch(0)
+    assert api.origin(task, parallel, state, batch)[0].startswith("the norm of all gradients")
+    name = f"params/layers/{name}"
+    bad = np.full_like(api.stored(task, parallel, state)[name], np.nan)
+    state = api.with_arrays(task, parallel, state, {name: bad})
+    place, rows, time = api.origin(task, parallel, state, batch)
+    assert (place, rows[0], time) == (f"the output of layer {layer}", 0, 0)
 
 
 @pytest.mark.parametrize(
     "task", [Context(kinds=("dense", "poisoned")), more(Mixture(kinds=("dense", "poisoned")))]
 )
 def test_a_number_that_is_not_finite_is_found_at_its_place_in_the_batch(task):
-    setup = Setup.of(task, laid_out(f"{task.axes[0]}2"))
-    state = setup.init_state()
-    batch = place_batch(setup.task.make_batches("train", 0), 0, batch_sharding(setup))
-    assert find_origin(setup, state, batch) == ("the output of layer 1 (poisoned)", (5,), 6)
+    parallel = laid_out(f"{task.axes[0]}2")
+    state, batch = init_state(task, parallel), task.make_batches("train", 0).batch(0)
+    found = api.origin(task, parallel, state, batch)
+    assert found == ("the output of layer 1 (poisoned)", (5,), 6)
 
 
 @pytest.mark.full
@@ -168,7 +150,7 @@ def test_rows_that_only_data_splits_take_unequal_shares():
     ],
 )
 def test_examples_equal_the_plain_model(name, options, mesh, pipeline):
-    task = find_task(f"{EXAMPLES}/{name}")
+    task = api.task_class(f"{EXAMPLES}/{name}")
     sizes = {"width": 16, "batch_size": 8, "seq_len": 16, "optimizer": SGD}
     assert_same(task(**sizes, **options), laid_out(mesh, **pipeline))
 
@@ -207,25 +189,19 @@ class Named(Regress):
 @pytest.mark.parametrize("mesh", ["pp2tp2", more("dp2tp4")])
 def test_the_compiler_exchanges_sequences_for_heads_by_their_names(mesh):
     assert_same(Named(), laid_out(mesh))
-    setup = Setup.of(Named(), laid_out("tp4"))
-    state, batch = init_state(setup), Named().make_batches("train", 0).batch(0)
-    text = jax.jit(make_loss_and_grad(setup)).lower(state, batch).compile().as_text()
-    assert "all-to-all" in text
+    report = jaxpar.inspect_step(Named(), laid_out("tp4"))
+    assert "all-to-all" in {each.op for each in report.along("tensor")}
 
 
 @pytest.mark.full
 def test_predictions_and_evaluations_on_an_axis_equal_those_of_one_device():
-    def predicted(task, mesh, **pipeline):
-        setup = Setup.of(task, laid_out(mesh, **pipeline))
-        batch = task.make_batches("test").batch(0)
-        _, found = make_predict_step(setup)(init_state(setup), batch)
-        _, sums = make_eval_step(setup)(init_state(setup), batch)
-        return jax.device_get((found, sums))
-
     for task, mesh in ((Context(), "pp2context2"), (Mixture(), "dp2pp2expert2")):
-        plain, split = predicted(task, "dp1"), predicted(task, mesh)
-        for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(split), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        batch, found = task.make_batches("test").batch(0), []
+        for parallel in (laid_out(mesh), laid_out("dp1")):
+            outputs, _ = api.predictions(task, parallel, batch)
+            sums, _ = api.evaluation(task, parallel, init_state(task, parallel), batch)
+            found.append(outputs | sums)
+        assert_near(*found, 1e-5)
 
 
 @pytest.mark.full
@@ -245,8 +221,7 @@ def test_a_run_goes_on_with_another_size_of_its_axis(tmp_path):
 
 @pytest.mark.full
 def test_a_device_has_its_experts_and_its_part_of_the_gradients_sums():
-    setup = Setup.of(Mixture(), laid_out("pp2expert2"))
-    kernel = init_state(setup).params["layers"]["experts"]["kernel"]
+    kernel = init_state(Mixture(), laid_out("pp2expert2")).params["layers"]["experts"]["kernel"]
     assert kernel.sharding.spec[:2] == ("stage", "expert")
     assert kernel.sharding.shard_shape(kernel.shape)[1:] == (2, WIDTH, WIDTH)
     cost = estimate_step(Mixture(), laid_out("pp2expert2"), machine="v5e:2x2")
@@ -277,7 +252,7 @@ class Whole(Context):
 def test_time_that_a_model_does_not_have_is_not_split():
     message = r"split time over context, but the model has no time dim \(time_major = False\)\.\nFix: don't"
     with pytest.raises(ValueError, match=message):
-        Setup.of(Whole(), laid_out("context2"))
+        init_state(Whole(), laid_out("context2"))
 
 
 class Ring(Attention):
@@ -377,10 +352,10 @@ def test_what_runs_over_time_is_refused_where_an_axis_splits_it(place, what):
 
 def test_chunks_of_time_and_unequal_shares_are_refused():
     with pytest.raises(ValueError, match="num_chunks=2"):
-        Setup.of(Context(), laid_out("pp2context2", num_chunks=2))
+        init_state(Context(), laid_out("pp2context2", num_chunks=2))
     shares = dataclasses.replace(laid_out("dp2expert2"), shares=(3, 1))
     with pytest.raises(ValueError, match=r"shares=\(3, 1\): the rules split rows over expert"):
-        Setup.of(Mixture(), shares)
+        init_state(Mixture(), shares)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +367,7 @@ def test_chunks_of_time_and_unequal_shares_are_refused():
 )
 def test_a_mesh_is_read_with_its_axes(text, axes, written):
     mesh = MeshConfig.parse(text)
-    assert (mesh.axes, short_name(mesh)) == (axes, written)
+    assert (mesh.axes, describe(Parallel(mesh)).split()[0]) == (axes, written)
     assert list(mesh.sizes)[-1] == "tensor"
 
 
@@ -409,8 +384,9 @@ def test_settings_are_read_as_they_are_written(mesh, devices, tmp_path):
     config = MeshConfig.parse(mesh)
     if devices is not None:
         config = dataclasses.replace(config, devices=devices[: config.num_devices])
-    task = find_task(f"{EXAMPLES}/experts.py:Experts")()
-    parallel = Partition(ModelFacts.of(task), Parallel(config)).parallel
-    path = tmp_path / "config.toml"
-    path.write_text(to_toml(Settings(task, parallel, TrainConfig())))
-    assert Partition(ModelFacts.of(task), read_config(path).parallel).parallel == parallel
+    spec, out_dir = f"{EXAMPLES}/experts.py:Experts", tmp_path / "run"
+    task = api.task_class(spec)(width=16, batch_size=8, seq_len=16)
+    train = TrainConfig(num_steps=1, out_dir=str(out_dir))
+    jaxpar.fit(task, Parallel(config), train, quiet=True)
+    _, parallel, _ = api.settings("train", spec, "--config", str(out_dir / "config.toml"))
+    assert parallel.mesh == config

@@ -10,8 +10,6 @@ from flax import nnx
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, fit, load_run
 from jaxpar.lm import LM
-from jaxpar.training.loaded import evaluate_run
-from jaxpar.training.run_folder import RunFolder
 from recipes.dynamic_evaluation import evaluate_dynamically
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -22,7 +20,7 @@ ADAPTATION = {"rate": 0.5, "decay": 0.1}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of few steps on words that follow each other in a few ways."""
+    """The task and the folder of a run of few steps, on words that follow each other in a few ways."""
     folder, rng = tmp_path_factory.mktemp("text"), np.random.default_rng(0)
     sentences = ["a cat sat", "a dog ran to the cat", "the dog sat on a mat"]
     for split, count in (("train", 60), ("valid", 13), ("test", 3)):
@@ -35,14 +33,12 @@ def run(tmp_path_factory):
     train = TrainConfig(num_steps=6, out_dir=str(folder / "run"))
     parallel = Parallel(MeshConfig(devices=(0,)), PipelineConfig(num_chunks=4))
     result = fit(task, parallel, train)
-    return RunFolder(result.out_dir)
+    return task, result.out_dir
 
 
-def plain_loop(folder, split, batch_size, seq_len, rate=0.0, decay=0.0):
+def plain_loop(task, folder, split, batch_size, seq_len, rate=0.0, decay=0.0):
     """Perplexity, window by window: each is scored by what was learned of those before it."""
-    loaded = load_run(folder.path)
-    corpus = loaded.setup.task.read_text()
-    tokens = getattr(corpus, split)
+    loaded, tokens = load_run(folder), getattr(task.read_text(), split)
     graphdef, trained = nnx.split(loaded.model())
     params, total, count = trained, 0.0, 0
     carry = loaded.model().layers.initial_carry(batch_size)
@@ -84,13 +80,14 @@ def plain_loop(folder, split, batch_size, seq_len, rate=0.0, decay=0.0):
     ],
 )
 def test_evaluation_is_a_plain_loop(run, sizes, adaptation):
-    of_run = {"batch_size": 4, "seq_len": 8}
+    (_, folder), of_run = run, {"batch_size": 4, "seq_len": 8}
     if adaptation:
-        evaluations = evaluate_dynamically(run.path, **adaptation, **sizes)
+        evaluations = evaluate_dynamically(folder, **adaptation, **sizes)
     else:
-        evaluations = evaluate_run(run, **sizes)
+        loaded = load_run(folder).in_batches(**sizes)
+        evaluations = [loaded.evaluate(split) for split in ("valid", "test")]
     for found in evaluations:
-        expected = plain_loop(run, found.split, **{**of_run, **sizes}, **adaptation)
+        expected = plain_loop(*run, found.split, **{**of_run, **sizes}, **adaptation)
         np.testing.assert_allclose(found.metrics["perplexity"], expected, rtol=1e-5)
 
 
@@ -98,8 +95,9 @@ def test_evaluation_is_a_plain_loop(run, sizes, adaptation):
 @pytest.mark.law
 @pytest.mark.parametrize("mesh", ["dp2pp2tp2", more("dp4tp2"), more("pp2dp4")])
 def test_dynamic_evaluation_is_the_same_on_every_mesh(run, mesh):
-    expected = evaluate_dynamically(run.path, **ADAPTATION, batch_size=8)
-    found = evaluate_dynamically(run.path, mesh, **ADAPTATION, batch_size=8)
+    _, folder = run
+    expected = evaluate_dynamically(folder, **ADAPTATION, batch_size=8)
+    found = evaluate_dynamically(folder, mesh, **ADAPTATION, batch_size=8)
     for own, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(own.loss, other.loss, rtol=1e-5)
 
@@ -109,19 +107,20 @@ def test_dynamic_evaluation_is_the_same_on_every_mesh(run, mesh):
     ("make", "message"),
     [
         (
-            lambda run: evaluate_dynamically(run.path, rate=-1.0),
+            lambda folder: evaluate_dynamically(folder, rate=-1.0),
             r"rate=-1\.0: must be above 0",
         ),
         (
-            lambda run: evaluate_dynamically(run.path, rate=0.1, decay=1.5),
+            lambda folder: evaluate_dynamically(folder, rate=0.1, decay=1.5),
             r"decay=1\.5: must be from 0 to 1",
         ),
         (
-            lambda run: evaluate_run(run, rows=1),
+            lambda folder: load_run(folder).in_batches(rows=1),
             r"rows=1 is not a size of the data of task LM\nFix: use",
         ),
     ],
 )
 def test_impossible_evaluations_are_refused(run, make, message):
+    _, folder = run
     with pytest.raises(ValueError, match=message):
-        make(run)
+        make(folder)

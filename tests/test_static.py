@@ -1,7 +1,6 @@
 """Arrays of a batch that have no time: whole in every chunk, on every mesh; and what the rule refuses."""
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from lib.any_model import Calm, assert_same
+from lib import api
+from lib.any_model import Calm
+from lib.law.check import assert_near
 from lib.laws import RELATIVE_ERROR, SGD
 from lib.layers import GROUP, Ends
 from lib.models import WIDTH, WithStatic
@@ -27,17 +28,10 @@ from jaxpar import (
     Sums,
     Task,
     TrainConfig,
+    init_state,
 )
-from jaxpar.base.trees import has_time
-from jaxpar.data.batches import put_batch
-from jaxpar.data.bucketed import BucketedBatches
-from jaxpar.model.facts import ModelFacts
 from jaxpar.nn import GRU, LSTM, Bidirectional, dropout
-from jaxpar.partition.checks import check_fit
 from jaxpar.planning import estimate_step
-from jaxpar.step.setup import Setup
-from jaxpar.step.step import batch_sharding
-from jaxpar.training.nonfinite import Origin, find_in_batch
 
 pytestmark = pytest.mark.law
 TWO_STEPS = TrainConfig(num_steps=2)
@@ -89,7 +83,14 @@ class Static(Calm):
 def test_arrays_without_time_are_whole_in_every_unit():
     mesh = MeshConfig(data=2, stage=2, devices=(0, 1, 2, 3))
     pipeline = PipelineConfig(num_microbatches=2, num_chunks=4)
-    assert_same(Static(), Parallel(mesh, pipeline))
+    batch = Static().make_batches("train", 0).batch(1)
+    found, expected = (
+        api.gradients(Static(), parallel, batch)
+        for parallel in (Parallel(mesh, pipeline), Parallel("dp1"))
+    )
+    assert_near({"loss": found.loss}, {"loss": expected.loss}, RELATIVE_ERROR)
+    assert_near(found.grads, expected.grads, RELATIVE_ERROR)
+    assert_near(found.carry, expected.carry, RELATIVE_ERROR)
 
 
 class Readings(nnx.Module):
@@ -137,12 +138,12 @@ def test_a_label_of_each_row_is_no_time():
 
 
 def test_lengths_that_differ_are_named_where_time_is_cut():
-    facts = ModelFacts.of(Labels(is_static=False))
+    task, chunks = Labels(is_static=False), PipelineConfig(num_chunks=2)
     with pytest.raises(
         ValueError, match=r"(?s)40 time steps \(label\) and 16 time steps \(x\).*static"
     ):
-        check_fit(facts, Parallel("pp2", PipelineConfig(num_chunks=2)))
-    check_fit(facts, Parallel("pp2"))
+        init_state(task, Parallel("pp2", chunks))
+    init_state(task, "pp2")
 
 
 class Strided(nnx.Module):
@@ -197,7 +198,7 @@ def test_what_cannot_be_predicted_is_told_before_the_training(tmp_path):
     with pytest.raises(
         ValueError, match=r"`first` returns 6 time steps for 12.*\nFix: use num_chunks=1"
     ):
-        Setup.of(Strides(), chunks)
+        init_state(Strides(), chunks)
     with pytest.raises(ValueError, match="`predict` gives 1 time steps as 'y' for a window of 12"):
         jaxpar.make_predict_step(Strides("last"), chunks)
 
@@ -212,7 +213,7 @@ def test_static_goes_through_all_batches():
     rng = np.random.default_rng(0)
     lengths, label = np.array([3, 5, 0, 9, 2]), np.arange(5)
     arrays = {"x": np.repeat(label, lengths), "static": {"label": label, "more": label[:, None]}}
-    batches = BucketedBatches(arrays, lengths, 2, (4, 8), seed=0)
+    batches = api.BucketedBatches(arrays, lengths, 2, (4, 8), seed=0)
     for number in range(batches.num_windows):
         batch = batches.batch(number)
         real = batch["lengths"] > 0
@@ -220,7 +221,7 @@ def test_static_goes_through_all_batches():
         np.testing.assert_array_equal(batch["x"][real, :1], batch["static"]["more"][real])
     assert batches.batch(batches.longest)["x"].shape == (2, 8)
     with pytest.raises(ValueError, match=r"'static': 4, 'lengths': 5"):
-        BucketedBatches({"x": arrays["x"], "static": label[:4]}, lengths, 2, (4, 8))
+        api.BucketedBatches({"x": arrays["x"], "static": label[:4]}, lengths, 2, (4, 8))
     with pytest.raises(
         ValueError, match="SeriesBatches has arrays of steps, but 'static' has no time"
     ):
@@ -284,27 +285,24 @@ def test_both_directions_see_arrays_without_time_as_they_are(lengths):
     np.testing.assert_allclose(y, 2 * (x + first), rtol=1e-6)
 
 
-class Pair(NamedTuple):
-    x: Any
-    static: Any
+class Gap(WithStatic):
+    def batch(self, step, rows=slice(None)):
+        batch = super().batch(step)
+        first = batch["static"]["first"].copy()
+        first[3, 1] = np.nan
+        batch = {**batch, "static": {**batch["static"], "first": first}}
+        return jax.tree.map(lambda a: a[rows] if np.ndim(a) else a, batch)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Fields:
-    x: Any
-    static: Any
+class WithGap(Static):
+    def make_batches(self, split, seed=None):
+        batches = super().make_batches(split, seed)
+        batches.__class__ = Gap
+        return batches
 
 
-@pytest.mark.parametrize("kind", [dict, Pair, Fields])
-def test_batches_of_any_kind_have_arrays_without_time(kind):
-    batch = kind(x=np.zeros((3, 5, 2)), static={"first": np.zeros((3, 2))})
-    assert has_time(batch) == kind(x=True, static={"first": False})
-
-
-def test_what_is_not_finite_in_an_array_without_time_has_no_time_step():
-    setup = Setup.of(Static(), Parallel("dp2"))
-    batch = setup.task.make_batches("train", 0).batch(0)
-    batch["static"]["first"][3, 1] = np.nan
-    found = find_in_batch(setup, put_batch(batch, batch_sharding(setup)))
-    assert found == Origin("batch['static']['first']", (3,), None)
+def test_what_is_not_finite_in_an_array_without_time_has_no_time_step(tmp_path):
+    train = TrainConfig(1, out_dir=str(tmp_path / "run"))
+    message = r"is in the data: batch\['static'\]\['first'\], in row 3\."
+    with pytest.raises(FloatingPointError, match=message):
+        jaxpar.fit(WithGap(), "dp2", train, quiet=True)
