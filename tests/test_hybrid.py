@@ -14,6 +14,8 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from lib import api
+from lib.law.check import assert_near
 
 from jaxpar import (
     LayerContext,
@@ -26,17 +28,9 @@ from jaxpar import (
     init_state,
 )
 from jaxpar.analysis import inspect_step
-from jaxpar.cli.main import main
-from jaxpar.data.batches import place_batch
-from jaxpar.model.task import find_task
-from jaxpar.step.functions import make_eval_step
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import abstract_state, audit
-from jaxpar.step.step import batch_sharding, make_loss_and_grad
-from jaxpar.training.run_folder import RunFolder
 
 SPEC = f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits"
-Digits = find_task(SPEC)
+Digits = api.task_class(SPEC)
 STRATEGIES = sys.modules[Digits.__module__].STRATEGIES
 load_digits = sys.modules[Digits.__module__].load_digits
 
@@ -58,17 +52,8 @@ def on_mesh(data=1, tensor=1):
 
 
 @functools.cache
-def loss_and_grads(task, parallel):
-    mesh = parallel.mesh.build()
-    state = init_state(task, parallel, mesh=mesh)
-    audit(state)
-    batch = place_batch(
-        task.make_batches("train", 0), 0, batch_sharding(Setup.of(task, parallel, mesh=mesh))
-    )
-    (loss, _), grads = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))(
-        state, batch
-    )
-    return float(loss), [np.asarray(leaf) for leaf in jax.tree.leaves(grads)]
+def gradients(task, parallel):
+    return api.gradients(task, parallel, task.make_batches("train", 0).batch(0))
 
 
 LAYOUTS = [
@@ -81,11 +66,9 @@ LAYOUTS = [
 @pytest.mark.law
 @pytest.mark.parametrize(("strategy", "mesh"), LAYOUTS, ids=str)
 def test_loss_and_gradients_equal_one_device(strategy, mesh):
-    loss, grads = loss_and_grads(make_task(strategy), on_mesh(*mesh))
-    expected_loss, expected_grads = loss_and_grads(make_task(), on_mesh())
-    assert abs(loss - expected_loss) <= RELATIVE_ERROR * expected_loss
-    for actual, expected in zip(grads, expected_grads, strict=True):
-        assert np.linalg.norm(actual - expected) <= RELATIVE_ERROR * np.linalg.norm(expected)
+    found, expected = gradients(make_task(strategy), on_mesh(*mesh)), gradients(TASK, on_mesh())
+    assert_near({"loss": found.loss}, {"loss": expected.loss}, RELATIVE_ERROR)
+    assert_near(found.grads, expected.grads, RELATIVE_ERROR)
 
 
 def test_parameters_lie_where_the_strategy_puts_them():
@@ -96,7 +79,7 @@ def test_parameters_lie_where_the_strategy_puts_them():
         "hybrid-gather": ((3, 3, 8, 16), (256, 3), (3, 16)),
     }
     for strategy, expected in shards.items():
-        params = abstract_state(Setup.of(make_task(strategy), on_mesh(2, 4))).params
+        params = api.abstract_state(make_task(strategy), on_mesh(2, 4)).params
         kernels = [
             layer["kernel"].get_value()
             for layer in (params["convs"][1], params["dense"][0], params["dense"][1])
@@ -142,16 +125,11 @@ def test_a_width_that_does_not_split_is_refused_by_its_name():
 @pytest.mark.full
 def test_evaluation_counts_every_image_once():
     task, parallel = make_task(), on_mesh(2, 4)
-    mesh = parallel.mesh.build()
-    batches, state = task.make_batches("test"), init_state(task, parallel, mesh=mesh)
+    batches, state = task.make_batches("test"), init_state(task, parallel)
     images, labels = load_digits("test").values()
     assert (len(labels), batches.num_windows) == (179, 12)
-    step, sharding = (
-        make_eval_step(task, parallel, mesh=mesh),
-        batch_sharding(Setup.of(task, parallel, mesh=mesh)),
-    )
-    sums = [step(state, place_batch(batches, n, sharding))[1] for n in range(12)]
-    assert [float(part.weight) for part in sums] == [16] * 11 + [3]
+    sums = [api.evaluation(task, parallel, state, batches.batch(n))[0] for n in range(12)]
+    assert [part["weight"] for part in sums] == [16] * 11 + [3]
     graphdef, params = nnx.split(task.make_model(nnx.Rngs(0)))
     at, batch = LayerContext(layer=0, time=0, row=0, time_major=False), {"image": images}
 
@@ -161,10 +139,10 @@ def test_evaluation_counts_every_image_once():
 
     logits = np.asarray(jax.jit(run)(params))
     right = int((logits.argmax(-1) == labels).sum())
-    assert sum(float(part.metrics["accuracy"]) for part in sums) == right
+    assert sum(part["accuracy"] for part in sums) == right
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nll = -log_p[np.arange(179), labels].sum()
-    assert sum(float(part.loss) for part in sums) == pytest.approx(nll, rel=RELATIVE_ERROR)
+    assert sum(part["loss"] for part in sums) == pytest.approx(nll, rel=RELATIVE_ERROR)
 
 
 def flags(*more):
@@ -180,7 +158,7 @@ def flags(*more):
 def run(tmp_path_factory):
     """A finished run."""
     out_dir = tmp_path_factory.mktemp("runs") / "run"
-    assert main(flags("--mesh", "dp2tp4", "--train.out-dir", str(out_dir))) == 0
+    assert api.command(*flags("--mesh", "dp2tp4", "--train.out-dir", str(out_dir))) == 0
     return out_dir
 
 
@@ -205,11 +183,11 @@ def test_the_command_line_trains_resumes_and_evaluates_on_any_mesh(run, tmp_path
             if progress.step == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    task, parallel, train = RunFolder(run).settings()
+    task, parallel, train = api.settings("train", SPEC, "--resume", "--train.out-dir", str(run))
     train = dataclasses.replace(train, out_dir=str(half))
     assert fit(task, parallel, train, report=Stop()).stopped_by is not None
     again = ["train", SPEC, "--resume", "--train.out-dir", str(half), "--mesh", "dp8"]
-    assert main([*again, "--strategy", "data"]) == 0
+    assert api.command(*again, "--strategy", "data") == 0
     printed = capsys.readouterr().out
     assert "resumed at step 4" in printed
     assert re.search(r"step 6  test .*accuracy 0\.\d+", printed)
@@ -217,8 +195,8 @@ def test_the_command_line_trains_resumes_and_evaluates_on_any_mesh(run, tmp_path
     assert losses(half).keys() == {*expected, 5}  # the first of a resumed run is told as well
     for step, loss in expected.items():
         assert losses(half)[step] == pytest.approx(loss, rel=RELATIVE_ERROR)
-    assert main(["evaluate", str(half), "--mesh", "tp8"]) == 0
+    assert api.command("evaluate", str(half), "--mesh", "tp8") == 0
     table = capsys.readouterr().out
     assert re.search(r"accuracy(.|\n)*valid .*0\.\d+(.|\n)*test .*0\.\d+", table)
-    assert main(["sample", str(half)]) == 2
+    assert api.command("sample", str(half)) == 2
     assert "hybrid.py:Digits.\nFix: give a run of the task lm." in capsys.readouterr().err

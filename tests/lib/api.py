@@ -376,9 +376,57 @@ def abstract_batch(task: Task, parallel: Parallel | None = None) -> Any:
     return step_of.abstract_batch(Setup.of(task, parallel))
 
 
-def lowered_step(task: Task, parallel: Parallel | None = None) -> jax.stages.Lowered:
+def lowered_step(
+    task: Task, parallel: Parallel | None = None, mesh: jax.sharding.Mesh | None = None
+) -> jax.stages.Lowered:
     """A training step that is not compiled yet."""
-    return program.lower_step(Setup.of(task, parallel))
+    return program.lower_step(Setup.of(task, parallel, mesh=mesh))
+
+
+class Ran(NamedTuple):
+    """An instruction of a compiled program, at one of the places where it runs.
+
+    Attributes:
+      op_name: where it comes from in the traced program.
+      arrays: (dtype, dims) of what it gives.
+      attributes: the rest of its text.
+      opcodes: of the instructions of a fusion; of any other, its own.
+      beside: (opcode, op_name) of what computes while it is under way, such as a transfer.
+      callers: the loops, branches and calls around it, outermost first.
+      trip_counts: of the loops around it.
+    """
+
+    name: str
+    opcode: str
+    op_name: str
+    shape: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    attributes: str
+    opcodes: tuple[str, ...]
+    beside: tuple[tuple[str, str], ...]
+    callers: tuple["Ran", ...] = ()
+    trip_counts: tuple[int | None, ...] = ()
+
+
+def instructions(compiled: str) -> list[Ran]:
+    """What a compiled program runs, from its text, in order."""
+    module = hlo.Module(compiled)
+
+    @functools.cache
+    def ran(one: hlo.Instruction) -> Ran:
+        inside = module.fused(one) or [one]
+        return Ran(
+            *(one.name, one.opcode, one.op_name, one.shape, (*hlo.arrays(one.shape),)),
+            *(one.attributes, tuple(own.opcode for own in inside)),
+            tuple((own.opcode, own.op_name) for own in module.beside.get(one.name, ())),
+        )
+
+    return [
+        ran(visit.instruction)._replace(
+            callers=tuple(map(ran, visit.callers)), trip_counts=visit.trip_counts
+        )
+        for visit in module.visits()
+    ]
 
 
 def gradients_on(platform: str, task: Task, parallel: Parallel) -> str:
