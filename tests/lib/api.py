@@ -36,7 +36,7 @@ from jaxpar import (
     make_train_step,
     value_and_grad,
 )
-from jaxpar.analysis import ProgramReport, program
+from jaxpar.analysis import ProgramReport, hlo, program
 from jaxpar.base import display, jax_private, trees
 from jaxpar.base.at import Processor
 from jaxpar.base.keys import key_data
@@ -61,7 +61,6 @@ from jaxpar.model.facts import ModelFacts
 from jaxpar.model.task import find_task
 from jaxpar.nn.fused_lstm import Plan
 from jaxpar.nn.gated_delta import gated_delta as gated_delta  # a function of arrays
-from jaxpar.nn.gated_delta import inverse as inverse  # of matrices
 from jaxpar.nn.mlstm import mlstm as mlstm  # a function of arrays
 from jaxpar.partition import by_layer
 from jaxpar.pictures import style
