@@ -6,13 +6,15 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from lib.drawn import RELATIVE_ERRORS, assert_drawn_by_definition, by_definition, larger
+from lib import api
+from lib.drawn import RELATIVE_ERRORS, Draw, assert_drawn_by_definition, by_definition, larger
 from lib.laws import more
 
 import jaxpar
@@ -25,30 +27,21 @@ from jaxpar import (
     fit,
     init_state,
 )
-from jaxpar.hosts.stopping import Stop
-from jaxpar.lm import LM, TextRun, sample
-from jaxpar.lm.drawing import COLDEST, HOTTEST, Draw
-from jaxpar.lm.sampling import CALL_STEPS, StoppedSample, sample_tokens
-from jaxpar.lm.vocabulary import EOS
-from jaxpar.step.setup import Setup
-from jaxpar.training.run_folder import RunFolder
+from jaxpar.lm import LM, sample
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 WORDS = {"the", "cat", "sat", "on", "mat", "a", "dog", "ran", "to", "<unk>"}
 NUM_WORDS = 11  # with <eos>
-
-
-def loaded(run, **changes):
-    """The run as it is loaded, with another setup or state."""
-    own = {"setup": run.setup, "state": run.state, **changes}
-    return TextRun(RunFolder(run.out_dir), **own)
+CALL_STEPS = 32  # between two looks for a signal
+COLDEST, HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+ONE = Parallel(MeshConfig(devices=(0,)))
 
 
 def drawn(run, prompt, state=None, length=3, **numbers):
     """The tokens that follow one prompt."""
-    draw, state = Draw.of(**numbers), run.state if state is None else state
-    return sample_tokens(run.setup, state, [prompt], draw, length).tokens[0]
+    state = run.state if state is None else state
+    return api.sampled(run.setup.task, ONE, state, [prompt], length, **numbers)[0]
 
 
 def likeliest(run, state):
@@ -64,7 +57,7 @@ def run(text, tmp_path_factory):
         optimizer=OptimizerConfig(warmup_steps=0),
     )  # fmt: skip
     train = TrainConfig(num_steps=2, out_dir=str(tmp_path_factory.mktemp("runs") / "run"))
-    return fit(task, Parallel(MeshConfig(devices=(0,))), train)
+    return fit(task, ONE, train)
 
 
 @pytest.mark.full
@@ -127,8 +120,8 @@ def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(r
     params = jax.tree.map(
         lambda array: rng.normal(0, 2, array.shape).astype(np.float32), run.state.params
     )
-    state = type(run.state)(**{**vars(run.state), "params": params})
-    model = run.setup.storage.merge(params, run.state.frozen)
+    state = dataclasses.replace(run.state, params=params)
+    model = api.model(run.setup.task, ONE, state)
     greedy = likeliest(run, state)
     found = set()
     for prompt in rng.integers(11, size=(6, 5), dtype=np.int32):
@@ -175,20 +168,21 @@ def test_numbers_and_words_that_cannot_be_are_refused(run, options, message):
 
 
 @pytest.mark.parametrize("number", [2**31, 2**63, 10**400])
-def test_more_words_than_there_are_is_all_of_them(number):
-    assert Draw.of(top_k=number) == Draw.of(top_k=2**31 - 1)
+def test_more_words_than_there_are_is_all_of_them(run, number):
+    assert sample(run.out_dir, "the", top_k=number) == sample(run.out_dir, "the")
 
 
-@pytest.mark.parametrize("temperature", [1e-30, np.float16(1), 3])
-def test_temperatures_are_numbers_of_any_type(temperature):
-    assert Draw.of(temperature=temperature).temperature == np.float32(temperature)
+@pytest.mark.parametrize("temperature", [0.5, np.float16(0.5), np.float32(0.5)])
+def test_temperatures_are_numbers_of_any_type(run, temperature):
+    found = sample(run.out_dir, "the", temperature=temperature)
+    assert found == sample(run.out_dir, "the", temperature=0.5) != sample(run.out_dir, "the")
 
 
 # ---- a signal while it samples ----
 
 
 def test_a_text_is_the_same_in_however_many_calls_it_is_drawn(run):
-    text = loaded(run)
+    text = jaxpar.load_run(run.out_dir)
     prompts = [" ".join(["the"] * (CALL_STEPS + 3)), "a"]
     length = 2 * CALL_STEPS + 5
     whole = text.sample(prompts, length=length, seed=1)
@@ -198,19 +192,23 @@ def test_a_text_is_the_same_in_however_many_calls_it_is_drawn(run):
     assert text.sample(prompts[0], length=length, seed=1) == whole[0]
 
 
-def test_a_sample_that_is_stopped_has_the_texts_so_far(run, monkeypatch):
-    text = loaded(run)
+def test_a_sample_that_is_stopped_has_the_texts_so_far(run):
+    text, looks = jaxpar.load_run(run.out_dir), []
     prompts = ["the cat", "a"]
     whole = text.sample(prompts, length=100)
-    answers = iter([False, True])
 
-    def now(stop):
-        stop.reason = signal.SIGTERM
-        return next(answers)
+    def look(_, work):
+        looks.append(1)
+        if len(looks) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return work()
 
-    monkeypatch.setattr(Stop, "now", now)
     num_drawn = CALL_STEPS - 2  # two steps read the longer prompt
-    with pytest.raises(StoppedSample, match=f"stopped after {num_drawn} of 100 tokens") as stopped:
+    message = f"stopped after {num_drawn} of 100 tokens"
+    with (
+        api.instead_of("look for a signal", look),
+        pytest.raises(KeyboardInterrupt, match=message) as stopped,
+    ):
         text.sample(prompts, length=100)
     for one, so_far in zip(whole, stopped.value.texts, strict=True):
         assert one.startswith(so_far)
@@ -219,17 +217,17 @@ def test_a_sample_that_is_stopped_has_the_texts_so_far(run, monkeypatch):
 
 SAMPLING = """
 import sys
-from jaxpar.cli.main import main
-from jaxpar.hosts.stopping import Stop
+tests, *words = sys.argv[1:]
+sys.path.insert(0, tests)
+from lib import api
 
-class ToldStop(Stop):
-    def now(self):
-        print("sampling", flush=True)
-        return super().now()
+def look(_, work):
+    print("sampling", flush=True)
+    return work()
 
-import jaxpar.lm.sampling
-jaxpar.lm.sampling.Stop = ToldStop
-sys.exit(main(sys.argv[1:]))
+with api.instead_of("look for a signal", look):
+    code = api.command(*words)
+sys.exit(code)
 """
 
 
@@ -237,7 +235,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_long_sample_hears_a_signal(run, number):
     command = ["sample", str(run.out_dir), "--length", "2000000000"]
     with subprocess.Popen(
-        [sys.executable, "-c", SAMPLING, *command],
+        [sys.executable, "-c", SAMPLING, str(Path(__file__).parent), *command],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         for _ in range(3):
@@ -261,12 +259,33 @@ def test_prompts_that_cannot_be_are_refused(run):
         sample(run.out_dir, [])
 
 
-def test_layers_that_need_a_whole_window_are_refused(run, monkeypatch):
-    monkeypatch.setattr(run.setup.facts, "whole_window", ("attention",), raising=False)
+class Attention(nnx.Module):
+    """A layer that would."""
+
+    whole_window = True
+
+    def __init__(self, rngs):
+        self.scale = nnx.Param(np.ones(8, np.float32))
+
+    def __call__(self, carry, x, at):
+        return carry, x * self.scale[...][None, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class OfWindows(LM):
+    def make_model(self, rngs):
+        model = super().make_model(rngs)
+        model.layers = jaxpar.Stack([Attention] * 2, rngs=rngs)
+        return model
+
+
+def test_layers_that_need_a_whole_window_are_refused(run):
+    fields = dataclasses.fields(run.setup.task)
+    task = OfWindows(**{field.name: getattr(run.setup.task, field.name) for field in fields})
     with pytest.raises(
         ValueError, match="layer attention reads the whole window at once, but text"
     ):
-        drawn(run, np.array([0]))
+        api.sampled(task, ONE, init_state(task, ONE), [np.array([0])], 3)
 
 
 @pytest.mark.full
@@ -320,8 +339,8 @@ def test_a_model_of_lines_begins_each_of_them_anew(run):
     twice = np.int32([separator, 3, *once])
     state = larger(run.state)
     greedy = likeliest(run, state)
+    model = api.model(run.setup.task, ONE, state)
     np.testing.assert_array_equal(greedy(twice, separator=4), greedy(once, separator=4))
-    model = run.setup.storage.merge(state.params, state.frozen)
     carry = model.layers.initial_carry(1)
     logits = {
         resets is None: model.unroll(twice[None], carry, resets)[1][-1, 0]
@@ -333,16 +352,23 @@ def test_a_model_of_lines_begins_each_of_them_anew(run):
 
 
 @pytest.mark.full
-def test_who_trains_on_lines_samples_lines(run):
-    vocabulary, state = run.setup.task.read_text().vocabulary, larger(run.state)
+@pytest.mark.parametrize("packed", [False, True])
+def test_who_trains_on_lines_samples_lines(text, tmp_path, packed):
+    task = LM(
+        num_layers=2, hidden_size=8, embed_size=8, corpus=str(text), batch_size=8, seq_len=4,
+        packed=packed, optimizer=OptimizerConfig(learning_rate=1.0, warmup_steps=0),
+    )  # fmt: skip
+    fit(task, ONE, TrainConfig(num_steps=4, out_dir=str(tmp_path / "run")), quiet=True)
+    run = jaxpar.load_run(tmp_path / "run")
     numbers = {"length": 40, "temperature": 1.0, "seed": 0}
-    for task in (run.setup.task, dataclasses.replace(run.setup.task, packed=True)):
-        setup = dataclasses.replace(run.setup, task=task)
-        text = loaded(run, setup=setup, state=state).sample("a cat", **numbers)
-        prompt = np.concatenate([vocabulary.encode([EOS]), vocabulary.encode("a cat")])
-        separator = int(prompt[0]) if task.packed else None
-        tokens = drawn(run, prompt, state, separator=separator, **numbers)
-        assert text == vocabulary.decode(np.concatenate([prompt, tokens])[1:])
+    prompt = run.vocabulary.encode("<eos> a cat")
+    separators = {False: None, True: int(prompt[0])}
+    texts = {}
+    for is_told, separator in separators.items():
+        tokens = drawn(run, prompt, separator=separator, **numbers)
+        texts[is_told] = run.vocabulary.decode(np.concatenate([prompt, tokens])[1:])
+    assert texts[False] != texts[True]
+    assert run.sample("a cat", **numbers) == texts[packed]
 
 
 # ---- on any mesh ----
@@ -373,11 +399,10 @@ def test_tokens_are_those_of_the_definition_on_any_mesh(mesh, sizes, numbers, te
     options = {"num_layers": 4, "hidden_size": 16, "embed_size": 16, "batch_size": 8, "seq_len": 4}
     make = Frozen if mesh == "pp2" else LM
     task = make(**options | sizes, corpus=str(text))
-    setup = Setup.of(task, mesh)
-    state = larger(init_state(setup, seed=1))
+    state = larger(init_state(task, mesh, seed=1))
     separator = 4 if task.reads_lines else None
-    draw = Draw.of(seed=5, separator=separator, **numbers)
-    assert_drawn_by_definition(setup, state, draw, (1, 4, 2, 1, 3))
+    draw = Draw(seed=5, separator=separator, **numbers)
+    assert_drawn_by_definition(task, mesh, state, draw, (1, 4, 2, 1, 3))
 
 
 # On two stages, in groups of one row; interleaved has the layers elsewhere than the sampler.
@@ -400,17 +425,15 @@ def test_texts_part_at_a_draw_whose_best_scores_are_within_rounding(
     Texts of so many tokens that whether a table is better in parts goes another way than in training.
     """
     options = {"num_layers": 4, "hidden_size": 64, "embed_size": 64, "batch_size": 8, "seq_len": 4}
-    task, draw = LM(**options, dtype=dtype, corpus=str(text)), Draw.of(5, temperature)
+    task, draw = LM(**options, dtype=dtype, corpus=str(text)), Draw(5, temperature)
     prompts = [*np.random.default_rng(0).integers(11, size=(4, 3), dtype=np.int32)]
-    one, stages = (Setup.of(task, parallel) for parallel in ("dp1", on_stages))
-    assert stages.partition.shares_first
-    states = [larger(init_state(setup, seed=1), 2) for setup in (one, stages)]
+    states = [larger(init_state(task, parallel, seed=1), 2) for parallel in ("dp1", on_stages)]
     found, other = (
-        sample_tokens(setup, state, prompts, draw, 120).tokens
-        for setup, state in zip((one, stages), states, strict=True)
+        api.sampled(task, parallel, state, prompts, 120, **draw._asdict())
+        for parallel, state in zip(("dp1", on_stages), states, strict=True)
     )
     assert len(np.unique(found)) > 3
-    model = one.storage.merge(states[0].params, states[0].frozen)
+    model = api.model(task, "dp1", states[0])
     for row, (prompt, tokens, theirs) in enumerate(zip(prompts, found, other, strict=True)):
         for first in np.flatnonzero(tokens != theirs)[:1]:
             whole = np.concatenate([prompt, tokens])[None]

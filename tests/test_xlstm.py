@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from lib import api
-from lib.drawn import FAR_APART, assert_drawn_by_definition, larger
+from lib.drawn import FAR_APART, Draw, assert_drawn_by_definition, larger
 from lib.laws import SGD, loss_and_grads, make_settings, more, plain, train_two_steps
 from lib.references import FOLDER, RELATIVE_ERROR, assert_close
 
 import jaxpar
 from jaxpar import LayerContext, OptimizerConfig, TrainConfig, init_state
 from jaxpar.analysis import inspect_step
-from jaxpar.lm.drawing import Draw
-from jaxpar.step.setup import Setup
 
 XLSTM = api.task_class(f"{FOLDER}/xlstm.py:XLSTM")
 MODEL = XLSTM(
@@ -231,10 +229,10 @@ def test_no_time_step_waits_for_another_device(mesh):
 )
 def test_tokens_are_those_of_the_whole_text_so_far(mesh, options, text):
     sizes = {"vocab_size": None, "num_layers": 4, "corpus": str(text)}
-    setup = Setup.of(dataclasses.replace(MODEL, **sizes, **options), mesh)
-    state = larger(init_state(setup, seed=1), 3)
-    draw = Draw.of(seed=5, separator=4 if options.get("packed") else None)
-    assert_drawn_by_definition(setup, state, draw, (1, 4, 2))
+    task = dataclasses.replace(MODEL, **sizes, **options)
+    state = larger(init_state(task, mesh, seed=1), 3)
+    draw = Draw(seed=5, separator=4 if options.get("packed") else None)
+    assert_drawn_by_definition(task, mesh, state, draw, (1, 4, 2))
 
 
 @pytest.mark.full

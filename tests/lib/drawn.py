@@ -1,12 +1,22 @@
-"""None"""
+"""Tokens as a language model draws them by its definition."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
-from jaxpar.lm.sampling import sample_tokens
+from lib import api
+
+
+class Draw(NamedTuple):
+    """How tokens are drawn."""
+
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    separator: int | None = None
 
 
 def larger(state, times=5):
@@ -17,7 +27,7 @@ def larger(state, times=5):
 def by_definition(model, prompt, tokens, row, draw):
     """What is drawn after each token of a text, and by how much the best score is ahead of the next."""
     text = np.concatenate([prompt, tokens]).astype(np.int32)
-    starts = np.flatnonzero(text == draw.separator) if draw.separator >= 0 else [0]
+    starts = [0] if draw.separator is None else np.flatnonzero(text == draw.separator)
     logits_TV = np.concatenate(
         [
             np.asarray(model(part[None])[0], np.float64)
@@ -41,13 +51,12 @@ def by_definition(model, prompt, tokens, row, draw):
     return np.array(best), np.array(ahead)
 
 
-def assert_drawn_by_definition(setup, state, draw, lengths):
+def assert_drawn_by_definition(task, parallel, state, draw, lengths):
     """For prompts of so many tokens: what follows each of them is what the model's definition draws."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(11, size=n, dtype=np.int32) for n in lengths]
-    found = sample_tokens(setup, state, prompts, draw, 7).tokens
-    parts = (setup.storage.in_stacks(part) for part in (state.params, state.frozen))
-    model = nnx.merge(*jax.device_get(nnx.split(setup.storage.merge(*parts))))
+    found = api.sampled(task, parallel, state, prompts, 7, **draw._asdict())
+    model = api.model(task, parallel, state)
     for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
         best, ahead = by_definition(model, prompt, tokens, row, draw)
         sure = ahead > 1e-3
