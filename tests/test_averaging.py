@@ -5,13 +5,16 @@ import functools
 
 import numpy as np
 import pytest
+from lib import api
 from lib.awd import awd
-from lib.laws import by_layer, make_batch, make_settings
+from lib.laws import on_devices, random_batch
+from lib.models import Regress
 
 from jaxpar import (
     MeshConfig,
     OptimizerConfig,
     Parallel,
+    PipelineConfig,
     Report,
     TrainConfig,
     fit,
@@ -20,11 +23,6 @@ from jaxpar import (
     make_train_step,
 )
 from jaxpar.lm import LM
-from jaxpar.model.optimizer import make_optimizer
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, evaluated
-from jaxpar.training.loaded import evaluate_run
-from jaxpar.training.run_folder import RunFolder
 from recipes.awd import begin_average, is_worse
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -48,19 +46,20 @@ OPTIMIZER = OptimizerConfig(name="sgd", learning_rate=0.5, lr_schedule="constant
 def test_the_mean_is_that_of_the_steps_since_it_began(mesh, layout, weight_decay):
     optimizer = dataclasses.replace(OPTIMIZER, weight_decay=weight_decay)
     task = awd(num_layers=2, optimizer=optimizer)
-    settings = make_settings(mesh, (2, 2), task, layout=layout)
-    devices = settings.parallel.mesh.build()
-    state, history = init_state(task, settings.parallel, mesh=devices), []
-    step = make_train_step(*settings, devices)
+    units = PipelineConfig(num_microbatches=2, num_chunks=2)
+    parallel, shape = Parallel(on_devices(mesh), units, **layout), (task.batch_size, task.seq_len)
+    state, history = init_state(task, parallel), []
+    step = make_train_step(task, parallel)
     for number in range(5):
         if number == 2:
             opt_state = begin_average(state.opt_state)
             state = dataclasses.replace(state, opt_state=opt_state)
-        state, _ = step(state, make_batch(settings, devices, number, number == 0))
-        history.append(by_layer(state.params, settings))
-        found = evaluated(Setup.of(task, settings.parallel, mesh=devices), state)
-        audit(found)
-        means = by_layer(found.params, settings)
+        batch = random_batch(task, np.random.default_rng(number), shape, number == 0)
+        state, _ = step(state, batch)
+        history.append(api.params_of(task, parallel, state))
+        found = api.evaluated(task, parallel, state)
+        api.audit(found)
+        means = api.params_of(task, parallel, found)
         begun = history[2:] or history[-1:]
         for name, mean in means.items():
             expected = np.mean([np.float64(params[name]) for params in begun], axis=0)
@@ -73,7 +72,7 @@ def test_the_mean_is_that_of_the_steps_since_it_began(mesh, layout, weight_decay
 
 def test_decay_of_sgd_is_that_of_a_penalty():
     plain, decaying = (
-        make_optimizer(dataclasses.replace(OPTIMIZER, weight_decay=decay), 10)
+        Regress(optimizer=dataclasses.replace(OPTIMIZER, weight_decay=decay)).make_optimizer(10)
         for decay in (0.0, 0.1)
     )
     params, grads = np.float32([1.0, -2.0]), np.float32([0.5, 0.25])
@@ -151,9 +150,9 @@ def test_a_run_evaluates_the_mean(whole):
     assert [
         paper([loss for step, loss in losses if step <= n], 1) for n in (began[0] - 2, began[0])
     ] == [False, True]
-    again = {part.split: part.loss for part in evaluate_run(RunFolder(result.out_dir))}
     for split, found in result.evaluations.items():
-        np.testing.assert_allclose(again[split], found.loss, rtol=1e-6)
+        again = load_run(result.out_dir).evaluate(split)
+        np.testing.assert_allclose(again.loss, found.loss, rtol=1e-6)
 
 
 # Where the mean begins, and in the middle of it.

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from lib import api, layers
-from lib.laws import MODEL, make_settings, more, on_devices
+from lib.laws import MODEL, more, on_devices
 from lib.models import OfNoText, Regress
 
 from jaxpar import (
@@ -359,8 +359,8 @@ def test_what_costs_less_is_chosen_and_said():
 @functools.cache
 def report_of(tied, head):
     task = dataclasses.replace(MODEL, tie_embedding=tied, vocab_size=960, dropout=0.0)
-    settings = make_settings((1, 4, 1), (2, 2), task, head=head)
-    return inspect_step(*settings)
+    units = PipelineConfig(num_microbatches=2, num_chunks=2, head=head)
+    return inspect_step(task, Parallel(on_devices((1, 4, 1)), units))
 
 
 @pytest.mark.more

@@ -1,9 +1,10 @@
 """The law: a loss or gradient that is not finite changes nothing, on any mesh, and is told where it began."""
 
 import dataclasses
-import functools
+import json
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from lib.checkpoints import latest_step, with_parameters
+from lib import api
 from lib.models import Regress, Series
 
 from jaxpar import (
@@ -29,17 +30,8 @@ from jaxpar import (
     init_state,
     make_train_step,
 )
-from jaxpar.base.axes import STAGE
-from jaxpar.data.batches import put_batch
 from jaxpar.lm import LM, Batch, LanguageModel
-from jaxpar.model.task import Settings, find_task
 from jaxpar.nn import Stateless, named_param
-from jaxpar.partition.by_layer import by_layer
-from jaxpar.step.setup import Setup
-from jaxpar.step.state import audit, release
-from jaxpar.step.step import batch_sharding
-from jaxpar.training.nonfinite import find_origin
-from jaxpar.training.run_folder import RunFolder
 
 RARE = 23  # a word that only bad batches have
 ROWS, STEPS = 8, 4
@@ -48,6 +40,20 @@ TASK = LM(
     num_layers=4, hidden_size=8, embed_size=8, vocab_size=24, dropout=0.0, batch_size=ROWS, seq_len=STEPS,
     optimizer=RATE,
 )  # fmt: skip
+
+
+class Settings(NamedTuple):
+    """As `make_train_step` takes them."""
+
+    task: Task
+    parallel: Parallel
+    train: TrainConfig = TrainConfig()
+
+    def state(self):
+        return init_state(self.task, self.parallel)
+
+    def origin(self, state, batch):
+        return api.origin(self.task, self.parallel, state, batch)
 
 
 def make_settings(data=1, stage=1, tensor=1, pipeline=None, optimizer=RATE, **layout):
@@ -76,26 +82,18 @@ SETTINGS = {
 }
 
 
-def place(batch, settings, mesh):
-    return put_batch(batch, batch_sharding(Setup.of(settings.task, settings.parallel, mesh=mesh)))
-
-
-def batch_of(settings, mesh, number, rare_rows=(), length=STEPS):
+def batch_of(number, rare_rows=(), length=STEPS):
     tokens = np.random.default_rng(number).integers(0, RARE, (2, ROWS, length), np.int32)
     tokens[0, list(rare_rows), -1] = RARE
-    return place(Batch(*tokens, starts=number == 0), settings, mesh)
+    return Batch(*tokens, starts=number == 0)
 
 
 def change(state, settings, name, function):
     """The state with another array of parameters, named and shaped as it is stored."""
-    task, parallel, _ = settings
-    params = {
-        key.removeprefix("params/"): np.array(array)
-        for key, array in by_layer(state, Setup.of(task, parallel).storage).items()
-        if key.startswith("params/")
-    }
-    function(params[name])
-    return with_parameters(state, Setup.of(task, parallel).storage, params)
+    name, (task, parallel, _) = f"params/{name}", settings
+    array = np.array(api.stored(task, parallel, state)[name])
+    function(array)
+    return api.with_arrays(task, parallel, state, {name: array})
 
 
 def poison(state, settings, word=RARE):
@@ -125,18 +123,16 @@ SLOW_ROWS = ("shares, gradient accumulation", "interleaved")
 )
 def setup(request):
     settings = SETTINGS[request.param]
-    mesh = settings.parallel.mesh.build()
-    return settings, mesh, make_train_step(*settings, mesh)
+    return settings, make_train_step(*settings)
 
 
 @pytest.mark.rows(1)
 @pytest.mark.law
 def test_a_bad_step_is_skipped_and_one_too_many_halts(setup):
-    settings, mesh, step = setup
-    batch = functools.partial(batch_of, settings, mesh)
+    settings, step = setup
 
     def begin():
-        return step(poison(init_state(*settings[:2], mesh=mesh), settings), batch(0))[0]
+        return step(poison(settings.state(), settings), batch_of(0))[0]
 
     # What is to come out: the second step leaves no trace but in the counts and the carry.
     state = begin()
@@ -145,27 +141,27 @@ def test_a_bad_step_is_skipped_and_one_too_many_halts(setup):
         "step": jax.device_put(np.int32(2), state.step.sharding),
         "skipped": jax.device_put(np.int32(1), state.skipped.sharding),
     }
-    state, metrics = step(dataclasses.replace(state, carry=zeros, **counts), batch(2))
+    state, metrics = step(dataclasses.replace(state, carry=zeros, **counts), batch_of(2))
     expected, good_losses = arrays_of(state), float(metrics.loss)
     assert np.isfinite(good_losses)
 
     state, reported = begin(), []
     for number, rare_rows in ((1, (0, 6)), (2, ()), (3, (5,)), (4, ()), (5, ())):
-        state, metrics = step(state, batch(number, rare_rows))
+        state, metrics = step(state, batch_of(number, rare_rows))
         reported.append(metrics)  # the host does not look before all have been started
     reported = jax.device_get(reported)
     assert [int(metrics.skipped) for metrics in reported] == [1, 1, 2, 2, 2]
     assert not np.isfinite([reported[0].loss, reported[2].loss]).any()
     assert float(reported[1].loss) == good_losses
-    audit(state)
-    state = release(state, settings.train.allowed_skips)
+    api.audit(state)
+    state = api.release(state, settings.train.allowed_skips)
     assert int(state.step) == 3
     assert_same(state, expected)
 
-    origin = find_origin(Setup.of(*settings, mesh), state, batch(3, (5, 7)))
-    assert str(origin) == "the output of first at time step 3, in rows 5, 7"
+    origin = settings.origin(state, batch_of(3, (5, 7)))
+    assert origin == ("the output of first", (5, 7), 3)
     assert_same(state, expected)
-    state, metrics = step(state, batch(4))
+    state, metrics = step(state, batch_of(4))
     assert (int(state.step), np.isfinite(metrics.loss)) == (4, True)
 
 
@@ -192,54 +188,45 @@ ORIGINS = {
 
 @pytest.mark.more
 def test_the_first_module_is_named(setup):
-    settings, mesh, step = setup
-    batch = batch_of(settings, mesh, 0)
-    for parameter, function, place in ORIGINS.values():
-        state = change(init_state(*settings[:2], mesh=mesh), settings, parameter, function)
-        origin = find_origin(Setup.of(*settings, mesh), state, batch)
-        assert origin.place == place
+    settings, step = setup
+    batch = batch_of(0)
+    for parameter, function, expected in ORIGINS.values():
+        state = change(settings.state(), settings, parameter, function)
+        place, rows, time = settings.origin(state, batch)
+        assert place == expected
         if "lstm" in place and "output" in place:
-            assert origin.rows == tuple(range(ROWS))
-            assert str(origin).endswith(" at time step 0, in rows 0, 1, 2, 3, 4, 5, 6, 7")
+            assert (rows, time) == (tuple(range(ROWS)), 0)
         state, metrics = step(state, batch)
         assert int(metrics.skipped) == 1
         assert np.isfinite(metrics.loss) == ("gradient" in place)
-    if mesh.shape[STAGE] > 1:  # a bucket's batch may be shorter
+    if settings.parallel.mesh.stage > 1:  # a bucket's batch may be shorter
         task = dataclasses.replace(settings.task, num_buckets=2, bucket_multiple=STEPS // 2)
         settings = settings._replace(task=task)
-        state = poison(init_state(*settings[:2], mesh=mesh), settings)
-        batch = batch_of(settings, mesh, 0, rare_rows=(2,), length=STEPS // 2)
+        state = poison(settings.state(), settings)
+        batch = batch_of(0, rare_rows=(2,), length=STEPS // 2)
         batch = batch._replace(lengths=np.full(ROWS, STEPS // 2, np.int32))
-        assert (
-            str(find_origin(Setup.of(*settings, mesh), state, batch))
-            == "the output of first at time step 1, in row 2"
-        )
+        assert settings.origin(state, batch) == ("the output of first", (2,), 1)
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("strategy", ["data", "hybrid"])
 def test_a_network_for_images_is_halted_too(strategy):
-    Digits = find_task(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
+    Digits = api.task_class(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
     sizes = {"channels": (4, 4), "widths": (8,), "batch_size": 8}
     task = Digits(strategy=strategy, **sizes, optimizer=RATE)
-    settings = Settings(task, Parallel(MeshConfig(2, devices=(0, 1))), TrainConfig())
-    mesh = settings.parallel.mesh.build()
-    step = make_train_step(*settings, mesh)
+    settings = Settings(task, Parallel(MeshConfig(2, devices=(0, 1))))
+    step = make_train_step(*settings)
     rng = np.random.default_rng(0)
     images, labels = rng.random((8, 8, 8), np.float32), rng.integers(0, 10, 8, np.int32)
     batch = {"image": images, "label": labels, "weight": np.ones(8, np.float32)}
-    batch = place(batch, settings, mesh)
     for parameter, where in (("convs/1/bias", "convs.1"), ("dense/0/kernel", "dense.0")):
-        state = change(init_state(*settings[:2], mesh=mesh), settings, parameter, put_nan(...))
+        state = change(settings.state(), settings, parameter, put_nan(...))
         before = arrays_of(state)
-        assert (
-            str(find_origin(Setup.of(*settings, mesh), state, batch))
-            == f"the parameters of {where}"
-        )
+        assert settings.origin(state, batch)[0] == f"the parameters of {where}"
         for _ in range(2):
             state, metrics = step(state, batch)
         assert int(metrics.skipped) == 1
-        assert_same(release(state, settings.train.allowed_skips), before)
+        assert_same(api.release(state, settings.train.allowed_skips), before)
 
 
 # ---- a task of one's own: two kinds of layers, no time, one of them without parameters ----
@@ -294,9 +281,8 @@ class Roots(Task):
 def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
     num_devices = mesh[0] * mesh[1]
     layout = Parallel(MeshConfig(*mesh, devices=tuple(range(num_devices))))
-    settings = Settings(Roots(), layout, TrainConfig())
-    devices = layout.mesh.build()
-    state = init_state(*settings[:2], mesh=devices)
+    settings = Settings(Roots(), layout)
+    state = settings.state()
 
     def identity(kernel):
         kernel[:] = np.eye(4)
@@ -306,16 +292,16 @@ def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
     def origin(x=0.5, rows=(), state=state):
         x_B4 = np.full((8, 4), 0.5, np.float32)
         x_B4[list(rows)] = x
-        batch = place({"x": x_B4, "weight": np.ones(8, np.float32)}, settings, devices)
-        return str(find_origin(Setup.of(*settings, devices), state, batch))
+        batch = {"x": x_B4, "weight": np.ones(8, np.float32)}
+        return settings.origin(state, batch)[:2]
 
-    assert origin(np.nan, (6,)) == "the output of first, in row 6"
-    assert origin(-1.0, (0, 5)) == "the output of layer 1 (root), in rows 0, 5"
-    assert origin(0.0, (3,)) == "the gradient of layer 1 (root), in row 3"
+    assert origin(np.nan, (6,)) == ("the output of first", (6,))
+    assert origin(-1.0, (0, 5)) == ("the output of layer 1 (root)", (0, 5))
+    assert origin(0.0, (3,)) == ("the gradient of layer 1 (root)", (3,))
     shifted = change(state, settings, "shift", put_nan(2))
-    assert origin(state=shifted) == "the output of last"
+    assert origin(state=shifted)[0] == "the output of last"
     steep = change(state, settings, "gain", lambda a: a.fill(1e20))
-    assert origin(state=steep) == "the gradient of shift"
+    assert origin(state=steep)[0] == "the gradient of shift"
 
 
 class Drawn(Rooted):
@@ -333,9 +319,9 @@ class DrawnRoots(Roots):
 
 
 def test_the_first_place_is_that_of_the_parameters_that_are_drawn():
-    setup = Setup.of(DrawnRoots(), "dp1")
-    batch = put_batch(setup.task.make_batches("train", 0).batch(0), batch_sharding(setup))
-    assert str(find_origin(setup, init_state(setup), batch)).startswith("the output of first")
+    settings = Settings(DrawnRoots(), Parallel("dp1"))
+    batch = DrawnRoots().make_batches("train", 0).batch(0)
+    assert settings.origin(settings.state(), batch)[0] == "the output of first"
 
 
 # ---- numbers that are put where the batch says ----
@@ -439,23 +425,22 @@ def good_rows(number):
 )
 def test_a_number_is_traced_to_its_step_layer_time_and_row(layout, times):
     parallel = ADDED_UP[layout]
-    settings = Settings(Adding(), parallel, TrainConfig())
-    mesh = parallel.mesh.build()
-    step, rng = make_train_step(*settings, mesh), np.random.default_rng(times)
+    settings = Settings(Adding(), parallel)
+    step, rng = make_train_step(*settings), np.random.default_rng(times)
     for number in range(times):
         is_back = number % 2  # then also in what is after the layers
         bad_step, layer, time, row = map(int, rng.integers((4, NUM_LAYERS + is_back, LONG, ROWS)))
-        state = init_state(*settings[:2], mesh=mesh)
+        state = settings.state()
         for step_number in range(6):
             rows = good_rows(ROWS) | {"weight": np.ones(ROWS, np.float32)}
             if step_number == bad_step:
                 rows["layer"][row], rows["time"][row], rows["is_back"][row] = layer, time, is_back
                 rows["value"][row] = rng.choice([np.nan, np.inf, -np.inf])
-                bad = place(rows, settings, mesh)
-            state, metrics = step(state, place(rows, settings, mesh))
+                bad = rows
+            state, metrics = step(state, rows)
         assert int(metrics.skipped) == 1  # halted since
         assert int(state.step) == bad_step
-        origin = find_origin(Setup.of(*settings, mesh), release(state, 0), bad)
+        origin = settings.origin(api.release(state, 0), bad)
         part = "last" if layer == NUM_LAYERS else f"layer {layer} (summing)"
         what = "gradient" if is_back else "output"
         assert origin == (f"the {what} of {part}", (row,), time)
@@ -495,9 +480,13 @@ def test_an_update_that_is_not_finite_is_never_saved(name, skips, text, tmp_path
     )
     with pytest.raises(FloatingPointError, match=message):
         fit(task, layout, train)
-    checkpoints = RunFolder(tmp_path / "run").checkpoints(Setup.of(task, layout, train))
-    assert checkpoints.steps() == [1]
-    assert np.isfinite(np.concatenate([a.ravel() for a in arrays_of(checkpoints.restore())])).all()
+    assert api.run_steps(tmp_path / "run") == [1]
+    arrays = arrays_of(api.run_state(tmp_path / "run"))
+    assert np.isfinite(np.concatenate([array.ravel() for array in arrays])).all()
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 class Gaps(Series):
@@ -573,7 +562,7 @@ def test_a_batch_in_which_nothing_counts_has_no_loss(log_every, tmp_path):
     assert report.steps == ([1, 3, 5] if log_every == 1 else [1, 5])
     assert np.isfinite(report.losses).all()
     assert min(report.losses) > 0
-    lines = RunFolder(tmp_path / "run").metrics()
+    lines = lines_of(tmp_path / "run")
     assert [line["step"] for line in lines if line["split"] == "train"] == report.steps
     assert int(result.state.skipped) == 0
 
@@ -613,9 +602,9 @@ def poisoned(tmp_path_factory):
     word = task.read_text().vocabulary.words.index("zebra")
     task = dataclasses.replace(task, bad_word=word)
     train = TrainConfig(num_steps=1, out_dir=str(out_dir), log_every=5, checkpoint_every=0)
-    result = fit(task, Parallel(MeshConfig(devices=(0,))), train)
-    settings = Settings(result.setup.task, result.setup.parallel, result.setup.train)
-    batches = result.setup.task.make_batches("train", train.seed)
+    parallel = Parallel(MeshConfig(devices=(0,)))
+    fit(task, parallel, train)
+    settings, batches = Settings(task, parallel, train), task.make_batches("train", train.seed)
     bad = [step for step in range(1, 21) if (batches.batch(step).inputs_BT == word).any()]
     assert len(bad) > 1
     assert bad[-1] < 19
@@ -636,25 +625,18 @@ def go_on(settings, out_dir, num_steps, learning_rate=None, **train):
 
 @pytest.mark.full
 @pytest.mark.usefixtures("compile_once")
-def test_the_state_is_saved_before_its_origin_is_searched_for(poisoned, tmp_path, monkeypatch):
+def test_the_state_is_saved_before_its_origin_is_searched_for(poisoned, tmp_path):
     """The search may need more memory than there is."""
-
-    def fail(*_):
-        raise MemoryError("too large")
-
-    monkeypatch.setattr("jaxpar.training.loop.find_origin", fail)
-    settings, bad = poisoned
-    with pytest.raises(MemoryError, match="too large"):
+    (settings, bad), error = poisoned, MemoryError("too large")
+    with api.search_for_origin_raises(error), pytest.raises(MemoryError, match="too large"):
         go_on(settings, tmp_path / "run", 20)
-    folder = RunFolder(tmp_path / "run")
-    assert folder.checkpoints(Setup.of(*settings)).steps() == [1, bad[0]]
+    assert api.run_steps(tmp_path / "run") == [1, bad[0]]
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("compile_once")
 def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_path):
-    settings, bad = poisoned
-    folder = RunFolder(tmp_path / "run")
+    (settings, bad), folder = poisoned, tmp_path / "run"
     message = (
         rf"(?s)the loss of step {bad[0] + 1} is not finite \(batch {bad[0]} of \d+ in epoch 0, from 0\); the "
         r"first number that is not finite is in the output of first at time step \d, in row \d\. .*"
@@ -662,15 +644,16 @@ def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_
     )
     for _ in range(2):  # again the same batch
         with pytest.raises(FloatingPointError, match=message):
-            go_on(settings, folder.path, 20)
-    assert folder.checkpoints(Setup.of(*settings)).steps() == [1, bad[0]]
-    state = folder.checkpoints(Setup.of(*settings)).restore()
-    assert_same(state, arrays_of(go_on(settings, tmp_path / "before", bad[0]).state))
+            go_on(settings, folder, 20)
+    assert api.run_steps(folder) == [1, bad[0]]
+    assert_same(
+        api.run_state(folder), arrays_of(go_on(settings, tmp_path / "before", bad[0]).state)
+    )
 
-    result = go_on(settings, folder.path, 20, nonfinite="skip", learning_rate=0.01)
+    result = go_on(settings, folder, 20, nonfinite="skip", learning_rate=0.01)
     assert np.flatnonzero(~np.isfinite(result.losses)).tolist() == [n - bad[0] for n in bad]
     assert (int(result.state.step), int(result.state.skipped)) == (20, len(bad))
-    lines = [line for line in folder.metrics() if line["split"] == "skipped"]
+    lines = [line for line in lines_of(folder) if line["split"] == "skipped"]
     assert [line["step"] for line in lines] == [n + 1 for n in bad]
     assert [line["skipped"] for line in lines] == list(range(1, len(bad) + 1))
 
@@ -679,7 +662,7 @@ def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_
         match=rf"step {bad[-1] + 1} is not (?s:.*) larger --train\.max-skipped \(now {len(bad) - 1}\)\.",
     ):
         go_on(settings, tmp_path / "limit", 20, nonfinite="skip", max_skipped=len(bad) - 1)
-    assert latest_step(RunFolder(tmp_path / "limit").checkpoints(Setup.of(*settings))) == bad[-1]
+    assert api.run_steps(tmp_path / "limit")[-1] == bad[-1]
 
     # What has been skipped does not stop a run that may skip no more.
-    assert int(go_on(settings, folder.path, 21).state.step) == 21
+    assert int(go_on(settings, folder, 21).state.step) == 21

@@ -67,7 +67,7 @@ from jaxpar.pictures import style
 from jaxpar.pictures.chart import IDLE as IDLE
 from jaxpar.pictures.style import PALETTE as PALETTE
 from jaxpar.pipeline import Pipeline
-from jaxpar.planning import Machine, StepCost, plan_in_steps
+from jaxpar.planning import Machine, StepCost, plan_in_steps, time_steps
 from jaxpar.planning.cost import Step, estimate
 from jaxpar.planning.counts import counts_of
 from jaxpar.sharding import array_of, is_variable
@@ -458,6 +458,24 @@ def forget_programs() -> None:
 def machine_of(sheet: str) -> Machine:
     """Eight devices of one host, which are not there, with the numbers of a data sheet such as "cpu"."""
     return Machine(sheet, 8, 8, **SHEETS[sheet])
+
+
+@contextlib.contextmanager
+def cpus_have_memory(num_bytes: float) -> Iterator[None]:
+    """The data sheet of CPUs says that each device has so much memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SHEETS, "cpu", {**SHEETS["cpu"], "memory_bytes": num_bytes})
+        yield
+
+
+def placement(task: Task, parallel: Parallel) -> tuple[int, ...]:
+    """How many layers are on each place."""
+    return Setup.of(task, parallel).partition.placement
+
+
+def step_seconds(task: Task, layouts: Sequence[Parallel], num_rounds: int) -> list[list[float]]:
+    """Seconds of a training step with each layout, in each round."""
+    return time_steps([Setup.of(task, parallel) for parallel in layouts], num_rounds)
 
 
 def estimates(task: Task, layouts: Iterable[Parallel], machine: Machine) -> list[StepCost]:
