@@ -1,6 +1,5 @@
 """A run goes on when processes are lost, and when there are more: on which mesh, and with which losses."""
 
-import contextlib
 import os
 import re
 import signal
@@ -11,15 +10,13 @@ import time
 
 import jax
 import pytest
+from lib import api
 from lib.models import Regress
 from lib.runs import children_of, flags, read_until, train_losses
 
 from jaxpar import MeshConfig, Parallel, TrainConfig
-from jaxpar.cli.main import main
-from jaxpar.hosts import launch
 from jaxpar.lm import LM
 from jaxpar.planning import fit_devices
-from jaxpar.planning.machine import SHEETS
 
 RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
 END_SECONDS = 600  # which only a process that hangs takes
@@ -54,10 +51,10 @@ def test_arithmetic_chooses(task):
     assert layout.mesh.tensor == 1  # as was asked for
 
 
-def test_where_nothing_fits_it_is_what_needs_the_least(monkeypatch):
-    monkeypatch.setitem(SHEETS, "cpu", {**SHEETS["cpu"], "memory_bytes": 1e3})
+def test_where_nothing_fits_it_is_what_needs_the_least():
     asked = Parallel.of("dp2pp2", Parallel())
-    layout, reason = fit_devices(Regress(("cell", "cell")), asked, TrainConfig())
+    with api.cpus_have_memory(1e3):
+        layout, reason = fit_devices(Regress(("cell", "cell")), asked, TrainConfig())
     assert layout.mesh.num_devices == 8
     assert reason.endswith(" needs the least memory by estimates for cpu")
 
@@ -82,74 +79,6 @@ def test_no_mesh_at_all_is_an_error():
 
 
 # ---- the launcher ----
-
-COMMAND = ["train", "lm", "--train.out-dir", "nowhere"]
-# Ends of three processes and then fewer, as (exit code, lost); the numbers started, and the exit code of all.
-ENDS = {
-    "all is well": ([(0, 0)], {}, [3], 0),
-    "one dies": ([(137, 1), (0, 0)], {}, [3, 2], 0),
-    "two die": ([(137, 2), (0, 0)], {}, [3, 1], 0),
-    "one after the other": ([(137, 1), (134, 1), (0, 0)], {}, [3, 2, 1], 0),
-    "a number is refused": ([(137, 1), (2, 1), (0, 0)], {}, [3, 2, 1], 0),
-    "a mistake": ([(2, 1)], {}, [3], 2),
-    "not finite": ([(137, 1), (3, 1)], {}, [3, 2], 3),
-    "all die": ([(137, 1), (137, 1), (139, 1)], {}, [3, 2, 1], 139),
-    "too few are left": ([(137, 1), (137, 1)], {"min_processes": 2}, [3, 2], 137),
-    "not elastic": ([(137, 1)], {"elastic": False}, [3], 137),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ENDS)
-def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
-    ends, options, expected, code = ENDS[case]
-    started = []
-
-    class Launcher(launch.Launcher):
-        @contextlib.contextmanager
-        def start(self, command, count, devices):
-            more = ["--elastic", "--resume-or-begin"] if options.get("elastic", True) else []
-            assert command == COMMAND + more
-            started.append(count)
-            yield []
-
-    monkeypatch.setattr(launch, "Launcher", Launcher)
-    monkeypatch.setattr(launch._Watch, "wait", lambda self: ends[len(started) - 1])
-    assert launch.launch(COMMAND, 3, 1, **{"elastic": True, **options}) == code
-    assert started == expected
-    said = capfd.readouterr().err
-    assert [int(n) for n in re.findall(r"continuing with (\d) of 3 processes", said)] == expected[
-        1:
-    ]
-    told = "too few of 3 processes are left (--min-processes 2)"
-    assert (told in said) == (case == "too few are left")
-
-
-def test_a_run_that_always_fails_is_given_up(monkeypatch, capfd):
-    """A launcher that finds other machines starts as many processes as before."""
-    started = []
-
-    class Launcher(launch.Launcher):
-        @contextlib.contextmanager
-        def start(self, command, count, devices):
-            started.append(count)
-            yield []
-
-    monkeypatch.setattr(launch._Watch, "wait", lambda self: (137, 1))
-    assert launch.launch(COMMAND, 3, 1, elastic=True, launcher=Launcher()) == 137
-    assert started == [3] * (1 + launch.MAX_RESTARTS)
-    assert capfd.readouterr().err.count("continuing with 3 of 3 processes\n") == launch.MAX_RESTARTS
-
-
-def test_every_start_resumes_what_has_begun():
-    for command in (["train", "--train.out-dir", "run"], ["train", "--train.out_dir=run"]):
-        more = ["--elastic", "--resume-or-begin"]
-        assert launch.elastic_command(command, 3, 1) == [*command, *more]
-        command = [*command, "--resume"]
-        assert launch.elastic_command(command, 3, 1) == [*command, "--elastic"]
-        with pytest.raises(
-            ValueError, match="--overwrite would remove an elastic run at every start"
-        ):
-            launch.elastic_command([*command, "--overwrite"], 3, 1)
 
 
 def start(processes, arguments):
@@ -191,7 +120,7 @@ def test_fewer_processes_and_then_more_have_the_losses_of_one_device(text, tmp_p
     said = process.communicate(timeout=END_SECONDS)[0]
     assert process.returncode == 0, said
     assert "dp2 does not fit 3 devices; dp3 is the fastest" in said
-    assert main(flags(text, tmp_path / "one", num_steps, "--devices", "0")) == 0
+    assert api.command(*flags(text, tmp_path / "one", num_steps, "--devices", "0")) == 0
     expected = train_losses(tmp_path / "one")
     assert len(expected) == num_steps >= 30
     assert train_losses(out_dir) == pytest.approx(expected, rel=RELATIVE_TOLERANCE)

@@ -5,11 +5,15 @@ It times a step with the layers in equal numbers and as the speeds have it; it p
 
 import dataclasses
 import json
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # it is run by its path
 
 import jaxpar
 from jaxpar import (
@@ -22,10 +26,7 @@ from jaxpar import (
     init_state,
     make_train_step,
 )
-from jaxpar.hosts.distributed import start_processes
-from jaxpar.planning import time_steps
-from jaxpar.planning.running import batch_of_run
-from jaxpar.step.setup import Setup
+from lib import api
 
 TURNS = (16, 48)  # of products beside each pass of a layer, in each process
 SIZE, WIDTH, ROWS, STEPS = 256, 8, 4, 8
@@ -90,24 +91,24 @@ class Task(jaxpar.Task):
         return SeriesBatches({"x": values[0], "y": values[1]}, ROWS, STEPS, seed)
 
 
-def losses_of(setup):
+def losses_of(task, parallel):
     """Of two steps."""
-    step, state, losses = make_train_step(setup), init_state(setup), []
+    step, state, losses = make_train_step(task, parallel), init_state(task, parallel), []
+    batches = task.make_batches("train", 0)
     for number in range(2):
-        state, metrics = step.run(state, batch_of_run(setup, number))
+        state, metrics = step(state, batches.batch(number))
         losses.append(float(metrics.loss))
     return losses
 
 
 def main():
-    start_processes()
+    api.start_processes()
     task, units = Task(), PipelineConfig(num_microbatches=2, num_chunks=2)
     even = Parallel("pp2", units)
-    fitted = dataclasses.replace(even, speeds=(3, 1))
-    setups = [Setup.of(task, parallel) for parallel in (even, fitted)]
-    times = [min(seconds) for seconds in time_steps(setups, ROUNDS)]
-    placements = [setup.partition.placement for setup in setups]
-    losses = [losses_of(setup) for setup in setups]
+    layouts = even, dataclasses.replace(even, speeds=(3, 1))
+    times = [min(seconds) for seconds in api.step_seconds(task, layouts, ROUNDS)]
+    placements = [api.placement(task, parallel) for parallel in layouts]
+    losses = [losses_of(task, parallel) for parallel in layouts]
     found = {"placements": placements, "losses": losses, "times": times}
     print(json.dumps(found))
 
