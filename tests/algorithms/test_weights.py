@@ -45,3 +45,5 @@ def test_names_of_neighbouring_layers_are_one():
     names = ["layers.0.w", "layers.1.w", "layers.3.w", "layers.2.b", "head.bias", "a.7.b"]
     expected = ["layers.0-1,3.w", "layers.2.b", "head.bias", "a.7.b"]
     assert weights.in_ranges(names) == expected
+    names = ["e.blocks.0.mlp.1.w", "e.blocks.1.mlp.1.w", "layer_0.w", "layer_1.w", "b16.w"]
+    assert weights.in_ranges(names) == ["e.blocks.0-1.mlp.1.w", "layer_0-1.w", "b16.w"]

@@ -236,15 +236,10 @@ def epoch_predictions(
 # ---- updates of a task's own optimizer ----
 
 
-def loss_of_update(number: int) -> np.floating:
-    """The loss that an optimizer is given in a step of `optimizer_updates`."""
-    return np.float32(number / 4 + 1)
-
-
 def optimizer_updates(
-    task: Task, parallel: Parallel, params: Arrays, grads: Sequence[Arrays]
+    task: Task, parallel: Parallel, params: Arrays, grads: Sequence[Arrays], losses: np.ndarray
 ) -> tuple[list[Arrays], Any]:
-    """The updates for gradients, step by step, and the optimizer's state after them.
+    """The updates for gradients and losses, step by step, and the optimizer's state after them.
 
     Parameters, gradients and updates have the names of a checkpoint.
     """
@@ -256,8 +251,7 @@ def optimizer_updates(
     own, found = in_stacks(params), []
     with jax.numpy_dtype_promotion("standard"):
         opt_state, update = jax.jit(optimizer.init)(own), jax.jit(optimizer.update)
-        for number, of_step in enumerate(grads):
-            loss = loss_of_update(number)
+        for of_step, loss in zip(grads, losses, strict=True):
             updates, opt_state = update(in_stacks(of_step), opt_state, own, loss)
             own = optax.apply_updates(own, updates)
             arrays = stored(task, parallel, dataclasses.replace(first, params=updates))
