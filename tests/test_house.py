@@ -1,8 +1,10 @@
 """The layout of the package, and what each part of it may know."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 
 import jaxpar
 
@@ -41,22 +43,99 @@ PUBLIC = {
 }
 
 
-def test_the_law_is_written_with_public_names():
-    """`lib/api.py` alone knows the inside; models and optimizers of the law know no more than users do."""
-    tests, seen = Path(__file__).parent, set()
-    paths = [tests / "test_law.py", *tests.glob("lib/law/*.py")]
-    while paths:
-        path = paths.pop()
-        seen.add(path.name)
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module]
-                files = [tests / f"{node.module}/{alias.name}.py" for alias in node.names]
-                files.append(tests / f"{node.module.replace('.', '/')}.py")
-                paths += [
-                    own for own in files if own.is_file() and own.name not in {*seen, "api.py"}
-                ]
-            inside = {name for name in names if name.split(".")[0] == "jaxpar"} - PUBLIC
-            assert not inside, (path.name, inside)
-    assert {"plain.py", "layers.py", "optimizers.py", "flax_models.py"} <= seen
+# What objects of the inside are called where public ones hold them.
+INSIDE = {"storage", "facts", "cut_model"}
+
+
+class Known:
+    """What a file of the tests knows below the public packages.
+
+    Attributes:
+      found: such as ("imports", "jaxpar.step.setup").
+    """
+
+    def __init__(self, path: Path, own: str | None = None):
+        """Of one module, named `own`, it may know all."""
+        self.found, self._own, self._stands_for = set[tuple[str, str]](), own, dict[str, str]()
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            self._look_at(node)
+        for node in ast.walk(tree):
+            self._look_for_patches(node)
+
+    def _imported(self, name: str, how: str) -> None:
+        module = name if is_module(name) else name.rpartition(".")[0]
+        parts = module.split(".")
+        if parts[0] == "jaxpar" and module not in PUBLIC and parts[-1] != self._own:
+            self.found.add((how, module))
+
+    def _look_at(self, node: ast.AST) -> None:
+        """Imports, attributes, and programs in texts."""
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                self._imported(alias.name, "imports")
+                if alias.asname:
+                    self._stands_for[alias.asname] = alias.name
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                self._imported(name, "imports")
+                self._stands_for[alias.asname or alias.name] = name
+        elif isinstance(node, ast.Attribute) and node.attr in INSIDE and not self._own:
+            self.found.add(("reads", f".{node.attr}"))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            lines = re.findall(r"^ *from (jaxpar[\w.]*) import (\w+)", node.value, re.MULTILINE)
+            for module, name in lines:
+                self._imported(f"{module}.{name}", "has a program that imports")
+
+    def _look_for_patches(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "setitem")):
+            first, *others = ast.unparse(node.args[0]).strip("'").split(".")
+            name = ".".join([self._stands_for.get(first, first), *others])
+            if name.split(".")[0] == "jaxpar" and self._own not in name.split("."):
+                self.found.add(("patches", name))
+
+
+def is_module(name: str) -> bool:
+    """Whether this is a module of jaxpar, where no public function or class has the name."""
+    package, _, last = name.rpartition(".")
+    if package in PUBLIC - {"jaxpar"}:
+        return isinstance(getattr(importlib.import_module(package), last, None), ModuleType)
+    path = name.removeprefix("jaxpar.").replace(".", "/")
+    return name == "jaxpar" or bool({f"{path}.py", f"{path}/__init__.py"} & SOURCES.keys())
+
+
+def test_of_the_tests_one_file_knows_the_inside():
+    """`tests/lib/api.py`; and a file of `tests/algorithms` the module that it is named after."""
+    tests, found = Path(__file__).parent, []
+    for path in sorted(tests.rglob("*.py")):
+        own = path.stem.removeprefix("test_") if path.parent.name == "algorithms" else None
+        if path.name not in ("api.py", "test_house.py", "test_imports.py"):
+            found += [(path.name, *what) for what in sorted(Known(path, own).found)]
+    assert found == []
+
+
+def test_what_knows_the_inside_is_seen(tmp_path):
+    path = tmp_path / "test_it.py"
+    path.write_text(
+        "import jaxpar.cli.main\n"
+        "from jaxpar import lm, mesh, step, fit\n"
+        "from jaxpar.nn import dropout, matrix_memory\n"
+        "from jaxpar.step.setup import Setup\n"
+        "def test_it(monkeypatch):\n"
+        "    monkeypatch.setattr('jaxpar.partition.pool.COLUMNS', 8)\n"
+        "    monkeypatch.setattr(lm.LM, 'batch', None)\n"
+        "    fit(lm.LM()).setup.facts\n"
+        "    program = 'from jaxpar.cli import parse'\n"
+    )
+    assert Known(path).found == {
+        ("imports", "jaxpar.cli.main"),
+        ("imports", "jaxpar.mesh"),
+        ("imports", "jaxpar.step"),
+        ("imports", "jaxpar.nn.matrix_memory"),
+        ("imports", "jaxpar.step.setup"),
+        ("patches", "jaxpar.partition.pool.COLUMNS"),
+        ("patches", "jaxpar.lm.LM"),
+        ("reads", ".facts"),
+        ("has a program that imports", "jaxpar.cli.parse"),
+    }

@@ -122,9 +122,8 @@ def test_help_and_mistakes_import_no_jax(arguments):
     assert message in (done.stdout if code == 0 else "\n".join(said))
 
 
-def test_what_is_printed_to_be_copied_says_how_it_was_started(tmp_path):
-    script = tmp_path / "jaxpar"  # as pip writes it
-    script.write_text("import sys\nfrom jaxpar.cli.main import main\nsys.exit(main())\n")
+def test_what_is_printed_to_be_copied_says_how_it_was_started():
+    script = Path(sys.executable).with_name("jaxpar")  # that pip wrote
     for start, program in (([script], "jaxpar"), (["-m", "jaxpar"], "python -m jaxpar")):
         done = subprocess.run(
             [sys.executable, *start, "--help"],

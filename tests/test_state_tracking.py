@@ -3,6 +3,7 @@
 import collections
 import json
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -83,7 +84,7 @@ def test_accuracy_is_that_of_answers_that_are_asked_for(monkeypatch):
 
         return step
 
-    monkeypatch.setattr(jaxpar, "make_predict_step", make_predict_step)
+    monkeypatch.setattr(cell, "jaxpar", SimpleNamespace(make_predict_step=make_predict_step))
     by_length = cell.accuracy_by_length(Tracking("arithmetic"), None)
     assert by_length.tolist() == [1.0] * 5 + [0.0] * 27
 
@@ -108,7 +109,9 @@ def test_a_cell_that_a_signal_ends_is_no_result(monkeypatch):
     class Ended:
         evaluations = {}  # noqa: RUF012
 
-    monkeypatch.setattr(jaxpar, "fit", lambda *_, **__: Ended())
+    offered = {name: getattr(jaxpar, name) for name in jaxpar.__all__}
+    offered["fit"] = lambda *_, **__: Ended()
+    monkeypatch.setattr(cell, "jaxpar", SimpleNamespace(**offered))
     with pytest.raises(InterruptedError, match="parity lstm 0"):
         cell.train("parity", "lstm", 0, 1.0)
 

@@ -19,7 +19,6 @@ from jaxpar import (
     make_train_step,
 )
 from jaxpar.lm import LM, Batch
-from jaxpar.partition.by_layer import abstract_by_layer, from_layers
 from lib import api
 
 # Another mesh sums in another order: float32 rounding, 6e-8 a term; 1e-5 is the project's promise.
@@ -123,18 +122,3 @@ def next_losses(setup, state):
         state, metrics = step_of(setup)(state, batch_of(number, setup[0]))
         losses.append(float(metrics.loss))
     return losses
-
-
-def with_parameters(state, layout, arrays):
-    """The state with other parameters, on the host, named (without "params/") as `by_layer` gives them."""
-    placed = {
-        name: jax.device_put(arrays[name], wanted.sharding)
-        for name, wanted in abstract_by_layer(state.params, layout).items()
-    }
-    return dataclasses.replace(state, params=from_layers(state.params, layout, placed))
-
-
-def latest_step(checkpoints):
-    """The newest step of which there is a whole checkpoint; None if there is none."""
-    checkpoints.close()
-    return max(checkpoints.steps(), default=None)
