@@ -1,7 +1,7 @@
 """Cases that together have all pairs of choices.
 
-Each case is the best of some that are drawn at random. Best is what has the most that no case before has;
-what is rare among random cases counts more.
+Each case is the best of some that are drawn at random. Best is what has the most that no case before has, in
+the time that it takes; what is rare among random cases counts more.
 """
 
 import collections
@@ -11,11 +11,17 @@ import random
 import zlib
 from collections.abc import Callable, Hashable
 
-from lib.law.options import MESHES, OPTIONS, SCHEDULES, Case, chosen_layers
+from lib.law.options import MESHES, OPTIONS, SCHEDULES, Case, chosen_layers, sizes
 
 NUM_TRIED = 80
+AXES = ("data", "stage", "tensor")
+# What a layer is not told of: which others there are and where they lie, and what is done with its gradients.
+# Of a mesh, it meets the axes.
+NOT_OF_A_LAYER = (
+    "mesh", "beside", "pattern", "placement", "optimizer", "update", "clip", "resume on",
+)  # fmt: skip
 NUM_RANDOM = 4000  # cases that tell what is rare
-NUM_SHARES, FAVOR = 10, 10.0
+NUM_SHARES, FAVOR = 10, 100.0
 # Updates of several kinds of layers have by far the most pairs: without turns there would be little else.
 TURNS = (
     {"result": "updates", "form": "layers"},
@@ -55,10 +61,11 @@ def choices_of(case: Case) -> set[Hashable]:
 
 def pairs_of(case: Case) -> set[Hashable]:
     """The pairs of its choices; each of its layers counts as chosen."""
-    others = {name: value for name, value in case.items() if name != "layer"}
+    others = [(name, value) for name, value in case.items() if name != "layer"]
     layers = [("layer", name) for name in chosen_layers(case)]
-    pairs = {*itertools.combinations(others.items(), 2)}
-    return pairs | {*itertools.product(layers, others.items())}
+    met = [own for own in others if own[0] not in NOT_OF_A_LAYER]
+    met += [("splits", axis) for axis, size in zip(AXES, sizes(case), strict=True) if size > 1]
+    return {*itertools.combinations(others, 2), *itertools.product(layers, met)}
 
 
 @functools.cache
@@ -91,12 +98,18 @@ class Draws:
         seen = set().union(*map(parts_of, self.cases))
 
         def worth(case: Case) -> float:
-            return sum(self._favor(part) / (1 + times[part]) for part in parts_of(case) - seen)
+            found = sum(self._favor(part) / (1 + times[part]) for part in parts_of(case) - seen)
+            return found / time_of(case)
 
         for _ in range(count):
             case = max((random_case(self._numbers, **wanted) for _ in range(NUM_TRIED)), key=worth)
             seen |= parts_of(case)
             self.cases.append(case)
+
+
+def time_of(case: Case) -> float:
+    """About what it takes, most of it compiling; a case that compiles one step takes 1."""
+    return 1.0 + 0.8 * (case["resume on"] != "no") + 0.2 * (case["predicts"] == "yes")
 
 
 @functools.cache

@@ -433,7 +433,7 @@ OPTIONS = {
         update_fits,
     ),
     "clip": Option("", choices(*SWITCH), when_training),
-    "resume on": Option("", choices("no", *MESHES), resume_fits),
+    "resume on": Option("", choices("no", "dp1", "dp4", "pp4", "dp2pp2tp2"), resume_fits),
     "rows": Option("", choices("few", "many")),
     "steps": Option("task", {n: {"seq_len": int(n)} for n in ("8", "4")}),
     "large": Option("", choices(*SWITCH)),

@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import lax
@@ -31,24 +32,47 @@ def gradients(task, weights, batch):
     return float(loss), metrics, grads, carry_by_layer(carry)
 
 
-def updates(task, weights, batches, clip_norm):
-    """The losses of a step for each batch, and the weights after them."""
-    model = model_of(task)
-    trained, others = model.split(weights)
-    optimizer, carry, losses = PLAIN_OPTIMIZERS[task.optimizer_name](), model.start(), []
+def updates(task, weights, batches, clip_norm, error):
+    """The losses of a step for each batch, the weights after them, and how far apart these may be.
+
+    The last: by how much an array changes if each gradient has another error of this relative size. A rule
+    that divides by small numbers makes more of it.
+    """
+    model, numbers = model_of(task), np.random.default_rng(0)
+    optimizer = PLAIN_OPTIMIZERS[task.optimizer_name]()
     if clip_norm:
         optimizer = optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
-    with jax.numpy_dtype_promotion("standard"):
-        state = optimizer.init(trained)
-    for number, batch in enumerate(batches):
-        (loss, (_, carry)), grads = model.run(trained, others, batch, carry, step_key(number))
-        if task.optimizer_name in CONFIGS:  # as they promise
-            grads = jax.tree.map(jnp.conj, grads)
+
+    def run(change):
+        trained, others = model.split(weights)
+        carry, losses = model.start(), []
         with jax.numpy_dtype_promotion("standard"):
-            changes, state = optimizer.update(grads, state, trained)
-            trained = optax.apply_updates(trained, changes)
-        losses.append(float(loss))
-    return losses, {**others, **trained}
+            state = optimizer.init(trained)
+        for number, batch in enumerate(batches):
+            (loss, (_, carry)), grads = model.run(trained, others, batch, carry, step_key(number))
+            if task.optimizer_name in CONFIGS:  # as they promise
+                grads = jax.tree.map(jnp.conj, grads)
+            with jax.numpy_dtype_promotion("standard"):
+                changes, state = optimizer.update(change(grads), state, trained)
+                trained = optax.apply_updates(trained, changes)
+            losses.append(float(loss))
+        return losses, {**others, **trained}
+
+    losses, trained = run(lambda grads: grads)
+    _, nearby = run(lambda grads: with_error(grads, error, numbers))
+    apart = {name: np.linalg.norm(nearby[name] - own) for name, own in trained.items()}
+    return losses, trained, apart
+
+
+def with_error(arrays, error, numbers):
+    """Each array with an error of this size, relative to its norm, in a random direction."""
+
+    def of(array):
+        direction = numbers.normal(size=array.shape)
+        size = error * np.linalg.norm(array) / np.linalg.norm(direction)
+        return array + jnp.asarray(size * direction, array.dtype)
+
+    return {name: of(array) for name, array in arrays.items()}
 
 
 def initial_weights(task):
