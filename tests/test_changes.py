@@ -264,7 +264,6 @@ def test_the_number_of_layers_may_change_too():
     assert seconds[1] == pytest.approx(2 * seconds[0])
 
 
-@pytest.mark.xfail(reason="JAX keeps the trace of an optimizer's own `init`", strict=True)
 @pytest.mark.parametrize("update", ["replicated", "host"])
 def test_an_optimizer_begins_as_it_says_now(update):
     begins = optax.GradientTransformation(

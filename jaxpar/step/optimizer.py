@@ -53,6 +53,9 @@ def given_loss(optimizer: optax.GradientTransformation, what: str) -> optax.Grad
     """
     inner = optax.with_extra_args_support(optimizer)
 
+    def init(params: Params) -> OptState:  # JAX would keep the trace of the user's own function
+        return inner.init(params)
+
     def update(
         updates: Params, state: OptState, params: Params = None, value: Any = None
     ) -> tuple[Params, OptState]:
@@ -70,7 +73,7 @@ def given_loss(optimizer: optax.GradientTransformation, what: str) -> optax.Grad
                     raise
                 raise _needs(what, needed[1] or needed[2]) from error
 
-    return optax.GradientTransformation(inner.init, update)
+    return optax.GradientTransformation(init, update)
 
 
 # In errors of functions that are called with other arguments than they take.
