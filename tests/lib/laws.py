@@ -64,12 +64,14 @@ def make_settings(mesh=(1, 1, 1), units=(1, 1), task=MODEL, *, train=None, layou
 
 @functools.singledispatch
 def random_batch(task, rng, shape, starts):
-    """Random tokens, some targets ignored."""
+    """Random tokens, some targets ignored; lines begin anywhere where they are packed."""
     inputs, targets = rng.integers(0, task.vocab_size, (2, *shape), dtype=np.int32)
     targets[rng.random(shape) < 0.1] = -1
     batch = Batch(inputs, targets, starts)
     if task.reads_lines:
         batch = batch._replace(lengths=np.full(shape[0], shape[1], np.int32))
+    if task.packed:
+        batch = batch._replace(resets=rng.random(shape) < 0.1)
     return batch
 
 
