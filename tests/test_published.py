@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from lib import api
 
 from benchmarks.published import penn_treebank
 from jaxpar import OptimizerConfig, TrainConfig
-from jaxpar.cli.main import main
 from jaxpar.lm import LM
 from recipes.awd import AWD
 
@@ -49,7 +49,7 @@ text, folder = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 8)
 from benchmarks.published.in_float64 import AWD
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig, fit
-from jaxpar.mesh import MeshConfig
+from jaxpar import MeshConfig
 
 task = AWD(
     3, 16, 8, forget_bias=1.0, init_range=0.0, batch_size=8, seq_len=8, corpus=text, window_mean=6,
@@ -137,7 +137,7 @@ def test_the_command_for_wikitext_fits_its_text(tmp_path, monkeypatch, capsys):
     assert len(LM(corpus="wiki").read_text().test) == 60 * 16
     tiny = "--hidden-size 8 --embed-size 8 --train.num-steps 2 --devices 0 --train.out-dir run --corpus wiki"
     task = str(penn_treebank.RECIPES.parents[1] / words[1])
-    assert main(["train", task, *words[2:], *tiny.split()]) == 0
+    assert api.command("train", task, *words[2:], *tiny.split()) == 0
     capsys.readouterr()
-    assert main(["sample", "run", "--prompt", "a b", "--length", "3"]) == 0
+    assert api.command("sample", "run", "--prompt", "a b", "--length", "3") == 0
     assert len(capsys.readouterr().out.split()) == 5
