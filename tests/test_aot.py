@@ -17,25 +17,20 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from lib import api
 
 from benchmarks.machines import peer
 from benchmarks.machines.real_sizes import ROWS, compile_row
-from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, make_train_step
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.analysis import inspect_function, inspect_step
-from jaxpar.analysis.hlo import Module, arrays
-from jaxpar.analysis.program import lower_step
-from jaxpar.base.axes import DATA, STAGE, TENSOR
-from jaxpar.cli.main import main
 from jaxpar.lm import LM
-from jaxpar.mesh import described_devices
-from jaxpar.model.task import find_task
+from jaxpar.pipeline import make_schedule, make_table
 from jaxpar.planning import check_fits, estimate_step, plan
-from jaxpar.step.setup import Setup
 
 pytestmark = pytest.mark.aot
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = ROOT / "examples"
+EXAMPLES, TESTS = ROOT / "examples", ROOT / "tests"
 
 TASK = LM(
     8, 512, 512, vocab_size=10240, dropout=0.0, batch_size=128, seq_len=32,
@@ -64,6 +59,27 @@ def _slow(row):
     return pytest.param(row, marks=pytest.mark.more)
 
 
+def _mesh_of(parallel, machine):
+    return parallel.mesh.build(api.devices_of(machine))
+
+
+def _report(task, parallel, machine):
+    return inspect_step(task, parallel, mesh=_mesh_of(parallel, machine))
+
+
+def _program(task, parallel, machine):
+    """What a compiled step runs."""
+    lowered = api.lowered_step(task, parallel, _mesh_of(parallel, machine))
+    return api.instructions(lowered.compile().as_text())
+
+
+def _table(parallel):
+    """The ticks of a step."""
+    cuts = parallel.pipeline
+    units = parallel.mesh.stage, cuts.num_microbatches, cuts.num_chunks
+    return make_table([make_schedule("1f1b", *units, zero_bubble=True)])
+
+
 @pytest.fixture
 def as_people_write():
     """Flax and its users add a bias to arrays of more dims."""
@@ -73,23 +89,20 @@ def as_people_write():
 
 @pytest.fixture(scope="module", params=COMPILERS)
 def compiled(request):
-    """Machine, setup and report of the step."""
-    mesh = PARALLEL.mesh.build(described_devices(request.param))
-    setup = Setup.of(TASK, PARALLEL, mesh=mesh)
-    return request.param, setup, inspect_step(setup)
+    """Machine and report of the step."""
+    return request.param, _report(TASK, PARALLEL, request.param)
 
 
 def test_nothing_is_sent_over_data_in_a_loop(compiled):
-    _, _, report = compiled
-    assert report.along(DATA)
-    assert not [c for c in report.along(DATA) if c.in_loop]
+    _, report = compiled
+    assert report.along("data")
+    assert not [c for c in report.along("data") if c.in_loop]
 
 
 def test_transfers_over_stage_are_counted_once_a_tick(compiled):
-    _, setup, report = compiled
-    plan_of_ticks = make_train_step(setup).full_table
-    permutes = [c for c in report.along(STAGE) if c.op == "collective-permute"]
-    assert [c.count for c in permutes] == [int(plan_of_ticks.num_ticks)] * 2
+    _, report = compiled
+    permutes = [c for c in report.along("stage") if c.op == "collective-permute"]
+    assert [c.count for c in permutes] == [_table(PARALLEL).num_ticks] * 2
     one = 32 // 4 * 128 // 2 // 2 * 512 * 4 // 2  # t b H floats, split over tensor
     assert {c.bytes for c in permutes} == {one}
 
@@ -103,16 +116,15 @@ def test_no_time_step_of_heads_waits_for_another_device(machine, layer, mesh):
     stages = 2 if "pp" in mesh else 1
     steps = 7 * 8 if machine.startswith("h100") else 7
     parallel = Parallel(mesh, PipelineConfig(num_chunks=stages))
-    devices = described_devices(machine)
     found = {}
     for num_heads in (1, 4):
         task = LM(
             2, 256, 256, vocab_size=768, batch_size=16, seq_len=steps * stages, layer=layer,
             num_heads=num_heads,
         )  # fmt: skip
-        report = inspect_step(Setup.of(task, parallel, mesh=parallel.mesh.build(devices)))
+        report = _report(task, parallel, machine)
         found[num_heads] = [
-            c for c in report.along(TENSOR) if layer in c.module and 7 in c.trip_counts
+            c for c in report.along("tensor") if layer in c.module and 7 in c.trip_counts
         ]
     assert found[1]
     assert not found[4]
@@ -123,16 +135,13 @@ def test_no_time_step_of_heads_waits_for_another_device(machine, layer, mesh):
 @pytest.mark.parametrize("layer", ["lstm", _slow("gru"), _slow("slstm")])
 def test_a_time_step_is_few_launches_on_a_gpu(layer):
     """And what the loops write over what they have read is copied no more than once a turn or two."""
-    parallel = Parallel("dp2")
-    mesh = parallel.mesh.build(described_devices("h100:1x1x2"))
     task = LM(
         4, 512, 512, vocab_size=1024, dropout=0.0, batch_size=64, seq_len=64, layer=layer,
         num_heads=4 if layer == "slstm" else 1,
     )  # fmt: skip
-    module = Module(lower_step(Setup.of(task, parallel, mesh=mesh)).compile().as_text())
     of_turn = collections.defaultdict(list)
-    for visit in module.visits():
-        loop, opcode = visit.callers[-1].op_name if visit.callers else "", visit.instruction.opcode
+    for ran in _program(task, Parallel("dp2"), "h100:1x1x2"):
+        loop, opcode = ran.callers[-1].op_name if ran.callers else "", ran.opcode
         if loop.endswith(f"/while/body/eval_jaxpr/{layer}/while"):
             of_turn[loop].extend([opcode] * (opcode not in _NAMES | {"fusion-done"}))
     assert len(of_turn) == 2
@@ -149,17 +158,15 @@ def test_an_lstm_takes_all_steps_in_one_kernel(mesh):
     """
     parallel = Parallel(mesh, PipelineConfig(num_chunks=2))
     num_devices = math.prod(map(int, re.findall("[0-9]", mesh)))
-    devices = described_devices(f"h100:1x1x{num_devices}")
     task = LM(
         4, 256, 256, vocab_size=1024, batch_size=32, seq_len=32, packed=True, fused=True,
     )  # fmt: skip
-    setup = Setup.of(task, parallel, mesh=parallel.mesh.build(devices))
-    visits = [visit.instruction for visit in Module(lower_step(setup).compile().as_text()).visits()]
-    kernels = [each.op_name for each in visits if "mosaic_gpu" in each.attributes]
+    program = _program(task, parallel, f"h100:1x1x{num_devices}")
+    kernels = [ran.op_name for ran in program if "mosaic_gpu" in ran.attributes]
     has_kernels = "tp" not in mesh
     for name in ("lstm_forward", "lstm_backward"):
         assert sum(name in each for each in kernels) == has_kernels
-    sent = {each.opcode for each in visits if re.match(_TRANSFER, each.opcode)}
+    sent = {ran.opcode for ran in program if re.match(_TRANSFER, ran.opcode)}
     assert bool(sent) == (mesh != "dp1")
     assert any(opcode.endswith("-start") for opcode in sent) == (not has_kernels)
 
@@ -167,24 +174,25 @@ def test_an_lstm_takes_all_steps_in_one_kernel(mesh):
 _TRANSFER = "(all-|reduce-|collective-|async-|send|recv)"
 _SPILLS = """
 import sys, jax, jax.numpy as jnp, numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jaxpar.mesh import described_devices
-from jaxpar.nn.fused_lstm import Plan
-from jaxpar.nn.hidden import GateParams
-from jaxpar.nn.lstm import LSTMCarry, lstm_layer
-place = NamedSharding(Mesh(np.array(described_devices("h100:1x1x1")), "d"), P())
+from jaxpar.nn import LSTM, LSTMCarry
+from lib import api
+place = NamedSharding(Mesh(np.array(api.devices_of("h100:1x1x1")), "d"), P())
 of = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 H, B, dtype, packed = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "packed"
-plan = Plan.of(B, H, dtype, 132)
+graphdef, params = nnx.split(LSTM(H, fused=True, rngs=nnx.Rngs(0)))
 
-def loss(params, carry, x, new, resets):
-    after, y = lstm_layer(params, carry, x, resets, new, plan)
+def loss(params, carry, x, resets):
+    batch = {"resets": resets} if packed else {}
+    at = api.context_on("gpu", 132, batch=batch)
+    after, y = nnx.merge(graphdef, params)(carry, x, at)
     return jnp.sum(y.astype(jnp.float32)) + sum(map(jnp.sum, after))
 
-params, carry = GateParams(of(H, 4, H), of(H, 4, H), of(4, H)), LSTMCarry(of(B, H), of(B, H))
-given = (carry, of(8, B, dtype="bool")) if packed else (None, None)
+params = jax.tree.map(lambda a: of(*a.shape), params)
+given = LSTMCarry(of(B, H), of(B, H)), of(8, B, H, dtype=dtype), of(8, B, dtype="bool")
 run = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=place)
-run.lower(params, carry, of(8, B, H, dtype=dtype), *given).compile()
+run.lower(params, *given).compile()
 """
 _QUICK_KERNELS = ((1024, 64, "bfloat16", "packed"),)
 
@@ -204,7 +212,7 @@ _QUICK_KERNELS = ((1024, 64, "bfloat16", "packed"),)
 def test_kernels_keep_all_in_registers(width, rows, dtype, packed):
     """The assembler says so; the widest one with resets in float32 spills 14 numbers of a thread."""
     done = subprocess.run(
-        [sys.executable, "-c", _SPILLS, *map(str, (width, rows, dtype, packed))],
+        [sys.executable, "-c", _SPILLS, *map(str, (width, rows, dtype, packed))], cwd=TESTS,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"},
         capture_output=True, text=True, errors="replace", timeout=600, check=True,
     )  # fmt: skip
@@ -216,7 +224,7 @@ def test_kernels_keep_all_in_registers(width, rows, dtype, packed):
 
 
 def test_every_run_is_known_and_what_computes_beside(compiled):
-    _, _, report = compiled
+    _, report = compiled
     assert all(c.count is not None for c in report.collectives)
     assert any(not c.waits for c in report.collectives)
     table = str(report)
@@ -238,44 +246,36 @@ def _model(name):
         sizes = {"hidden_size": 1024, "embed_size": 1024, "batch_size": 256, "seq_len": 64}
         return dataclasses.replace(TASK, layer=name, **sizes), (2, 4)
     if name == "transformer":
-        task = find_task(f"{EXAMPLES}/transformer.py:Characters")()
+        task = api.task_class(f"{EXAMPLES}/transformer.py:Characters")()
         sizes = {"width": 256, "num_layers": 8, "batch_size": 256, "seq_len": 128}
         return dataclasses.replace(task, **sizes), (8, 1)
-    task = find_task(f"{EXAMPLES}/mixed.py:Digits")(width=256, batch_size=256)
+    task = api.task_class(f"{EXAMPLES}/mixed.py:Digits")(width=256, batch_size=256)
     return dataclasses.replace(task, num_lstms=4), (2, 4)
 
 
 def _tick(machine, model, shape):
-    """Of a compiled step: its module, the loop over ticks, its permutes, and the buffers of slots."""
+    """Of a compiled step: all that runs, the loop over ticks, its permutes, and the buffers of slots."""
     task, (M, K) = _model(model)
     parallel = Parallel(shape, PipelineConfig(num_microbatches=M, num_chunks=K))
-    setup = Setup.of(task, parallel, mesh=parallel.mesh.build(described_devices(machine)))
-    module = Module(lower_step(setup).compile().as_text())
+    program = _program(task, parallel, machine)
     permutes = [
-        visit
-        for visit in module.visits()
-        if re.match("collective-permute(?!-done)", visit.instruction.opcode)
-        and "/exchange/" in visit.instruction.op_name
+        ran
+        for ran in program
+        if re.match("collective-permute(?!-done)", ran.opcode) and "/exchange/" in ran.op_name
     ]
-    [loop] = {visit.callers[-1] for visit in permutes}
-    num_slots = make_train_step(setup).full_table.num_slots
+    [loop] = {ran.callers[-1] for ran in permutes}
+    num_slots = _table(parallel).num_slots
     slots = {
         (dtype, tuple(sorted(dims)))
-        for dtype, dims in arrays(loop.shape)
+        for dtype, dims in loop.arrays
         if num_slots in dims and len(dims) > 3 and math.prod(dims) > 50_000
     }
     assert len(slots) > 1
-    return module, loop, [visit.instruction for visit in permutes], slots
+    return program, loop, permutes, slots
 
 
-def _kinds(module, instruction):
-    inside = module.fused(instruction) or [instruction]
-    return {each.opcode for each in inside} - _NAMES
-
-
-def _is_slots(instruction, slots):
-    shapes = arrays(re.sub(r"^\((.*?\]).*", r"\1", instruction.shape))
-    return any((dtype, tuple(sorted(dims))) in slots for dtype, dims in shapes)
+def _is_slots(ran, slots):
+    return any((dtype, tuple(sorted(dims))) in slots for dtype, dims in ran.arrays[:1])
 
 
 # The whole check compiles these, `pytest -m aot` all of them.
@@ -291,32 +291,29 @@ compiled_ticks = pytest.mark.parametrize(
 
 @compiled_ticks
 def test_ticks_have_no_waste(machine, model, shape):
-    module, loop, permutes, slots = _tick(machine, model, shape)
+    program, loop, permutes, slots = _tick(machine, model, shape)
     # Both permutes have work of units beside them: a branch, or a loop of one turn or none.
-    assert [i.opcode for i in permutes] == ["collective-permute-start"] * 2
+    assert [ran.opcode for ran in permutes] == ["collective-permute-start"] * 2
     for start in permutes:
-        beside = [i.op_name for i in module.beside[start.name] if i.opcode in _WORK]
+        beside = [op_name for opcode, op_name in start.beside if opcode in _WORK]
         units = [re.search(r"/while/body/(forward|backward|weights\d)/", name) for name in beside]
         assert any(units), (start.op_name, beside)
-    for visit in module.visits():
-        instruction, callers = visit.instruction, visit.callers
+    for ran in program:
         # Gradients lie as their parameters do: W would exchange all of them in every tick.
-        assert loop not in callers or not instruction.opcode.startswith("all-to-all"), instruction
-        if any(caller.opcode == "fusion" for caller in callers) or not _is_slots(
-            instruction, slots
-        ):
+        assert loop not in ran.callers or not ran.opcode.startswith("all-to-all"), ran
+        if any(caller.opcode == "fusion" for caller in ran.callers) or not _is_slots(ran, slots):
             continue
-        kinds = _kinds(module, instruction)
-        if loop in callers:
+        kinds = {*ran.opcodes} - _NAMES
+        if loop in ran.callers:
             # A prefetch into the memory on the chip is no copy.
-            moved = instruction.opcode == "copy-start" and re.search(r"S\(\d\)", instruction.shape)
-            assert moved or not (kinds and kinds <= _MOVES), (instruction, callers[-1].op_name)
+            moved = ran.opcode == "copy-start" and re.search(r"S\(\d\)", ran.shape)
+            assert moved or not (kinds and kinds <= _MOVES), (ran, ran.callers[-1].op_name)
         else:
-            assert kinds != {"broadcast"}, instruction
+            assert kinds != {"broadcast"}, ran
 
 
 def test_memory_is_as_stored_for_this_compiler(compiled):
-    machine, _, report = compiled
+    machine, report = compiled
     version = f"{COMPILERS[machine]} {importlib.metadata.version(COMPILERS[machine])}"
     if (machine, version) not in STORED:
         pytest.skip(f"no number is stored for {version}; this one gives {report.memory.total}")
@@ -347,7 +344,7 @@ def test_the_ranking_of_the_page_is_what_its_command_prints(capsys):
     page = _page("scale/planning.md").replace("\\\n", " ")
     command = re.search(r"python -m jaxpar (plan lm --machine .*?) +#", page)[1]
     [shown] = re.findall(r"^```text\n(layout .*?)\n```", page, re.MULTILINE | re.DOTALL)
-    assert main(command.split()) == 0
+    assert api.command(*command.split()) == 0
     printed = capsys.readouterr().out.splitlines()
     rows = [line for line in printed if line.endswith("compiled")]
     assert [line.split() for line in shown.splitlines()[2:5]] == [line.split() for line in rows[:3]]
@@ -361,7 +358,7 @@ def test_the_picture_of_the_page_is_what_its_command_draws(tmp_path):
     [command] = re.findall(
         r"python -m jaxpar (plot parallelisms .*?) -o docs/parallelisms.svg", page
     )
-    assert main([*command.split(), "-o", str(tmp_path / "a.svg")]) == 0
+    assert api.command(*command.split(), "-o", str(tmp_path / "a.svg")) == 0
     assert (tmp_path / "a.svg").read_text() == (ROOT / "docs/parallelisms.svg").read_text()
 
 
@@ -373,7 +370,7 @@ SLICES = (
 
 @pytest.mark.parametrize("name", SLICES)
 def test_a_slice_takes_every_mesh(name):
-    devices = described_devices(name)
+    devices = api.devices_of(name)
     powers = [2**n for n in range(len(devices).bit_length())]
     for data, stage in itertools.product(powers, powers):
         if len(devices) % (data * stage):
@@ -387,7 +384,7 @@ def test_sides_that_no_slice_has_are_refused():
     with pytest.raises(
         ValueError, match=r"machine 'v5e:3x5' cannot be described: .*\nFix: use sides"
     ):
-        described_devices("v5e:3x5")
+        api.devices_of("v5e:3x5")
 
 
 def test_a_kernel_is_not_divided(as_people_write):
@@ -402,9 +399,7 @@ def test_a_kernel_is_not_divided(as_people_write):
 def test_wide_products_are_no_loops_of_permutes():
     """Such loops compute and send more."""
     task = LM(4, 4096, 4096, batch_size=64, seq_len=256, dtype="bfloat16")
-    parallel = Parallel("dp2tp4")
-    mesh = parallel.mesh.build(described_devices("v5e:2x4"))
-    report = inspect_step(Setup.of(task, parallel, mesh=mesh))
+    report = _report(task, Parallel("dp2tp4"), "v5e:2x4")
     assert not [c for c in report.along("tensor") if c.op == "collective-permute"]
     sent = sum(total.sent_bytes for total in report.totals if total.axes == ("tensor",))
     assert 1e9 < sent <= 1.9e9
@@ -429,9 +424,7 @@ def test_steps_at_real_sizes(name, as_people_write):
 def test_an_update_in_parts_scatters_every_large_gradient():
     """The TPU's compiler writes a scatter as a sum and a slice in one fusion, of several arrays too."""
     task = LM(2, 512, 512, vocab_size=1024, batch_size=64, seq_len=32, dtype="bfloat16")
-    parallel = Parallel("dp4", update="sharded")
-    setup = Setup.of(task, parallel, mesh=parallel.mesh.build(described_devices("v5e:2x2")))
-    report = inspect_step(setup)
+    report = _report(task, Parallel("dp4", update="sharded"), "v5e:2x2")
     sums = [c for c in report.collectives if c.op == "all-reduce"]
     assert sum(c.bytes for c in sums) < 50_000
     scattered = sum(c.bytes for c in report.collectives if c.op == "reduce-scatter")
@@ -443,16 +436,12 @@ def test_a_head_in_a_pool_is_read_where_it_lies():
     """A TPU copies the plane of the head nowhere, nor the head itself."""
     task = LM(4, 1024, 1024, vocab_size=32768, batch_size=32, seq_len=64, dtype="bfloat16")
     units = PipelineConfig(num_microbatches=4, num_chunks=4, head="last")
-    parallel = Parallel("pp4tp2", units)
-    setup = Setup.of(task, parallel, mesh=parallel.mesh.build(described_devices("v5e:2x4")))
-    [plane] = setup.storage.pools[0].planes
-    assert plane.columns == 32768 // 2
     moved = [
-        visit.instruction.name
-        for visit in Module(lower_step(setup).compile().as_text()).visits()
-        if not (visit.callers and visit.callers[-1].opcode == "fusion")
-        and visit.instruction.opcode in ("copy", "slice", "dynamic-slice", "reshape", "transpose")
-        and sum(math.prod(dims) for _, dims in arrays(visit.instruction.shape)) >= 1024 * 32768 // 2
+        ran.name
+        for ran in _program(task, Parallel("pp4tp2", units), "v5e:2x4")
+        if not (ran.callers and ran.callers[-1].opcode == "fusion")
+        and ran.opcode in ("copy", "slice", "dynamic-slice", "reshape", "transpose")
+        and sum(math.prod(dims) for _, dims in ran.arrays) >= 1024 * 32768 // 2
     ]
     assert moved == []
 
@@ -461,27 +450,26 @@ def test_a_head_in_a_pool_is_read_where_it_lies():
 @pytest.mark.parametrize("machine", COMPILERS)
 def test_a_recurrent_gradient_is_summed_after_a_loop_that_is_not_nested(machine, is_nested):
     """On CPU it is summed at each time step (test_surprises.py)."""
-    mesh = MeshConfig(data=8).build(described_devices(machine))
+    mesh = MeshConfig(data=8).build(api.devices_of(machine))
 
     def loss(w, x):
         def run(h, x):
             return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), h, x)
 
         h, _ = jax.lax.scan(run, x[0, 0] * 0, x) if is_nested else run(x[0, 0] * 0, x[0])
-        return jax.lax.psum(jnp.sum(h), DATA)
+        return jax.lax.psum(jnp.sum(h), "data")
 
     def shape(sizes, spec):
         return jax.ShapeDtypeStruct(sizes, "float32", sharding=NamedSharding(mesh, spec))
 
-    split = P(None, None, DATA)
+    split = P(None, None, "data")
     run = jax.shard_map(loss, mesh=mesh, in_specs=(P(), split), out_specs=P())
     arguments = shape((256, 256), P()), shape((4, 6, 64, 256), split)
     text = jax.jit(jax.grad(run)).lower(*arguments).compile().as_text()
     sums = [
-        visit.trip_counts
-        for visit in Module(text).visits()
-        if visit.instruction.opcode in ("all-reduce", "all-reduce-start")
-        and "[256,256]" in visit.instruction.shape
+        ran.trip_counts
+        for ran in api.instructions(text)
+        if ran.opcode in ("all-reduce", "all-reduce-start") and "[256,256]" in ran.shape
     ]
     assert sums == [(4,) if is_nested else ()]
 
@@ -489,8 +477,8 @@ def test_a_recurrent_gradient_is_summed_after_a_loop_that_is_not_nested(machine,
 SCATTER = """
 import jax, jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
-from jaxpar.mesh import described_devices
-place = SingleDeviceSharding(described_devices("h100:1x1x1")[0])
+from lib import api
+place = SingleDeviceSharding(api.devices_of("h100:1x1x1")[0])
 shapes = [((4096, 512), "float32"), ((4096,), "int32")]
 arguments = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
 gradient = lambda d, ids: jnp.zeros((10_000, 512)).at[ids].add(d)
@@ -502,9 +490,11 @@ print(jax.jit(gradient).lower(*arguments).compile().as_text())
 def test_deterministic_operations_sort_every_number_of_an_embeddings_gradient(flag):
     environ = os.environ | {"XLA_FLAGS": flag}
     command = [sys.executable, "-c", SCATTER]
-    text = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
-    sorted_shapes = re.findall(r"= \((.*?)\) sort\(", text)
-    assert [math.prod(arrays(shape)[0][1]) for shape in sorted_shapes] == [4096 * 512] * bool(flag)
+    done = subprocess.run(
+        command, env=environ, cwd=TESTS, capture_output=True, text=True, check=True
+    )
+    sorts = [ran for ran in api.instructions(done.stdout) if ran.opcode == "sort"]
+    assert [math.prod(ran.arrays[0][1]) for ran in sorts] == [4096 * 512] * bool(flag)
 
 
 @pytest.mark.parametrize("command", ["inspect", "plan"])
@@ -527,7 +517,7 @@ def test_a_flag_that_no_program_compiles_with_is_told(command):
 def test_a_tpu_sends_bfloat16_in_half_the_bytes_of_a_cpu():
     sent = {}
     for name in ("v5e:2x2", None):
-        mesh = MeshConfig(tensor=4, devices=(0, 1, 2, 3)).build(name and described_devices(name))
+        mesh = MeshConfig(tensor=4, devices=(0, 1, 2, 3)).build(name and api.devices_of(name))
         split, whole = (NamedSharding(mesh, spec) for spec in (P(None, "tensor"), P()))
         x = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16, sharding=split)
         report = inspect_function(jax.jit(lambda x: x * 2, out_shardings=whole), x)
@@ -551,7 +541,7 @@ def test_a_step_that_a_chip_has_no_room_for_is_refused():
 def test_every_machine_compiles_a_step(machine, capsys):
     flags = "--vocab-size 256 --num-layers 2 --hidden-size 128 --embed-size 128 --batch-size 8 --seq-len 8"
     command = ["inspect", "lm", "--machine", machine, "--mesh", "dp2tp2", *flags.split(), "--json"]
-    assert main(command) == 0
+    assert api.command(*command) == 0
     report = json.loads(capsys.readouterr().out)
     assert {tuple(c["axes"]) for c in report["collectives"]} >= {("data",), ("tensor",)}
     assert report["memory"]["purposes"]["parameters"] > 0
@@ -559,12 +549,9 @@ def test_every_machine_compiles_a_step(machine, capsys):
 
 @pytest.mark.parametrize("layer", ["rglru", "mingru"])
 def test_a_linear_recurrence_is_a_scan_in_parallel_there(layer):
-    mesh = MeshConfig().build(described_devices("v5e:2x2"))
-    setup = Setup.of(dataclasses.replace(SMALL, layer=layer), "dp1", mesh=mesh)
-    assert setup.facts.platform == "tpu"
-    text = lower_step(setup).as_text()
-    here = lower_step(Setup.of(dataclasses.replace(SMALL, layer=layer), "dp1")).as_text()
-    loops = [len(re.findall(r"stablehlo\.while", each)) for each in (text, here)]
+    mesh, task = _mesh_of(Parallel("dp1"), "v5e:2x2"), dataclasses.replace(SMALL, layer=layer)
+    programs = [api.lowered_step(task, Parallel("dp1"), own).as_text() for own in (mesh, None)]
+    loops = [len(re.findall(r"stablehlo\.while", text)) for text in programs]
     assert loops[0] < loops[1]
 
 
@@ -574,8 +561,7 @@ def test_fsdp_has_room_for_a_layer_and_not_for_all():
 
     def temporary(num_layers):
         task = LM(num_layers, 1024, 1024, batch_size=64, seq_len=16)
-        mesh = Parallel("dp4").mesh.build(described_devices("v5e:2x2"))
-        return inspect_step(Setup.of(task, Parallel("dp4", fsdp=True), mesh=mesh)).memory.temporary
+        return _report(task, Parallel("dp4", fsdp=True), "v5e:2x2").memory.temporary
 
     eight, sixteen = temporary(8), temporary(16)
     assert eight <= 0.45 * 376e6
