@@ -16,6 +16,7 @@ from lib.predictions import SEPARATOR, TASK, plain, predicted, text_of
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig, Stack, Sums
+from jaxpar.lm import LM, LanguageModel
 from jaxpar.nn import Stateless
 
 Digits = api.task_class(f"{Path(__file__).parent.parent}/examples/hybrid.py:Digits")
@@ -35,6 +36,26 @@ def test_every_token_has_its_log_likelihood(read):
     expected = plain(READ[read], text_of())
     np.testing.assert_allclose(found["log_likelihood"], expected, rtol=1e-5, atol=1e-6)
     assert np.isnan(found["log_likelihood"]).sum() == 1
+
+
+class Whole(LanguageModel):
+    """Its head is in parts for the loss, but not when it predicts."""
+
+    predict_part = jaxpar.Model.predict_part
+
+
+class OfWhole(LM):
+    def make_model(self, rngs):
+        return Whole(self, rngs=rngs)
+
+
+@pytest.mark.full
+def test_a_head_in_parts_is_gathered_where_a_model_predicts_as_a_whole():
+    fields = {field.name: getattr(TASK, field.name) for field in dataclasses.fields(TASK)}
+    task = OfWhole(**fields | {"hidden_size": 6})
+    found = predicted(task, Parallel("pp2", PipelineConfig(num_chunks=2, head="sharded")))
+    expected = plain(task, text_of())
+    np.testing.assert_allclose(found["log_likelihood"], expected, rtol=1e-5, atol=1e-6)
 
 
 # ---- any model, any batches ----
