@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from jaxpar.base.trees import shape_of
 from jaxpar.base.types import Atom, Function, Shapes
 from jaxpar.trace.jaxprs import aval_of, inlined, is_call, made_of, programs_in
 from jaxpar.trace.source_lines import source_line_of_equation
@@ -51,8 +52,9 @@ def tell_of_optimizer(make: Function, update: Function, params: Shapes, state: S
     low = [leaf.dtype for leaf in jax.tree.leaves((params, state)) if _is_low(leaf)]
     if not low:
         return
+    shapes = jax.tree.map(shape_of, (params, state, params))  # in one memory
     with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
-        traced = jax.make_jaxpr(lambda *args: update(*args))(params, state, params)
+        traced = jax.make_jaxpr(lambda *args: update(*args))(*shapes)
     program, num_params = inlined(traced, is_call).jaxpr, len(jax.tree.leaves(params))
     names = [jax.tree_util.keystr(path) for path, leaf in leaves if _is_low(leaf)]
     found = (
