@@ -17,7 +17,7 @@ from lib.law.check import check, script
 from lib.law.options import MESHES, OPTIONS, SCHEDULES, build, plain_case
 
 pytestmark = pytest.mark.law
-NUM_DRAWN = 25  # by the seed, in each run
+NUM_DRAWN = 60  # by the seed, in each run
 
 
 def pytest_generate_tests(metafunc):
