@@ -245,7 +245,7 @@ def as_tree(arrays):
     return tree
 
 
-# Of two steps. They are large beside what momo subtracts from them: a difference of near numbers has few digits.
+# Of two steps. Momo subtracts little from them: a difference of numbers that are near has few digits.
 LOSSES = np.float32([30, 37.5])
 
 

@@ -114,10 +114,10 @@ class Counts:
             yield Array(name, dims, tuple(value.shape), value.dtype.itemsize, number)
 
     @property
-    def counted(self) -> int:
-        """The size of a full batch in the task's unit: rows, or time steps of all rows by another name."""
-        steps = 1 if self.facts.task.unit == "rows" else self.facts.num_steps or 1
-        return self.facts.batch_size * steps
+    def size_of_batch(self) -> tuple[int, str]:
+        """Of a full batch, and its unit: the task's own, one in each time step; rows if there is no time."""
+        rows, steps, unit = self.facts.batch_size, self.facts.num_steps, self.facts.task.unit
+        return (rows, "rows") if steps is None or unit == "rows" else (rows * steps, unit)
 
     def unit(self, t: int | None, b: int) -> Unit:
         """A unit of any size: four units determine it, for its numbers are taken as bilinear in t and b."""

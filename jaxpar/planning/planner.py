@@ -90,7 +90,8 @@ class Ranking(Printed):
         Raises:
           ValueError: none fits.
         """
-        best, counts, (task, parallel, _) = self.best, self.best.counts, self.best.settings
+        best, (_, parallel, _) = self.best, self.best.settings
+        size, unit = best.counts.size_of_batch
         parts = {**best.parts, "sending": best.waiting}
         names = sorted(parts, key=parts.__getitem__, reverse=True)
         about = "~" * (not best.measured)
@@ -98,7 +99,7 @@ class Ranking(Printed):
         room = format_bytes(self.machine.memory_bytes)
         lines = [
             f"Use {describe(parallel)}: {best.seconds_text} a step, "
-            f"{about}{counts.counted / best.seconds:,.0f} {task.unit}/s"
+            f"{about}{size / best.seconds:,.0f} {unit}/s"
             + f", {best.memory_text} of {room} on each device" * bool(best.memory_text)
             + ".",
             f"Estimated time per step: {', '.join(shares)}.",
