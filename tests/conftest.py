@@ -93,13 +93,15 @@ def drawn(items, most, seed):
 def pytest_collection_modifyitems(config, items):
     tables = collections.defaultdict(list)
     for item in items:
-        if (mark := item.get_closest_marker("rows")) and not item.get_closest_marker("more"):
-            tables[mark.args[0]].append(item)
-    for most, own in tables.items():
+        if mark := item.get_closest_marker("rows"):
+            most, others = mark.args if len(mark.args) == 2 else (*mark.args, "more")
+            if not any(map(item.get_closest_marker, {"more", others})):
+                tables[most, others].append(item)
+    for (most, others), own in tables.items():
         kept = spread(own, most)
         for item in own:
             if item not in kept:
-                item.add_marker("more")
+                item.add_marker(others)
     yield  # -m and -k select
     seed = config.getoption("--seed")
     kept = set(items)

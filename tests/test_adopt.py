@@ -66,6 +66,7 @@ def table(models, with_time):
     ]
 
 
+@pytest.mark.rows(4, "full")
 @pytest.mark.parametrize(("task", "mesh"), table(MODELS, WITH_TIME))
 def test_a_flax_model_on_a_mesh_is_the_plain_model(task, mesh):
     assert_as_plain(task, MESHES[mesh])
@@ -168,11 +169,13 @@ def row_by_row(task):
     return float(value), named(grads), named(params)
 
 
+@pytest.mark.rows(1, "full")
 @pytest.mark.parametrize(("task", "mesh"), table(DRAWING, ["after an nnx.RNN"]))
 def test_what_a_model_draws_is_that_of_plain_flax_row_by_row(task, mesh):
     assert_as_plain(task, MESHES[mesh], row_by_row(task))
 
 
+@pytest.mark.rows(2, "full")
 @pytest.mark.parametrize("name", DRAWING)
 def test_evaluation_draws_nothing(name):
     task, _ = DRAWING[name]

@@ -117,6 +117,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rows(1, "full")
 @pytest.mark.parametrize(("kind", "mesh"), CASES)
 def test_costs_as_much_as_in_the_layer_form(kind, mesh):
     make, depth = PAIRS[kind]

@@ -132,6 +132,7 @@ def blocks_of(task):
     return api.summary(task, Parallel("dp1"))["blocks"]
 
 
+@pytest.mark.rows(2, "full")
 # JAX runs no callback where the compiler splits an axis.
 @pytest.mark.parametrize(
     ("name", "mesh"),
@@ -296,6 +297,7 @@ COMBINES_ROWS = {
 }
 
 
+@pytest.mark.rows(2, "full")
 @pytest.mark.parametrize("name", COMBINES_ROWS)
 def test_a_backward_pass_that_combines_rows_is_refused_though_it_changes_little(name):
     task = task_of([COMBINES_ROWS[name]()] * 2, NetOfSmallBranches)

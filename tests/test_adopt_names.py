@@ -74,6 +74,7 @@ def test_parameters_have_the_names_and_values_of_the_users_model(name):
     assert "embed" in table["each stage"]
 
 
+@pytest.mark.rows(1, "full")
 @pytest.mark.parametrize("name", ["list", "stacked"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_users_own_model_comes_back(name, sharded):

@@ -28,6 +28,7 @@ def test_the_head_is_split_over_stages():
     assert_as_plain(TASK, parallel)
 
 
+@pytest.mark.rows(1, "full")
 @pytest.mark.parametrize("mesh", ["tp2", "dp2pp2tp2"])
 @pytest.mark.parametrize(
     ("model", "head"), [(models.GPT, "last"), (models.GPT, "sharded"), (models.Padded, "last")]

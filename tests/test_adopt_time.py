@@ -157,6 +157,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.rows(3, "full")
 @pytest.mark.parametrize("model", REFUSED)
 def test_refused(model):
     lines = {name: line_of(name) for name in ("places", "conv", "mean")}

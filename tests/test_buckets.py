@@ -184,6 +184,7 @@ class Plain(Tags):
         return Steps(rngs)
 
 
+@pytest.mark.full
 def test_layers_of_whole_windows_and_mixed_rows_read_buckets_on_stages():
     train = jaxpar.TrainConfig(num_steps=6)
     one, stages = (jaxpar.fit(Tags(), mesh, train, quiet=True).losses for mesh in ("dp1", "pp2"))

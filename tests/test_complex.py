@@ -56,6 +56,7 @@ class Complex(Calm):
         return ComplexEnds(rngs=rngs)
 
 
+@pytest.mark.rows(1, "full")
 @pytest.mark.parametrize(
     ("mesh", "units", "layout"),
     [((2, 1, 1), {}, {"fsdp": True}), ((1, 2, 1), {"head": "sharded"}, {})],
@@ -86,6 +87,7 @@ FLAX = {
 }
 
 
+@pytest.mark.rows(1, "full")
 @pytest.mark.usefixtures("as_jax_by_default")
 @pytest.mark.parametrize(
     ("model", "mesh"), [("lrus", "chunks"), ("lrus", "zero-bubble"), ("text", "pp4")]
@@ -217,6 +219,7 @@ def trained_plainly(task, params, optimizer, *, along_slope):
     return params
 
 
+@pytest.mark.rows(2, "full")
 @pytest.mark.usefixtures("as_jax_by_default")
 @pytest.mark.parametrize(
     ("name", "layout"),

@@ -169,6 +169,7 @@ class Constants(jaxpar.Task):
 DP, PP, ALL = (2, 1, 1), (1, 2, 1), (2, 2, 2)
 
 
+@pytest.mark.rows(2, "full")
 @pytest.mark.parametrize(
     ("kinds", "mesh", "options"),
     [
@@ -227,6 +228,7 @@ def test_a_layer_with_collectives_is_refused(name):
         lowered(OwnAxis((name,) * 2), parallel)
 
 
+@pytest.mark.rows(1, "full")
 @pytest.mark.parametrize(("mesh", "num_layers"), [(DP, 6), (PP, 2)])
 def test_derivatives_that_are_cast_go_with_collectives(mesh, num_layers):
     sizes = MeshConfig(*mesh, axes=(("context", 2),), devices=tuple(range(4)))

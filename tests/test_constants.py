@@ -74,6 +74,7 @@ def step_of(task, mesh):
     return api.gradients(task, Parallel(on_devices(mesh)), batch)
 
 
+@pytest.mark.rows(1, "full")
 @pytest.mark.parametrize(
     ("keep", "mesh"),
     [("jax", (2, 1, 1)), ("numpy", (1, 2, 1)), more("jax", (2, 2, 2)), more("numpy", (2, 2, 2))],

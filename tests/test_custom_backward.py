@@ -185,6 +185,7 @@ def in_a_scan(y, batch):
     return jax.lax.scan(step, start, (y, batch["weight"]))[0][1]
 
 
+@pytest.mark.rows(1, "full")
 @pytest.mark.parametrize(
     ("weigh", "is_known"),
     [
@@ -471,6 +472,7 @@ def first_gradient(task, parallel):
     return value_and_grad(task, parallel)(init_state(task, parallel), batch)
 
 
+@pytest.mark.rows(2, "full")
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize(
     "parallel", ["dp2", "pp2", jaxpar.Parallel("dp1", jaxpar.PipelineConfig(num_microbatches=2))]

@@ -264,6 +264,7 @@ def test_a_small_disk_keeps_its_newest_checkpoint(num_processes, text, tmp_path)
     assert load_run(tmp_path / "copy").step == int(said[0][1])
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_at_any_point_gives_one_error_and_loses_nothing(tmp_path):
     num_tries = 20
     script, disk = tmp_path / "small_disk.py", tmp_path / "disk"

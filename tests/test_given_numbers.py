@@ -75,6 +75,7 @@ WHERE = {
 }
 
 
+@pytest.mark.rows(2, "full")
 @pytest.mark.parametrize("where", WHERE)
 def test_a_rate_in_the_state_is_the_one_that_is_given_now(where, tmp_path, caplog):
     make = WHERE[where]

@@ -460,6 +460,7 @@ class Memories(Calm):
         return model
 
 
+@pytest.mark.full
 @pytest.mark.law
 def test_they_are_the_same_on_devices():
     """Where sequences begin within windows, too."""

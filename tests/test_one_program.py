@@ -77,6 +77,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.rows(1, "full")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_run_with_other_numbers_compiles_nothing(kind, tmp_path):
     task, other = OTHERS[kind]

@@ -546,6 +546,7 @@ OF_LOSS = optax.GradientTransformationExtraArgs(
 )
 
 
+@pytest.mark.rows(3, "full")
 @pytest.mark.parametrize(
     ("name", "mesh"), [*((name, "dp1") for name in TAKING), ("sam", "dp2pp2"), ("polyak", "dp2pp2")]
 )

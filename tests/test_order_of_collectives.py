@@ -57,6 +57,7 @@ def text_of(program):
     return program.compile().as_text()
 
 
+@pytest.mark.rows(2, "full")
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_collectives_of_a_step_keep_their_order(other):
     parallel = Parallel("dp2pp2tp2", dataclasses.replace(PIPELINE, **other), shares=(3, 1))
@@ -92,6 +93,7 @@ class ReadBothWays(Regress):
         return BothWays(rngs=rngs)
 
 
+@pytest.mark.full
 @pytest.mark.law
 @pytest.mark.parametrize("other", [{}, *map(full, ({"remat": True}, {"head": "last"}))], ids=str)
 def test_loops_beside_each_other_in_a_layer_keep_their_order(other):

@@ -94,6 +94,7 @@ READS["table"] = lambda: optax.chain(optax.stateless(by_table), optax.sgd(0.1))
 del READS["root mean square"], READS["global norm"]  # these are refused in other words
 
 
+@pytest.mark.rows(3, "full")
 @pytest.mark.parametrize("name", READS)
 def test_an_update_on_the_host_that_depends_on_shape_or_place_is_refused(name):
     task = WithOptimizer(Text, own=READS[name])
@@ -124,6 +125,7 @@ OF_EACH_NUMBER = {
 }
 
 
+@pytest.mark.rows(3, "full")
 @pytest.mark.parametrize("name", OF_EACH_NUMBER)
 def test_an_update_of_each_number_alone_is_taken(name):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -111,6 +111,7 @@ ONE = parallel_of((1, 1, 1), num_chunks=1)
 # ---- losses, gradients and updates ----
 
 
+@pytest.mark.full
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "kinds"), [((1, 2, 1), KINDS), more((2, 2, 2), ALIKE)])
 def test_rows_as_long_as_those_of_the_largest_array_equal_their_definition(mesh, kinds):
@@ -155,6 +156,7 @@ class Factored(Unequal):
         return optax.adafactor(1e-2, min_dim_size_to_factor=4)
 
 
+@pytest.mark.full
 @pytest.mark.law
 def test_own_optimizers_see_each_layer_s_arrays_in_pools():
     assert_trained_as_on_one_device(Factored(batch_size=8), parallel_of((1, 2, 1)))
@@ -171,6 +173,7 @@ class Injected(Unequal):
         return optax.inject_hyperparams(optax.adam)(self.rate)
 
 
+@pytest.mark.full
 def test_numbers_that_an_optimizer_is_given_are_known_beside_pools(tmp_path):
     parallel = parallel_of((1, 2, 1))
     api.save(tmp_path, Injected(), parallel, init_state(Injected(), parallel))

@@ -92,6 +92,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rows(1, "full")
 @pytest.mark.parametrize(("mesh", "time_major"), CASES)
 def test_masks_are_the_same_on_every_mesh(mesh, time_major):
     task = Own(time_major=time_major)

@@ -129,6 +129,7 @@ class Labels(Task):
         return ArrayBatches({"x": x} | ({"static": label} if self.is_static else label), 8, seed)
 
 
+@pytest.mark.full
 def test_a_label_of_each_row_is_no_time():
     chunks = Parallel("pp2", PipelineConfig(num_chunks=4))
     many = jaxpar.fit(Labels(), chunks, TWO_STEPS, quiet=True)
@@ -252,6 +253,7 @@ class Tagger(nnx.Module):
         return self.head(x)[..., 0]
 
 
+@pytest.mark.full
 def test_adopted_models_have_arrays_without_time():
     def loss(model, batch):
         error = model(batch["x"], batch["static"]) - batch["static"][:, :1]
@@ -301,6 +303,7 @@ class WithGap(Static):
         return batches
 
 
+@pytest.mark.full
 def test_what_is_not_finite_in_an_array_without_time_has_no_time_step(tmp_path):
     train = TrainConfig(1, out_dir=str(tmp_path / "run"))
     message = r"is in the data: batch\['static'\]\['first'\], in row 3\."
