@@ -559,6 +559,14 @@ def test_a_collective_over_an_axis_of_vmap_is_told(layer, error, message, monkey
         value_and_grad(task, parallel)(state, batch)
 
 
+@pytest.mark.full
+@pytest.mark.law
+def test_a_cell_of_flax_follows_layers_that_are_split():
+    """It cuts its gates from one array, which the units of the layers before it must not be dealt over."""
+    units = PipelineConfig(num_microbatches=2, num_chunks=2, zero_bubble=True)
+    assert_same(Regress(("gru", "flax gru", "gru", "gru")), Parallel(on_devices((1, 2, 2)), units))
+
+
 @pytest.mark.more
 @pytest.mark.parametrize(("mesh", "shares"), [((1, 2, 2), None), ((2, 1, 2), (3, 1))])
 def test_an_exchange_within_a_unit_is_refused_before_it_would_hang(mesh, shares):
